@@ -89,19 +89,41 @@ def dice(p, b):
     return 1 - 2 * jnp.sum(q * b["m"]) / (jnp.sum(q) + jnp.sum(b["m"]))
 
 
+def survival(p, b):
+    return -jnp.mean(score(p, b) - jnp.log(jnp.cumsum(jnp.exp(score(p, b)))))
+
+
 def centered(p, b):
     return jnp.mean(jnp.tanh((b["x"] - b["x"].mean(0, keepdims=True)) @ p["w"]))
 
 
 WHOLE = {
-    "pairs": [clip, in_batch_negatives, ranks, kernel],
+    "pairs": [
+        clip,
+        in_batch_negatives,
+        ranks,
+        kernel,
+        lambda p, b: jnp.mean(jax.nn.relu(1 - (features(p, b) * jnp.roll(features(p, b), 1, 0)).sum(-1))),
+        lambda p, b: jnp.mean((score(p, b) - score(p, b)[::-1]) ** 2),
+        lambda p, b: jnp.mean(jnp.abs(score(p, b) - jnp.roll(score(p, b), -1))),
+    ],
     "sums": [
         lambda p, b: values(p, b).sum(),
         lambda p, b: 0.5 * jnp.sum((score(p, b) - b["t"]) ** 2),
         lambda p, b: (score(p, b) - b["t"]) @ (score(p, b) - b["t"]),
-        lambda p, b: values(p, b).mean() + 0.5 * jnp.sum(features(p, b) ** 2),
+        lambda p, b: jnp.sum(jnp.mean(features(p, b), 1) * b["m"]),
+        lambda p, b: values(p, b).mean() + 0.1 * jnp.sum(features(p, b) ** 2),
         lambda p, b: -jnp.sum(values(p, b)) / 2 + ts.regularize.l2(p),
+        lambda p, b: jax.vmap(lambda x, t: (x @ p["v"]).sum() * t)(b["x"] / 255, b["t"]).sum(),
         lambda p, b: ts.Loss(values(p, b).sum(), 1.0).compute(),
+    ],
+    "beside": [
+        lambda p, b: jnp.mean(score(p, b) ** 2) + ts.Loss.mean(values(p, b), b["m"]),
+        lambda p, b: ts.Loss.mean(values(p, b), b["m"]) - 0.5 * score(p, b).mean(),
+    ],
+    "extremes": [
+        lambda p, b: jnp.max(values(p, b)),
+        lambda p, b: values(p, b).mean() - 0.1 * features(p, b).min(0).sum(),
     ],
     "statistics": [
         centered,
@@ -114,6 +136,7 @@ WHOLE = {
         lambda p, b: jnp.sqrt(jnp.mean((score(p, b) - b["t"]) ** 2)),
         lambda p, b: -jax.nn.log_softmax(features(p, b), axis=0).mean(),
     ],
+    "order": [survival, lambda p, b: jax.lax.top_k(values(p, b), 3)[0].mean()],
 }
 
 

@@ -8,16 +8,22 @@ Each value in the program gets a `Fact`: which of its axes are **rows** (at the 
 each leaf of the batch; params have none), whether sums over all rows took part in it
 (**pooled**), if it **moves** with params, and the first **mixing** on the way to it. Evidence is
 
-- pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`);
+- pairs: two operands whose rows lie on different axes (`x @ y.T`, `x[:, None] - x[None]`), or one
+  of which is the other rolled or reversed along its rows (`x - jnp.roll(x, 1, 0)`);
+- order: a value that moves is sorted, accumulated or ranked along the rows (`sort`, `cumsum`);
 - statistics: rows with a pooled part (`x - x.mean(0)`) meet a function that is not linear;
 - means: the same without rows (`sqrt(mean)`, the square of a covariance, a Dice coefficient);
-- sums: the loss is a sum over rows, not divided, of values that were not multiplied by weights.
+- sums: the loss is a sum over rows that was not divided by anything that may be their number;
+- extremes: a maximum or minimum over rows is a term of the loss;
+- beside: `jnp.mean(values) + Loss.mean(values, mask)`: one number cannot weigh both.
 
-Only what the loss is made of counts, not metrics or model state. A false warning is worse than a
-missing one: what is divided by a weight, an unknown number, or a constant near the number of rows
-is taken for a mean, and rows that were taken by an index (mixup) for others. A primitive that is not
-listed here is taken for one that works row by row, or drops the rows. Statistics do not count if
-the loss returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
+Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
+mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
+one, so no evidence is: a maximum that meets rows again (a softmax made stable); a sum that was
+divided by a weight, an unknown number, or a constant as large as the number of rows; rows that
+were taken by an index (mixup), pairs made by an index included. A primitive that is not listed
+here is taken for one that works row by row, or drops the rows. Statistics do not count if the loss
+returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +40,7 @@ import numpy as np
 
 from tsunax._core.dataflow import Analysis, source_line
 from tsunax.errors import message, warn
-from tsunax.loss import rows_of
+from tsunax.loss import BESIDE, rows_of
 
 
 class Mixing(NamedTuple):
@@ -43,52 +49,48 @@ class Mixing(NamedTuple):
     source: Any  # `source_info` of the equation
 
 
-class Sum(NamedTuple):
-    factor: float  # by which constants it was multiplied since
-    mixing: Mixing
-
-
 class Fact(NamedTuple):
     rows: frozenset[int] = frozenset()  # axes along which each index belongs to one row
     pooled: bool = False  # sums over all rows took part
     moves: bool = False  # differentiable in params
     mixing: Mixing | None = None
-    weighed: bool = False  # rows times weights that may have their number in them
-    sum: Sum | None = None  # of a value without rows: the sum over rows that it is linear in
+    added: int = 0  # rows that were added up, undivided; -1: divided by what may be their number
+    last: Mixing | None = None  # of a value without rows: the sum or extreme that it is linear in
+    part: tuple[int, int] | None = None  # a slice along the rows: of which variable, from where
+    turn: int = 0  # rolled by so many rows; -1: reversed
 
 
 _KINDS = {
     "pairs": "compares the rows of the batch with each other",
+    "order": "sorts or accumulates along the rows of the batch",
     "statistics": "uses statistics of the whole batch in each of its rows",
     "means": "is a function of means over rows, not itself a mean",
     "sums": "is a sum over the rows of the batch, not a mean",
+    "extremes": "takes the maximum or minimum over the rows of the batch",
+    "beside": "adds a mean over all rows to a mean under a mask",
 }
-_FIX = (
-    "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
+_FIXES = {
+    "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
     "whole batch does. Use accumulate=1, with remat= if memory is short, or give the loss the other "
-    "rows as an extra argument."
-)
-_FIX_OF_SUMS = (
-    "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole batch "
-    "divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows."
-)
+    "rows as an extra argument.",
+    "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
+    "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
+    "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
+    "Give both the same mask: ts.Loss.mean(a + b, mask).",
+}
 _CURVED = frozenset(  # not linear
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
     "integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan tanh".split()
 )
 # linear in pieces: a bound on a mean is no evidence
 _BENT = frozenset("abs clamp max min rem".split())
+_ALONG = frozenset("cumlogsumexp cummax cummin cumprod cumsum sort top_k".split())
 _FLAT = frozenset("ceil floor round sign stop_gradient".split())
 _SAME = frozenset(  # an axis of the results is that axis of the operands
-    "add add_any and concatenate convert_element_type copy copy_p cumlogsumexp cummax cummin cumprod "
-    "cumsum div dynamic_slice dynamic_update_slice eq ge gt imag is_finite le lt mul name ne neg "
-    "nextafter not or pad pvary real reduce_precision rev select_n sharding_constraint slice sort "
-    "split sub top_k xor".split()
-).union(_CURVED, _BENT, _FLAT)
-_LINEAR = frozenset(
-    "add add_any broadcast_in_dim concatenate convert_element_type copy copy_p name neg pvary "
-    "reduce_precision reduce_sum reshape select_n sharding_constraint squeeze sub transpose".split()
-)
+    "add add_any and concatenate convert_element_type copy copy_p div dynamic_slice "
+    "dynamic_update_slice eq ge gt imag is_finite le lt mul name ne neg nextafter not or pad pvary "
+    "real reduce_precision rev select_n sharding_constraint slice split sub xor".split()
+).union(_CURVED, _BENT, _ALONG, _FLAT)
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general"))
 _OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
 _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
@@ -103,7 +105,7 @@ def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, nam
     if found is not None:
         line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-        fix = (_FIX_OF_SUMS if found.kind == "sums" else _FIX).format(n=n)
+        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n)
         where = f"{name}, {line}" if line else name
         expected = f"a mean over rows under accumulate={n}"
         warn(message("loss", where, got, expected, fix))
@@ -122,15 +124,15 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
     given = [Fact(moves=True)] * len(jax.tree.leaves(params))
     given += [Fact(frozenset({0} if jnp.ndim(x) else ())) for x in leaves]
     statistics = ("statistics", "means") if jax.tree.leaves(shapes[1]) else ()
-    known = set(_KINDS).difference(statistics)
+    known = [kind for kind in _KINDS if kind not in statistics]
     rule = functools.partial(_through, known=known, n=rows_of(batch))
     fact = Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0]
-    return fact.mixing or (fact.sum and fact.sum.mixing)
+    return fact.mixing or fact.last
 
 
 def _either(a: Fact, b: Fact) -> Fact:
     either: list[Any] = [x or y for x, y in zip(a, b, strict=True)]
-    return Fact(*either)._replace(rows=a.rows | b.rows)
+    return Fact(*either)._replace(rows=a.rows | b.rows, added=max(a.added, b.added))
 
 
 def _one_of(fact: Fact) -> Fact:
@@ -143,7 +145,7 @@ def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
     return fact._replace(rows=frozenset(first | {axis + 1 for axis in fact.rows}))
 
 
-def _through(eqn: Any, facts: Sequence[Fact], *, known: Set[str], n: int) -> list[Fact]:
+def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
     """The facts of what a primitive gives."""
     name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
     mixed = next((fact.mixing for fact in facts if fact.mixing), None)
@@ -158,43 +160,115 @@ def _through(eqn: Any, facts: Sequence[Fact], *, known: Set[str], n: int) -> lis
         rows = _rows(eqn, v.aval.shape, [fact.rows for fact in facts], n)
         is_sum = name in _SUMS and any_rows and not rows
         is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
-        moving = is_float and moves
-        weighed, sum = (False, None) if not moving else _summed(eqn, facts, rows, n)
-        found.append(Fact(rows, is_float and (pooled or is_sum), moving, mixed, weighed, sum))
+        fact = Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed)
+        added = 0 if v.aval.dtype == np.bool_ else _added(eqn, facts, fact, n)
+        fact = fact._replace(added=added, last=_last(eqn, facts, fact, added))
+        found.append(fact._replace(**_order(eqn, facts, fact)))
     return found
 
 
-def _summed(
-    eqn: Any, facts: Sequence[Fact], rows: frozenset[int], n: int
-) -> tuple[bool, Sum | None]:
-    """Whether rows were weighed, and the sum over them that a result is linear in."""
-    name, moving = eqn.primitive.name, [fact for fact in facts if fact.moves]
-    weighed = any(fact.weighed for fact in moving)
-    known = next((fact.sum for fact in moving if fact.sum), None)
+def _last(eqn: Any, facts: Sequence[Fact], out: Fact, added: int) -> Mixing | None:
+    """The sum or extreme over rows that a value without rows is linear in, if it moves."""
+    if out.rows or not out.moves:
+        return None
+    over_rows = any(fact.rows for fact in facts)
+    if over_rows and eqn.primitive.name in ("reduce_max", "reduce_min"):
+        return Mixing("extremes", eqn.primitive.name, eqn.source_info)
+    if over_rows and added > 0:
+        return Mixing("sums", eqn.primitive.name, eqn.source_info)
+    kinds = ("sums", "extremes") if added > 0 else ("extremes",)
+    return next((x.last for x in facts if x.last and x.last.kind in kinds), None)
+
+
+def _added(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
+    """How many rows were added up in a result; -1: it was divided by what may be their number."""
+    name = eqn.primitive.name
+    if name in ("gather", "dynamic_slice"):  # indices are none of it
+        facts = facts[:1]
+    all_of = [fact.added for fact in facts]
+    if name in ("reduce_sum", "dot_general"):
+        p, size = eqn.params, 0
+        axes = p["dimension_numbers"][0] if name == "dot_general" else [p["axes"]]
+        for v, fact, over in zip(eqn.invars, facts, axes, strict=True):
+            if gone := fact.rows.intersection(over):
+                size = max(size, math.prod(v.aval.shape[axis] for axis in gone))
+        if size:
+            return -1 if min(all_of) < 0 else max(*all_of, size)
+    if name in _CURVED:
+        return 0 if out.rows else max(all_of)
     if name in ("mul", "div"):
-        constant = next((v.val for v in eqn.invars if hasattr(v, "val")), None)
-        if constant is None or np.ndim(constant):  # by a weight, an unknown number, or a variable
-            return weighed or len(moving) == 1, known if len(
-                moving
-            ) == 2 and name == "mul" else None
-        factor = abs(float(constant)) or 1.0
-        factor = 1 / factor if name == "div" else factor
-        if rows:
-            return weighed or factor * n < 1.5, None
-        known = known and known._replace(factor=known.factor * factor)
-        return weighed, known if known and known.factor * n > 1.5 else None
-    if name in ("reduce_sum", "dot_general") and not rows and any(fact.rows for fact in facts):
-        mixing = Mixing("sums", name, eqn.source_info)
-        return False, None if weighed or len(moving) < len(facts) else Sum(1.0, mixing)
-    if name in _CURVED or name not in _LINEAR:
-        return weighed and bool(rows), None
-    return weighed, known
+        return _scaled(eqn, facts, out, n)
+    if name == "sign":
+        return 0
+    if min(all_of, default=0) < 0:
+        return -1
+    known = _SAME | _REDUCTIONS | {"squeeze", "transpose", "broadcast_in_dim", "reshape", "gather"}
+    if name not in known and not out.rows and any(fact.rows for fact in facts):
+        return -1
+    if name == "broadcast_in_dim" and _may_count(eqn.invars[0], facts[0]):
+        return -1
+    moving = [fact.added for fact in facts if fact.moves]
+    return max(moving or all_of, default=0)
+
+
+def _may_count(v: Any, fact: Fact) -> bool:
+    """Whether a number that is no constant may be a number of rows, or a sum of weights."""
+    return not (hasattr(v, "val") or v.aval.shape or fact.rows or fact.moves or fact.added > 0)
+
+
+def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
+    """`_added` of a product or quotient."""
+    (x, y), (a, b), divides = eqn.invars, facts, eqn.primitive.name == "div"
+    if hasattr(x, "val") and not divides:
+        (x, y), (a, b) = (y, x), (b, a)
+    if hasattr(y, "val"):
+        c = abs(float(y.val)) if np.ndim(y.val) == 0 else 0.0
+        c = c if divides else (1 / c if c else 0.0)
+        rows = a.added or (n if out.rows else 0)
+        times = c / rows if rows > 0 else 0.0
+        is_multiple = times > 0.99 and abs(times - round(times)) < 1e-3
+        if out.rows and a.added == 0:
+            return -is_multiple
+        return 0 if is_multiple or (divides and times > 0.99) else a.added
+    by_count = b.added != 0 if divides else min(a.added, b.added) < 0
+    if by_count or _may_count(y, b) or (_may_count(x, a) and not divides):
+        return -1
+    return max(a.added, b.added)
+
+
+def _order(eqn: Any, facts: Sequence[Fact], out: Fact) -> dict[str, Any]:
+    """What a result has of the order of its rows: a part of them, or all of them in another one."""
+    name, p = eqn.primitive.name, eqn.params
+    turned = [fact for fact in facts if fact.turn]
+    turn = max(turned, key=lambda fact: fact.moves).turn if turned else 0
+    if name == "slice":
+        shape = eqn.invars[0].aval.shape
+        size = lambda i: p["limit_indices"][i] - p["start_indices"][i]
+        over = [i for i in facts[0].rows if size(i) < shape[i]]
+        if len(over) == 1 and set(p["strides"] or (1,)) == {1}:
+            return {"part": (id(eqn.invars[0]), p["start_indices"][over[0]]), "turn": turn}
+    if name == "rev" and out.rows.intersection(p["dimensions"]):
+        turn = -1
+    if name == "concatenate" and p["dimension"] in out.rows and len(facts) == 2:
+        (a, b), size = (fact.part for fact in facts), eqn.outvars[0].aval.shape[p["dimension"]]
+        # the second half before the first one: micro-batches have the same pairs
+        if a and b and a[0] == b[0] and b[1] == 0 and a[1] not in (0, size / 2):
+            turn = a[1]
+    return {"turn": turn if out.rows else 0}
 
 
 def _evidence(eqn: Any, facts: Sequence[Fact]) -> str:
     name = eqn.primitive.name
+    if name in _ALONG:
+        p, last = eqn.params, len(eqn.invars[0].aval.shape) - 1
+        axis = p.get("axis", p.get("dimension", last))
+        keys = facts[: eqn.params.get("num_keys", 1)]
+        return "order" if any(axis in fact.rows and fact.moves for fact in keys) else ""
     if _pairs(eqn, facts):
         return "pairs"
+    if name == "name" and eqn.params["name"] == BESIDE:  # -1: under a mask of its own, or unknown
+        fact = facts[0]
+        return "beside" if fact.pooled and fact.moves and fact.added >= 0 else ""
     kind = "statistics" if any(fact.rows for fact in facts) else "means"
     if any(fact.pooled and fact.moves for fact in facts):
         curved = name in _CURVED or (name in _BENT and kind == "statistics")
@@ -215,6 +289,9 @@ def _pairs(eqn: Any, facts: Sequence[Fact]) -> bool:
         return all(free) and not any(fact.rows.intersection(axes) for axes, fact in batched)
     if eqn.primitive.name not in _SAME - {"concatenate", "dynamic_update_slice"}:
         return False
+    turns = {fact.turn for fact in facts if fact.rows and fact.moves}
+    if len(turns) > 1:
+        return True
     rows = [fact.rows for fact in facts if fact.rows]
     return any(not a <= b and not b <= a for a, b in itertools.combinations(rows, 2))
 
@@ -249,13 +326,19 @@ def _without(rows: frozenset[int], axes: Sequence[int]) -> frozenset[int]:
 
 
 def _reshaped(rows: frozenset[int], old: tuple, new: tuple, n: int) -> frozenset[int]:
-    """The axes that a row axis goes into: the first of length n, or all."""
-    found = set()
-    for axis in rows:
-        first, last = math.prod(old[:axis]), math.prod(old[: axis + 1])
-        ends = [math.prod(new[:k]) for k in range(len(new) + 1)]
-        there = [k for k in range(len(new)) if ends[k] < last and ends[k + 1] > first]
-        found |= set([k for k in there if new[k] == n][:1] or there)
+    """For each group of axes with one product that has rows: its first axis of length n, or all."""
+    if not rows or 0 in old:
+        return frozenset()
+    found, i, j = set(), 0, 0
+    while i < len(old) or j < len(new):
+        ends = i + 1, j + 1
+        while math.prod(old[i : ends[0]]) != math.prod(new[j : ends[1]]):
+            short = math.prod(old[i : ends[0]]) < math.prod(new[j : ends[1]])
+            ends = (ends[0] + 1, ends[1]) if short else (ends[0], ends[1] + 1)
+        if rows.intersection(range(i, ends[0])):
+            there = range(j, min(ends[1], len(new)))
+            found |= set([k for k in there if new[k] == n][:1] or [k for k in there if new[k] > 1])
+        i, j = ends
     return frozenset(found)
 
 
@@ -284,4 +367,6 @@ def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
     kept = [axis for axis in range(len(shape)) if axis not in gone]
     whole = [a for a in kept if a in given[0] and eqn.params["slice_sizes"][a] == shape[a]]
-    return frozenset(rows | {d.offset_dims[kept.index(axis)] for axis in whole})
+    rows |= {d.offset_dims[kept.index(axis)] for axis in whole}
+    pairs = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
+    return frozenset(rows | {free[j] for i, j in pairs if i in given[0]})

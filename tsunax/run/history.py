@@ -104,12 +104,16 @@ class History:
             steps, columns = steps[n:], {name: values[n:] for name, values in columns.items()}
 
     def _thin(self) -> None:
-        """Keep half of the rows, evenly spread over the steps, before one more is too many."""
+        """Keep half of the rows at most, the first of each span of steps, before one is too many.
+
+        Spans are powers of two, so that what is kept later is a part of what was kept before.
+        """
         n, columns = len(self), self._columns.values()
         if n < MOST:
             return
-        kept, steps = np.full(n, False), self["step"]
-        kept[np.searchsorted(steps, np.linspace(steps[0], steps[-1], n // 2))] = True
+        steps, span = self["step"], 1
+        while np.sum(kept := np.diff(steps // span, prepend=-1) != 0) > n // 2:
+            span *= 2
         few = [np.array(rows) for rows, _ in columns if 2 * len(rows) < n]
         if sum(map(len, few)) < n // 4:
             kept[np.concatenate([*few, [0]]).astype(int)] = True
