@@ -104,20 +104,22 @@ class History:
             steps, columns = steps[n:], {name: values[n:] for name, values in columns.items()}
 
     def _thin(self) -> None:
-        """Keep half of the rows at most, the first of each span of steps, before one is too many.
+        """Keep the first row of each span of steps, half of them at most, before one is too many.
 
-        Spans are powers of two, so that what is kept later is a part of what was kept before.
+        Spans are powers of two, so that what is kept later is a part of what was kept before. Rows
+        with a name that few have stay, and the newest of each name.
         """
         n, columns = len(self), self._columns.values()
         if n < MOST:
             return
-        steps, span = self["step"], 1
-        while np.sum(kept := np.diff(steps // span, prepend=-1) != 0) > n // 2:
+        steps, kept, span = self["step"], np.full(n, False), 1
+        few = [i for rows, _ in columns if 2 * len(rows) < n for i in rows]
+        kept[few if len(few) < n // 4 else []] = True
+        others = np.flatnonzero(~kept)
+        while np.sum(first := np.diff(steps[others] // span, prepend=-1) != 0) > n // 2:
             span *= 2
-        few = [np.array(rows) for rows, _ in columns if 2 * len(rows) < n]
-        if sum(map(len, few)) < n // 4:
-            kept[np.concatenate([*few, [0]]).astype(int)] = True
-        kept[[rows[-1] for rows, _ in columns]] = True  # the newest of each name
+        kept[others[first]] = True
+        kept[[rows[-1] for rows, _ in columns]] = True
         new = np.cumsum(kept) - 1
         self._steps = _array("q", steps[kept])
         for name, (rows, values) in self._columns.items():
