@@ -803,11 +803,12 @@ def raising():
 
 
 MESSAGES = {
-    "empty": (lambda: drain([]), "data at epoch 0: got no batch, expected at least one"),
-    "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch, expected at least one"),
+    "empty": (lambda: drain([]), "data at epoch 0: got no batch at all, expected at least one"),
+    "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch at all, expected at least one"),
     "used up": (
         lambda: drain(generator(3)),
-        "data at epoch 1: got no batch, expected at least one. One for every epoch: a list, ts.batches(",
+        "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
+        "One for every epoch: a list, ts.batches(arrays, ...), grain",
     ),
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),

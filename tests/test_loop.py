@@ -843,8 +843,8 @@ def test_wrong_places():
 
 
 BATCHES = {
-    "empty": ([], DataError, "no batch"),
-    "ended": (iter([(X[:8], Y[:8])] * 3), DataError, r"no batch, expected at least one. One for every epoch"),
+    "empty": ([], DataError, "no batch at all"),
+    "ended": (iter([(X[:8], Y[:8])] * 3), DataError, r"used up after 3 batches.*iterated again"),
     "None": ([None], DataError, "got None"),
     "rows": ([(X[:8], Y[:7])], DataError, r"8 rows in batch\[0\], 7 in batch\[1\]"),
     "none": ([(X[:0], Y[:0])], DataError, "0 rows"),

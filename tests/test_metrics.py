@@ -417,6 +417,11 @@ SCORES, IDS = np.zeros((6, 3), np.float32), np.zeros(6, np.int32)
         (lambda: metrics.Precision.empty(3), ("average at Precision.empty()", "3 classes")),
         (lambda: metrics.R2.of(SCORES, IDS), ("predictions at R2.of()", "(6, 3)", "(6,), as targets", "each with")),
         (lambda: metrics.MeanSquaredError.of(SCORES + 1j, SCORES), ("dtype complex64", "real numbers")),
+        (lambda: metrics.Accuracy.empty().merge(metrics.Mean.empty()), ("other at Accuracy.merge()", "Mean", "alike")),
+        (lambda: metrics.TopK.empty(k=1).merge(metrics.TopK.empty(k=2)), ("other at TopK.merge()",)),
+        (lambda: metrics.ConfusionMatrix.empty(2).merge(metrics.ConfusionMatrix.empty(3)), ("at ConfusionMatrix",)),
+        (lambda: metrics.F1.empty().merge(metrics.F1.empty(average="micro")), ("other at F1.merge()",)),
+        (lambda: metrics.R2.empty().merge(metrics.R2.empty((2,))), ("other at R2.merge()",)),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told(wrong, texts):

@@ -33,7 +33,11 @@ _Metric = TypeVar("_Metric")
 
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of both batches together, of one kind and shape."""
+    """The metric of both batches together. Raises LossError for another kind or shape."""
+    ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
+    if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
+        place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
+        raise LossError("other", place, trees.describe(other), expected)
     return jax.tree.map(operator.add, self, other)
 
 

@@ -130,9 +130,12 @@ class Source:
 
     def _ended(self) -> None:
         if self.position == 0:
-            fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
-            fix = fix if self._given else ""
-            raise DataError("data", f"epoch {self.epoch}", "no batch", "at least one", fix)
+            got, expected, fix = "no batch at all", "at least one", ""
+            if self._given and not self.restartable:
+                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
+                expected = "data that can be iterated again"
+                fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
+            raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
