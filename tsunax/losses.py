@@ -94,8 +94,18 @@ def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis
     [5.0, 0.0]
     """
     predictions, targets = _pair("euclidean_distance", predictions=predictions, targets=targets)
-    squares = jnp.sum(jnp.square(predictions - targets), axis)
-    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
+    apart = predictions - targets
+    # squares above 1e38 are inf, and below 1e-38 they are 0: scaled by a power of two, which changes
+    # no bit of other distances
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(apart), axis, keepdims=True))
+    kind = jnp.finfo(apart.dtype)
+    power = jax.lax.reduce_precision(
+        jnp.minimum(largest, 2.0 ** (kind.maxexp * 3 // 4)) / 2, kind.nexp, 0
+    )
+    scale = jnp.where((largest > 4 * kind.tiny) & (largest < jnp.inf), power, 1)
+    squares = jnp.sum(jnp.square(apart / scale), axis)
+    root = jnp.sqrt(jnp.where(squares == 0, 1, squares)) * jnp.squeeze(scale, axis)
+    return jnp.where(squares == 0, 0, root)
 
 
 # A function of labels and the number of classes, while `_step/failures.py` explains a rejected step.
