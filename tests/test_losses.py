@@ -496,15 +496,15 @@ def test_flux_focal_loss():
     values, slope = run(losses.focal_loss, p, y, gamma=0.5)
     close(values, [0, -np.log(EPS)], atol=2 * EPS)
     close(slope, [[0, 0, 0], [0, -1 / EPS, 0]], 1e-5)
-    # logits: -∞, a certain class, an impossible one, a tiny probability whose log is not lost
-    x = [[0.0, 0, -INF], [200.0, 0, 0], [-200.0, 0, -INF], [0.0, -INF, 0], [0.0, 0, NAN]]
-    y = [[1.0, 0, 0]] * 3 + [[0.0, 1, 0]] + [[1.0, 0, 0]]
+    # logits: -∞ and ∞, a certain class, an impossible one, a tiny probability whose log is not lost
+    x = [[0.0, 0, -INF], [INF, 0, -INF], [200.0, 0, 0], [-200.0, 0, -INF], [0.0, -INF, 0], [INF, 0, NAN], [INF, 0, 0]]
+    y = [[1.0, 0, 0]] * 4 + [[0.0, 1, 0]] + [[1.0, 0, 0]] + [[0.0, 1, 0]]
     for gamma in (2.0, 0.5):
         values, slope = run(losses.softmax_focal_loss, x, y, gamma=gamma)
-        close(values, [0.5**gamma * np.log(2), 0, 200, INF, NAN])
+        close(values, [0.5**gamma * np.log(2), 0, 0, 200, INF, NAN, INF])
         # d/dx₀ of (1 - p)^γ·(-log p) at p = ½
         half = 0.5 * (-gamma * 0.5**gamma * np.log(2) - 0.5**gamma)
-        close(slope[:3], [[half, -half, 0], [0, 0, 0], [-1, 1, 0]])
+        close(slope[:4], [[half, -half, 0], [0, 0, 0], [0, 0, 0], [-1, 1, 0]])
 
 
 @pytest.mark.medium

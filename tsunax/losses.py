@@ -278,6 +278,8 @@ def softmax_focal_loss(
     [0.173..., 0.0179...]
     """
     x, y = _pair("softmax_focal_loss", logits=logits, labels=labels)
+    certain = jnp.isposinf(x)
+    x = jnp.where(jnp.any(certain, axis, keepdims=True), jnp.where(certain, 0, x - jnp.inf), x)
     log_p = jax.nn.log_softmax(x, axis)
     weight = _power(-jnp.expm1(log_p), gamma)
     return -jnp.sum(y * weight * jnp.where((y == 0) & jnp.isneginf(log_p), 0, log_p), axis)
