@@ -734,6 +734,29 @@ def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_what_ends_calls_one_after_the_other_hands_over_the_steps_done(monkeypatch):
+    real, begun, done = fused_loop.Calls, [], []
+
+    class Calls(real):
+        def __init__(self, *args):
+            super().__init__(*args)
+            begun.append(len(done))
+
+        def __call__(self, feed, n):
+            if len(done) > 100 and len(done) - begun[-1] == 3:  # in the middle of some
+                raise KeyboardInterrupt
+            done.append(super().__call__(feed, n))
+            return done[-1]
+
+    monkeypatch.setattr(fused_loop, "Calls", Calls)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(STEP, ts.setup(RULE, init()), data(), steps=900, steps_per_call=1, log_every=1)
+    state, history = caught.value.state, caught.value.history
+    assert int(state.step) == len(done) == len(history["loss"])
+    monkeypatch.undo()
+    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), steps=len(done))[0])
+
+
 def test_in_a_notebook_ctrl_c_returns(monkeypatch):
     monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
     press = lambda run: signal.raise_signal(signal.SIGINT)

@@ -299,9 +299,9 @@ def _train(fitting: Fit, interrupt: Interrupt) -> None:
         if left == 0:
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
             continue
-        chunk = fitting.take(left)  # the batches of the next call; None at the end of an epoch
-        if chunk is not None:
-            fitting.call(chunk)  # its numbers are read when the next call is under way
+        chunks = fitting.take(left)  # the batches of the next calls; none at the end of an epoch
+        if chunks:
+            fitting.call(chunks)  # their numbers are read when the next calls are under way
         if fitting.feed.ended():
             fitting.epoch_ended()
     fitting.end(interrupt)

@@ -45,6 +45,8 @@ class Chunk(NamedTuple):
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
     """The epoch of each step."""
+    if all(isinstance(chunk.epochs, int) for chunk in chunks):
+        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
     return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
 
 
@@ -172,12 +174,22 @@ class Feed:
             leaves, treedef = jax.tree.flatten(batches)
             size, bytes = self._known(treedef, leaves, step, 1)
             self._block = _Block(leaves, treedef, n, size, size * bytes, before)
-        block = self._block
+        return self._of_block(self._block, n, state, limit, epochs)
+
+    def _of_block(self, block: _Block, n: int, state, limit: int, epochs: Any) -> Chunk:
         batches, count = block.next(n)
         if block.is_empty:
             self._block = None
         feed, sent = self._placed(fused_loop.Stacked(batches), count, state, limit)
         return Chunk(feed, sent, count, epochs, block.bytes)
+
+    def rest(self, n: int, steps: int, state: PyTree, limit: int) -> list[Chunk]:
+        """Further chunks of n batches of those that were read already, for so many steps at most."""
+        chunks, epoch = [], self.epoch
+        while self._block is not None and steps >= n:
+            chunks.append(self._of_block(self._block, n, state, limit, epoch))
+            steps -= n
+        return chunks
 
     def _across(self, n: int) -> tuple[Any, np.ndarray]:
         """The next n batches, and the epoch of each."""

@@ -130,17 +130,25 @@ class Fit:
             self.next = step, self.options.next_boundary(step)
         return self.next[1] - step - self.ahead
 
-    def take(self, left: float) -> feed.Chunk | None:
-        """The batches of the next call, `left` at most; None at the end of an epoch.
+    def take(self, left: float) -> list[feed.Chunk]:
+        """The batches of the next calls, `left` at most; none at the end of an epoch.
 
         How many steps a call makes is the least of: the setting, or what the clock says
         (`per_call`); the steps to a boundary (`left`); the room of a call (`feed.buffer_size`); the
-        rest of an epoch or block.
+        rest of an epoch or block. How many calls: those of `CALL_SECONDS`, of batches that lie
+        there; a Ctrl-C waits for them.
         """
         ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
         chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
-        return self.alike.chunk(ahead + 1, chunk, self.feed.source) if self.alike.spans else chunk
+        if self.alike.spans:
+            chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
+        if chunk is None:
+            return []
+        if self.alike.spans or not self.seconds:
+            return [chunk]
+        steps = min(CALL_SECONDS / self.seconds, left) - chunk.steps
+        return [chunk, *self.feed.rest(most, int(steps), self.run.state, limit)]
 
     def per_call(self) -> int:
         given = self.options.steps_per_call
@@ -150,17 +158,22 @@ class Fit:
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
 
-    def call(self, chunk: feed.Chunk) -> None:
-        """Dispatch one call; read those before it, if they have waited long enough."""
+    def call(self, chunks: list[feed.Chunk]) -> None:
+        """Dispatch calls; read those before them, if they have waited long enough."""
         run, before = self.run, time.perf_counter()
         if self.options.steps_per_call is None:
-            run.state, infos = self.loop.once(run.state, chunk.feed.one(), self.extra)
+            run.state, infos = self.loop.once(run.state, chunks[0].feed.one(), self.extra)
+            self.called(chunks[0], infos)
         else:
-            run.state, infos = self.loop(run.state, chunk.feed, chunk.n, self.extra)
+            calls = fused_loop.Calls(self.loop, run.state, self.extra)
+            try:
+                for chunk in chunks:
+                    self.called(chunk, calls(chunk.feed, chunk.n))
+            finally:  # what was called counts, whatever the next one raises
+                run.state = calls.state
         now = time.perf_counter()
-        self.pending.append((chunk, infos))
-        self.ahead += chunk.steps
         self.read_at = self.read_at or now
+        chunk, infos = self.pending[-1]
         if (traces := self.traces()) != self.traced:  # it compiled: no measure of anything
             self.traced = traces
             self.idle += now - before
@@ -169,6 +182,10 @@ class Fit:
         is_large = len(self.pending) * chunk.bytes > WAITING_BYTES
         if len(self.pending) > 1 and (is_late or is_large):
             self.read(1)
+
+    def called(self, chunk: feed.Chunk, infos: Any) -> None:
+        self.pending.append((chunk, infos))
+        self.ahead += chunk.steps
 
     def traces(self) -> int:
         """How often the step was traced, so compiled; 0 for a step that does not count."""

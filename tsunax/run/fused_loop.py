@@ -252,24 +252,46 @@ class Fused:
     def __call__(
         self, state: PyTree, feed: PyTree, n: np.ndarray | jax.Array, extra: Extra
     ) -> tuple[Any, Infos]:
-        kind, moving, still = None, state, ()
+        calls = Calls(self, state, extra)
+        infos = calls(feed, n)
+        return calls.state, infos
+
+
+class Calls:
+    """Calls of a loop one after the other: the state is taken apart once, and assembled once."""
+
+    def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
+        self._kind: Any = None
+        self._moving: PyTree = state
+        self._still: PyTree = ()
+        self._extra = extra
         if isinstance(state, TrainState):
-            kind, (moving, still) = (type(state), state.plan), split(state)
-            home, moving, still = self.programs.home_of(state, moving, still)
+            self._kind, (moving, still) = (type(state), state.plan), split(state)
+            home, self._moving, self._still = loop.programs.home_of(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
-            home, moving, still = home_of(moving)
+            home, self._moving, self._still = home_of(state)
+        self._program = loop.programs[home]
+
+    def __call__(self, feed: PyTree, n: np.ndarray | jax.Array) -> Infos:
+        given = self._kind, self._moving, self._still, feed, n, self._extra
         try:
-            moving, more, infos = self.programs[home](kind, moving, still, feed, n, extra)
+            self._moving, more, infos = self._program(*given)
         except Exception as error:
-            if isinstance(state, TrainState):
-                given = feed.batches if isinstance(feed, Stacked) else feed.arrays
-                raise_fault(error, state, jax.tree.map(lambda x: x[0], given), extra)
+            if self._kind is not None:
+                batches = feed.batches if isinstance(feed, Stacked) else feed.arrays
+                first = jax.tree.map(lambda x: x[0], batches)
+                raise_fault(error, self.state, first, self._extra)
             raise
-        if kind is None:
-            return moving, infos
-        return assemble(kind, moving, _with_leaves(still, more) if more else still), infos
+        if more:
+            self._still = _with_leaves(self._still, more)
+        return infos
+
+    @property
+    def state(self) -> Any:
+        """The state after the calls so far."""
+        return assemble(self._kind, self._moving, self._still) if self._kind else self._moving
 
 
 def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
