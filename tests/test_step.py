@@ -6,6 +6,7 @@ import pickle
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -715,3 +716,20 @@ def test_a_step_is_no_loss_fn():
         for given in (step, evaluate):
             with pytest.raises(WrongTypeError, match=r"^loss_fn at .*: got a (Train|Eval)Step.*step\.loss_fn"):
                 make(given)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_step_is_exported_with_a_batch_of_any_size(masked):
+    with_mask = lambda params, batch, mask: ts.Loss.mean(losses(params, batch), mask)
+    state, step = ts.setup(ts.rules.adam(1e-3), make_params()), ts.train_step(with_mask if masked else loss_fn)
+
+    @jax.jit
+    def trained(params, batch):
+        new, info = step.pure(state.replace(params=params), batch, {})
+        return new.params, info.loss, info.weight
+
+    (rows,) = jax.export.symbolic_shape("rows")
+    batch = make_batch()
+    of_any_size = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    exported = jax.export.export(trained)(state.params, of_any_size)
+    assert_trees_close(exported.call(state.params, batch), trained(state.params, batch), rtol=1e-6, atol=1e-7)

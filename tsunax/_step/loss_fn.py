@@ -99,7 +99,9 @@ class LossFn:
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and "mask" not in extra:
-                out[name] = np.ones(rows_of(batch), np.float32)
+                rows = rows_of(batch)
+                ones = np.ones if isinstance(rows, int) else jnp.ones
+                out[name] = ones(rows, np.float32)
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
