@@ -265,8 +265,7 @@ def fit(
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
-            settings = opening.settings(fitting, closed)
-            with Interrupt(*signals) as interrupt, opening.told(options, settings):
+            with Interrupt(*signals) as interrupt, opening.told(fitting, closed):
                 _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written

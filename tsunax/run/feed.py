@@ -19,7 +19,7 @@ from tsunax.data.cursors import Source, as_source
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
-from tsunax.run import fused_loop
+from tsunax.run import fused_loop, info_columns
 from tsunax.state import TrainState
 
 # of batches that one call takes: in a cache, and a fraction of what a model needs
@@ -463,7 +463,7 @@ def _is_new(state) -> bool:
     """Whether no step has seen it: a `TrainState`, or a tree of some."""
     is_state = lambda x: isinstance(x, TrainState)
     parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
-    return bool(parts) and not any(np.max(x.calls) for x in parts)
+    return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 
 def innermost(data: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -119,14 +119,14 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def told(options: Options, settings: Mapping[str, Any]) -> Iterator[None]:
+def told(fitting: Fit, closed: int | None) -> Iterator[None]:
     """Loggers told of the run, and closed whatever happens."""
     with contextlib.ExitStack() as stack:
-        for logger in options.loggers:
+        for logger in fitting.options.loggers:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
-                logger.start(settings)
+                logger.start(settings(fitting, closed))
         yield
 
 
