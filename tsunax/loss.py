@@ -274,7 +274,7 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
         _check_weight(out.weight)
     _check_metrics(out.metrics, "loss_fn")
     # a NumPy scalar where it is known from the shapes: then no program has to return it
-    known = np.float32 if isinstance(rows, int) else jnp.float32  # of `jax.export`: symbolic
+    known = np.float32 if type(rows) is int else jnp.float32  # of `jax.export`: symbolic
     weight = known(rows) if out.weight is None else out.weight
     weight = weight.astype(np.float32) if trees.is_array(weight) else np.float32(weight)
     weight = jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight

@@ -100,7 +100,7 @@ class LossFn:
         for name in self.names:
             if name == "mask" and "mask" not in extra:
                 rows = rows_of(batch)
-                ones = np.ones if isinstance(rows, int) else jnp.ones
+                ones = np.ones if type(rows) is int else jnp.ones
                 out[name] = ones(rows, np.float32)
             elif name in offered:
                 out[name] = offered[name]
