@@ -18,13 +18,12 @@ import optax
 
 from tsunax._core import PyTree, Where, patterns, trees
 from tsunax._core.placement import beside
-from tsunax._step.roles import frozen_words
+from tsunax._step.state_fields import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
-from tsunax.rules import number_table
-from tsunax.rules import numbers as _numbers
-from tsunax.rules.cuts import Cut, recut
+from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import LiveState
 from tsunax.rules.number_table import Numbers
+from tsunax.rules.subtree_numbers import Cut, recut
 from tsunax.state import TrainState, check_state, trainable, trained_part
 
 
@@ -352,7 +351,7 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
             if not trees.is_traced(value):
                 each = np.ravel(np.asarray(value)).tolist()
         for number in each:
-            _numbers.check_number(where, name, number, "a number")
+            number_checks.check_number(where, name, number, "a number")
     given = {column: value for column, (_, _, value) in cells.items()}
     concrete = not any(map(trees.is_traced, [values, *given.values()]))
     values: Any = np.array(values) if concrete else values

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Maybe, PyTree, Where, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of, frozen_flags, frozen_words
+from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
 from tsunax.errors import StateError
@@ -32,8 +32,8 @@ from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
-from tsunax.rules.cuts import recut as recut_numbers
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
+from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
 
 __all__ = ["Report", "migrate"]

@@ -52,9 +52,9 @@ def _is_spread(x: Any) -> bool:
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
     """Raise the error in the arguments that made a program fail, if there is one."""
-    from tsunax._step import failures
+    from tsunax._step import step_errors
 
-    if fault := failures.fault(error, state, batch, extra):
+    if fault := step_errors.fault(error, state, batch, extra):
         raise fault from None
 
 
@@ -70,7 +70,7 @@ def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | No
 class Traced(NamedTuple):
     """What one trace of a step was given: shapes and types, no values.
 
-    `_step/traces.py` says how two of them differ.
+    `_step/retrace_reasons.py` says how two of them differ.
     """
 
     kind: str  # "step", or "loop" for those that run fused
@@ -245,9 +245,9 @@ class TrainStep:
         weight = weight.weight if type(weight) is _KnownWeight else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
-            from tsunax._step import failures
+            from tsunax._step import step_errors
 
-            failures.raise_if_rejected(self, state, info, batch, extra)
+            step_errors.raise_if_rejected(self, state, info, batch, extra)
         return state, info
 
     def lower(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Lowered:

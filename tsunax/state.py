@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Device, Function, Maybe, PyTree, Where, trees
 from tsunax._core.trees import own
-from tsunax._step.roles import COUNTS, Plan, averages_of, field, state_class
+from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown
 from tsunax.rules.number_table import Numbers
 
@@ -78,7 +78,7 @@ class TrainState:
         An average is given as in `setup(ema=)`, and begins with the trained leaves. StateError for
         other names, and for a field like the trained leaves that has others.
         """
-        from tsunax._step import starting
+        from tsunax._step import state_setup
 
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
         for name in [*own_names, *more]:
@@ -88,7 +88,7 @@ class TrainState:
                     "field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"
                 )
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        more = starting.begun(more, roles, base(state), f"{cls.__name__}.of()")
+        more = state_setup.begun(more, roles, base(state), f"{cls.__name__}.of()")
         kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
         return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
 
@@ -127,16 +127,16 @@ class TrainState:
         state that was donated.
         """
         from tsunax._core import placement
-        from tsunax._step import starting
+        from tsunax._step import state_setup
 
         known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
             if name not in known:
                 raise StateError(unknown("field", "replace()", name, known))
-            starting.check_field(self, name, value)
+            state_setup.check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
-            fields["key"] = starting.as_key(fields["key"], "replace()")
+            fields["key"] = state_setup.as_key(fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
@@ -149,13 +149,13 @@ class TrainState:
                 # no scatter: on a mesh with explicit axes the sharding of its value must be given
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {name: starting.like(x, getattr(self, name)) for name, x in fields.items()}
+        fields = {name: state_setup.like(x, getattr(self, name)) for name, x in fields.items()}
         if "params" in fields:  # a step looks at the clock for where a state lies
             clock = placement.beside(_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
-        from tsunax._step.printing import describe
+        from tsunax._step.state_text import describe
 
         return describe(self)
 
@@ -335,30 +335,30 @@ def setup(
     (0, 0.001)
     """
     from tsunax._core import placement
-    from tsunax._step import starting
-    from tsunax.rules import calling, inspecting, number_table
+    from tsunax._step import state_setup
+    from tsunax.rules import extra_arguments, inspecting, number_table
 
     swapped = isinstance(params, optax.GradientTransformation)
     inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
-    rule = calling.with_extra(rule)
+    rule = extra_arguments.with_extra(rule)
     if isinstance(params, TrainState):
         fix = "Give state.params."
         raise WrongTypeError("params", "setup()", "a TrainState", "a pytree of arrays", fix)
-    key = starting.as_key(key, "setup()")
-    flags = starting.check_setup(params, device, model_state, trainable, copy, freezable)
+    key = state_setup.as_key(key, "setup()")
+    flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
-    policy, average, scale = starting.parts_of(precision, ema, loss_scale)
+    policy, average, scale = state_setup.parts_of(precision, ema, loss_scale)
 
     take = own if copy else trees.strong
-    params = starting.copied(params, flags, take)
-    flags, overwritten = starting.without_overwritten(params, flags, trainable)
+    params = state_setup.copied(params, flags, take)
+    flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
-    plan = Plan(calling.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = starting.stored(_part(params, selected), policy, key)
+    plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
+    trained, masters = state_setup.stored(_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 
-    opt_state = starting.opt_state_of(rule, seen, (trained, masters))
+    opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))
     inspecting.check_update(rule, seen)
     opt_state, numbers = number_table.hoist(opt_state)
     place = functools.partial(placement.beside, trained)

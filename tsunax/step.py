@@ -27,7 +27,7 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._step.gradients import check_policy, gradient_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
 from tsunax.rules import number_table
@@ -274,9 +274,9 @@ def _thawed(state: TrainState) -> list[Any] | None:
     """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
     if state.frozen is None:
         return None
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.thawed_flags(state)
+    return frozen_leaves.thawed_flags(state)
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
@@ -342,9 +342,9 @@ def _kept(
     """
     if thawed is None and emitted is None:
         return new
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.kept(old, new, thawed, emitted)
+    return frozen_leaves.kept(old, new, thawed, emitted)
 
 
 def _chosen(

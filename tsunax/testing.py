@@ -31,8 +31,8 @@ from jax.sharding import Mesh
 from tsunax import guard
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of, frozen_flags
-from tsunax._step.traces import why
+from tsunax._step.retrace_reasons import why
+from tsunax._step.state_fields import averages_of, frozen_flags
 from tsunax.data.batching import Data
 from tsunax.data.prefetching import Prefetched
 from tsunax.devices.meshes import mesh as all_devices
@@ -51,7 +51,7 @@ from tsunax.loop import fit
 from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.run.info_columns import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
 from tsunax.step import StepInfo, gradient_of

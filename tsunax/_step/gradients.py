@@ -192,7 +192,7 @@ def search_functions(
             where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
             raise RuleError("rule", where, "a line search", "one without", fix)
         if state.frozen is not None:
-            from tsunax._step.freezing import thawed_flags
+            from tsunax._step.frozen_leaves import thawed_flags
 
             params = guard.choose(thawed_flags(state), params, trained_part(state))
         return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import placement, stable_text, trees
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import _user_values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
-from tsunax.rules.cuts import Cut
-from tsunax.rules.cuts import recut as recut_numbers
+from tsunax.rules.subtree_numbers import Cut
+from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState
 
 __all__ = []

@@ -26,7 +26,7 @@ from tsunax._step.members import members_of
 from tsunax.devices import kinds as _kinds
 from tsunax.distributed import collectives
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]

@@ -18,7 +18,7 @@ from tsunax import guard
 from tsunax._core import PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, home_of

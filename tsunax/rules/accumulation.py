@@ -21,8 +21,8 @@ import optax
 from tsunax import guard
 from tsunax._core import Function, PyTree, Scalar, checks
 from tsunax.errors import RuleError
-from tsunax.rules import numbers
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules import number_checks
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.spikes import SpikeState
 
@@ -171,7 +171,7 @@ def accumulate(
     """
     check_rule(rule, "accumulate()")
     if callable(every):
-        numbers.check_schedule("accumulate()", "every", every)
+        number_checks.check_schedule("accumulate()", "every", every)
     else:
         checks.check_count(every, "accumulate()", "every")
     rule = with_extra(rule)
@@ -190,6 +190,6 @@ def flush(state: PyTree) -> PyTree:
     >>> ts.rules.flush(state).params["w"]
     Array([-0.1, -0.1], dtype=float32)
     """
-    from tsunax._step import flushing
+    from tsunax._step import window_flush
 
-    return flushing.windows_flushed(state)
+    return window_flush.windows_flushed(state)

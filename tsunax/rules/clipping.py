@@ -14,8 +14,8 @@ from tsunax._core import patterns as _patterns
 from tsunax._core import trees
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.guard import GOT, Report, square_sums
-from tsunax.rules.calling import as_rule
-from tsunax.rules.factories import live
+from tsunax.rules.extra_arguments import as_rule
+from tsunax.rules.live_factory import live
 from tsunax.rules.number_table import as_scalar
 
 

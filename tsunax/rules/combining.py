@@ -19,9 +19,9 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.owners import owners_in
+from tsunax.rules.leaf_owners import owners_in
 
 
 @dataclass(frozen=True)

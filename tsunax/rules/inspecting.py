@@ -14,7 +14,7 @@ import optax
 from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
-from tsunax.rules.factories import LiveFactory
+from tsunax.rules.live_factory import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, module_of
 
 

@@ -4,7 +4,7 @@ program.
 A live rule keeps the *untouched* optax state beside a small table of its numbers. At every update
 the factory is called again, inside the trace, with `Number` objects read from that table, so a new
 value is a new array and never a new program. What a table may hold, and where it is kept, is in
-`number_table.py`; several groups of values for disjoint sets of leaves are in `cuts.py`.
+`number_table.py`; several groups of values for disjoint sets of leaves are in `subtree_numbers.py`.
 
 This module knows optax and trees. It must not know `TrainState`.
 """
@@ -27,7 +27,7 @@ from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
 
 if TYPE_CHECKING:
-    from tsunax.rules.cuts import Cut
+    from tsunax.rules.subtree_numbers import Cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,13 +227,13 @@ class LiveUpdate:
             updates, inner = _run(self.live, table, clock, updates, state.inner, params, extra)
             counters = ()
         else:
-            from tsunax.rules import cuts
+            from tsunax.rules import subtree_numbers
 
             runs = [
                 _run(self.live, state.table[:, i], clock, updates, inner, params, extra)
-                for i, inner in enumerate(cuts.inners(self.live, state, updates))
+                for i, inner in enumerate(subtree_numbers.inners(self.live, state, updates))
             ]
-            updates, inner, counters = cuts.collected(self.live, state, updates, runs)
+            updates, inner, counters = subtree_numbers.collected(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, LiveState(
             state.table, inner, counters, count, live=state.live, cut=state.cut, home=state.home

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 
 from tsunax.rules import _flux
-from tsunax.rules.factories import LiveFactory, live
+from tsunax.rules.live_factory import LiveFactory, live
 
 adabelief: Final = live(optax.adabelief)
 adadelta: Final = live(optax.adadelta)

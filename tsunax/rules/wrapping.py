@@ -11,7 +11,7 @@ import optax
 from tsunax._core import Function, PyTree, TreeDef, trees
 from tsunax._core.checks import names_of
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.live_rules import name_of
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tsunax import guard, reproduce
 from tsunax._core import checks, patterns, trees
-from tsunax._step.roles import COUNTS, trained_count
+from tsunax._step.state_fields import COUNTS, trained_count
 from tsunax.averages import Average, as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
 from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast

@@ -15,8 +15,8 @@ import optax
 
 from tsunax._core import Function, PyTree, Where, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
-from tsunax.rules import numbers as _numbers
-from tsunax.rules.calling import as_rule, with_extra
+from tsunax.rules import number_checks
+from tsunax.rules.extra_arguments import as_rule, with_extra
 from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of
 from tsunax.rules.number_table import Number, interned
 
@@ -27,8 +27,8 @@ def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
         if schedule:
-            inner += _numbers.split_schedule(value)[1]
-    return _numbers.as_rows(numbers + inner)[:, None, :]
+            inner += number_checks.split_schedule(value)[1]
+    return number_checks.as_rows(numbers + inner)[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,11 @@ class LiveFactory(Generic[P]):
                 raise WrongTypeError(
                     name, f"{self.__name__}()", trees.describe(value), "True or False"
                 )
-            if building.get() or name in self.static or not _numbers.takes_number(parameter, value):
+            if (
+                building.get()
+                or name in self.static
+                or not number_checks.takes_number(parameter, value)
+            ):
                 value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
                 # a copy: statics are part of what rules are compared by, and must not change under
                 # them
@@ -145,10 +149,10 @@ class LiveFactory(Generic[P]):
                 )
                 continue
             if callable(value):
-                _numbers.check_schedule(f"{self.__name__}()", name, value)
-                schedule = _numbers.split_schedule(value)[0]
+                number_checks.check_schedule(f"{self.__name__}()", name, value)
+                schedule = number_checks.split_schedule(value)[0]
             else:
-                _numbers.check_number(f"{self.__name__}()", name, value)
+                number_checks.check_number(f"{self.__name__}()", name, value)
                 schedule = None
             names.append(name)
             values.append(value)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import trees
-from tsunax._step.roles import frozen_flags
+from tsunax._step.state_fields import frozen_flags
 
 
 def describe(state: Any) -> str:

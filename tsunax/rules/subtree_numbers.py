@@ -11,7 +11,7 @@ no parameter (counts) are kept once per group, because a rule may make them depe
 
 What would break it: a rule whose update of one leaf depends on the *numbers* used for another one.
 No rule of optax does that. Which leaf of a state belongs to which parameter is found by tracing
-`init` on marked leaves (`owners.owners`).
+`init` on marked leaves (`leaf_owners.owners`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import PyTree, trees
+from tsunax.rules.leaf_owners import owners_of_live
 from tsunax.rules.number_table import Numbers, hoist, interned, is_live, live_states, lower
-from tsunax.rules.owners import owners_of_live
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._step.roles import trained_count
+from tsunax._step.state_fields import trained_count
 from tsunax.rules import accumulation
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part, with_rest
 
 
