@@ -203,7 +203,7 @@ def test_how_are_paths_written():
     assert trees.names(path) == ("encoder", "0", "kernel")
     assert trees.path_str(path) == trees.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
     assert trees.access_str("params", path) == "params['encoder'][0].kernel"
-    assert (trees.path_str(()), trees.show(()), trees.access_str("params", ())) == ("", "<root>", "params")
+    assert (trees.path_str(()), trees.shown_path(()), trees.access_str("params", ())) == ("", "<root>", "params")
 
 
 def test_are_leaves_in_flatten_order_with_the_paths_of_jax(tree):

@@ -98,7 +98,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",)
 )
 @dataclass(frozen=True)
-class Report:
+class RuleReport:
     """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
 
     values: jax.Array  # f32 of shape (n,)
@@ -107,7 +107,7 @@ class Report:
 
 
 def _is_report(x: object) -> bool:
-    return isinstance(x, Report) or hasattr(type(x), "whats")  # a state of a rule that reports
+    return isinstance(x, RuleReport) or hasattr(type(x), "whats")  # a state of a rule that reports
 
 
 def reports(opt_state: PyTree) -> list[Any]:

@@ -73,12 +73,12 @@ def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainSta
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
     if isinstance(where, str) and where == "**" and is_flat:
         return _assign(state, _by_flat_name(state, values), _table(state).values)
-    if _is_names(where, _known(state)):
+    if _is_names(where, _flat_names(state)):
         values = {**cast(Mapping, where), **values}
         return _assign(state, _by_flat_name(state, values), _table(state).values)
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
-    cut = _cut(state, where, matched, targets)
+    cut = _with_cut(state, where, matched, targets)
     return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
@@ -194,13 +194,13 @@ def _table(state: TrainState) -> Numbers:
     return state.numbers
 
 
-def _known(state: TrainState) -> list[str]:
+def _flat_names(state: TrainState) -> list[str]:
     return [name for groups in _table(state).layout.names for names in groups for name in names]
 
 
 def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
     """Whether each name stands once in the table: nobody asks then which leaves it is for."""
-    known = _known(state)
+    known = _flat_names(state)
     plain = [name.partition("@")[0].rpartition(".")[2] for name in known]
     return all(name in known and plain.count(name) == 1 for name in names)
 
@@ -254,7 +254,7 @@ def _targets(
     return targets
 
 
-def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
+def _with_cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
     """Give the matched leaves groups of values of their own in the targeted live states.
 
     States in which they have such groups already stay as they are.
@@ -322,7 +322,7 @@ def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tup
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
-def _like(old: Any, host: np.ndarray) -> jax.Array:
+def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
     """Put `host` on the devices of `old`.
 
     It is committed to them only if `old` is, because the step would compile again otherwise.
@@ -356,7 +356,7 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
     concrete = not any(map(trees.is_traced, [values, *given.values()]))
     values: Any = np.array(values) if concrete else values
     if not concrete and isinstance(values, np.ndarray):
-        values = _like(old, values)
+        values = _on_devices_of(old, values)
     for column, value in given.items():
         new = {2: value is not None}
         if value is not None:  # with its complement: `rules/live_rules.py`
@@ -367,6 +367,6 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
                 values[..., row, column] = x
             else:
                 values = values.at[..., row, column].set(x)
-    values = _like(old, values) if concrete else values
+    values = _on_devices_of(old, values) if concrete else values
     numbers = dataclasses.replace(_table(state), values=values)
     return dataclasses.replace(state, numbers=numbers)

@@ -163,7 +163,7 @@ class Loss:
         parts |= {} if self.weight is None else {"weight": self.weight}
         known = {} if is_abstract else self.metrics
         parts |= {name: m.compute() if _is_metric(m) else m for name, m in known.items()}
-        told = [f"{name}={_short(x)}".lstrip("=") for name, x in parts.items()]
+        told = [f"{name}={_number_text(x)}".lstrip("=") for name, x in parts.items()]
         return f"Loss({', '.join(told)})"
 
     def __add__(self, other: Loss | ArrayLike) -> Loss:
@@ -175,7 +175,10 @@ class Loss:
             new = self._plus(other.compute())
         elif self.weight is None:
             new = other._plus(self.compute())
-        elif self.weight is other.weight or _known(self.weight) == _known(other.weight) is not None:
+        elif (
+            self.weight is other.weight
+            or _known_weight(self.weight) == _known_weight(other.weight) is not None
+        ):
             means = self.mean_value, other.mean_value
             mean = None if None in means else self.mean_value + other.mean_value
             new = self._with(total=self.total + other.total, mean_value=mean)
@@ -247,12 +250,12 @@ def _check_number(x: Any, sign: str) -> None:
         raise LossError("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
 
 
-def _known(weight: Scalar) -> float | None:
+def _known_weight(weight: Scalar) -> float | None:
     """A weight that follows from the shapes; None for an array, which may have no value yet."""
     return None if isinstance(weight, jax.Array) else float(weight)
 
 
-def _short(x: Any) -> str:
+def _number_text(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
     if not is_number or isinstance(x, jax.ShapeDtypeStruct):
         return trees.describe(x)

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Maybe, PyTree, convolutions, placement, trees
+from tsunax._core import Maybe, PyTree, placement, trees
 from tsunax._core import axes as _axes
+from tsunax._core.cpu import convolutions
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
-def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
+def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
@@ -56,7 +57,7 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     def apart(x: Any, fill: Any):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return placement.cut(x, n)
+        return placement.strided_rows(x, n)
 
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
@@ -89,7 +90,7 @@ def over_micro_batches(
     not finite is left out with its weight and its model state; `loss.dropped` has their weights, 0
     for the others.
     """
-    batch, mask = cut(batch, n, keywords.get("mask"))
+    batch, mask = strided_micro_batches(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
         keywords = keywords | {"mask": keywords["mask"][::n]}
     start = jax.tree.map(
@@ -136,7 +137,7 @@ def over_micro_batches(
 
     carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
-    loss = _merged(take, losses)
+    loss = _merged_losses(take, losses)
     grads = jax.tree.map(
         lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like
     )
@@ -174,7 +175,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     each = _axes.gathered(
         dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes
     )
-    merged = _merged(each.weight != 0, each)
+    merged = _merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
@@ -191,7 +192,7 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def _merged(take: jax.Array, losses: Loss) -> Loss:
+def _merged_losses(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))

@@ -77,7 +77,7 @@ class _Slot(NamedTuple):
 
     what: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
-    home: tuple  # key path of the state that it is a field of
+    parent: tuple  # key path of the state that it is a field of
     value: Any
 
     @property
@@ -146,7 +146,7 @@ def migrate(
     if trainable is KEEP:
         kept["trainable"] = _trained_by_name(given, state)
     options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh, found = setup(rule, _wide(given, state), **options), _Found()
+    fresh, found = setup(rule, _with_masters(given, state), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)
@@ -183,26 +183,26 @@ def _slots(state: TrainState) -> dict[int, _Slot]:
 
 
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
-    node, what, home = full, "state", ()
+    node, what, parent = full, "state", ()
     for i, entry in enumerate(path):
         if live_rules.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
-                what, home = f"{node.live.title}.count", path[:i]
+                what, parent = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
             if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
-            what, home = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
+            what, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
         node = trees.child(node, entry)
-    return _Slot(what, owner, home, value)
+    return _Slot(what, owner, parent, value)
 
 
 # ----------------------------------------------------------------------------------- the new state
 
 
-def _wide(params, known: TrainState):
+def _with_masters(params, known: TrainState):
     """Params with master copies in place of the rounded ones."""
     if known.masters is None:
         return params
@@ -216,7 +216,10 @@ def _trained_by_name(params, old: TrainState) -> Any:
     selected = old.plan.selected
     if selected is None:
         return "**"
-    trained, here = dict(zip(_names(old.params), selected, strict=True)), _names(params)
+    trained, here = (
+        dict(zip(_leaves_by_name(old.params), selected, strict=True)),
+        _leaves_by_name(params),
+    )
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
@@ -263,13 +266,13 @@ def _match_parameters(
 
 def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
     """Add counts and other arrays without a parameter, from the states that the moments came from."""
-    homes: dict[tuple, set] = {}  # the old states that the moments of each new state came from
+    origins: dict[tuple, set] = {}  # the old states that the moments of each new state came from
     for i, slot in found.items():
-        homes.setdefault(slots[i].home, set()).add(slot.home)
-    owned = {slot.home for slot in slots.values() if slot.owner is not None}
+        origins.setdefault(slots[i].parent, set()).add(slot.parent)
+    owned = {slot.parent for slot in slots.values() if slot.owner is not None}
     for i, slot in [(i, slot) for i, slot in slots.items() if slot.owner is None]:
-        origin = homes.get(slot.home, set()) if slot.home in owned else None
-        same = [o for o in old if o.kind == slot.kind and (origin is None or o.home in origin)]
+        origin = origins.get(slot.parent, set()) if slot.parent in owned else None
+        same = [o for o in old if o.kind == slot.kind and (origin is None or o.parent in origin)]
         n = len({trees.on_host(o.value).tobytes() for o in same})
         alike = [j for j, s in slots.items() if s.kind == slot.kind]
         if n > 1 and len(same) == len(alike):
@@ -301,7 +304,9 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     own_fields = [f for f in old._fields if f.name not in new.__dict__]
     values = {f.name: getattr(old, f.name) for f in own_fields}
     averages = averages_of(old)
-    shapes = lambda s: [(name, np.shape(x)) for name, x in _by_name(s, trained_part(s)).items()]
+    shapes = lambda s: [
+        (name, np.shape(x)) for name, x in _trained_by_name_of(s, trained_part(s)).items()
+    ]
     for f in own_fields:
         if f.name in averages:
             values[f.name] = averages[f.name].of(base(new))
@@ -314,7 +319,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
 
 def _compare_fields(old: TrainState, new: TrainState, report: _Found) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
-    shapes = lambda s: {name: np.shape(x) for name, x in _names(s.params).items()}
+    shapes = lambda s: {name: np.shape(x) for name, x in _leaves_by_name(s.params).items()}
     here, there = shapes(new), shapes(old)
     report.new += [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
     report.dropped += [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
@@ -374,11 +379,11 @@ def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainSt
 
 def _carry_average(old, new, field: str, before, average, report: _Found):
     titled = lambda names: [f"{field} of {name}" for name in names]
-    there = {} if before is None else _by_name(old, before.params)
+    there = {} if before is None else _trained_by_name_of(old, before.params)
     if average is None:
         report.dropped += titled(there)
         return None
-    here = _by_name(new, average.params)
+    here = _trained_by_name_of(new, average.params)
     if before is not None and before.uniform != average.uniform:
         report.new += titled(here)
         report.notes.append(f"{field}: of another kind, begins anew")
@@ -397,19 +402,19 @@ def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainStat
     """Freezes by the names of leaves."""
     if old.frozen is None:
         return new
-    flags = dict(zip(_by_name(old, trained_part(old)), frozen_flags(old), strict=True))
-    here = _by_name(new, trained_part(new))
+    flags = dict(zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True))
+    here = _trained_by_name_of(new, trained_part(new))
     gone = [name for name, on in flags.items() if on and name not in here]
     report.notes += [f"{name}: frozen then, not trained now" for name in gone]
     words = frozen_words([bool(flags.get(name, False)) for name in here])
     return dataclasses.replace(new, frozen=beside(new.params, words))
 
 
-def _by_name(state: TrainState, tree) -> dict[str, Any]:
+def _trained_by_name_of(state: TrainState, tree) -> dict[str, Any]:
     """The leaves of a tree like the trained params, by their names."""
-    return dict(zip(_names(trained_part(state)), jax.tree.leaves(tree), strict=True))
+    return dict(zip(_leaves_by_name(trained_part(state)), jax.tree.leaves(tree), strict=True))
 
 
-def _names(params) -> dict[str, Any]:
+def _leaves_by_name(params) -> dict[str, Any]:
     """The leaves of params by name."""
     return {"/".join(name): x for name, _, x in trees.leaves_with_names(params)}

@@ -27,22 +27,22 @@ from tsunax.errors import StateError, suggests_names
 from tsunax.guard import leaves_apart
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
-from tsunax.step import StepInfo, moved
+from tsunax.step import StepInfo, update_unchecked
 
 if TYPE_CHECKING:
-    from tsunax._core.placement import Home
+    from tsunax._core.placement import MeshShardings
 
 
-def home_of(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
-    """Where a state is placed on a mesh (None: on one device), and its two parts placed there.
+def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
+    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them.
 
-    The place is a `placement.Home`.
+    The shardings are `placement.MeshShardings`.
     """
     if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
         return None, moving, still
     from tsunax._step import on_mesh
 
-    return on_mesh.home_of(moving, still)
+    return on_mesh.place_state_on_mesh(moving, still)
 
 
 def _is_spread(x: Any) -> bool:
@@ -74,14 +74,16 @@ class Traced(NamedTuple):
     """
 
     kind: str  # "step", or "loop" for those that run fused
-    layout: PyTree  # on a mesh the sharding of each array that the step changes
+    shardings: PyTree  # on a mesh the sharding of each array that the step changes
     state: PyTree  # with a `jax.typeof` for each array
     given: dict[str, Any]  # {argument: a tree of those}
 
     @classmethod
-    def of(cls, kind: str, home: Home | None, state: TrainState, given: dict[str, Any]) -> Traced:
-        layout = None if home is None else home.layout
-        return cls(kind, layout, *jax.tree.map(jax.typeof, (state, given)))
+    def of(
+        cls, kind: str, shardings: MeshShardings | None, state: TrainState, given: dict[str, Any]
+    ) -> Traced:
+        of_leaves = None if shardings is None else shardings.of_leaves
+        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, given)))
 
 
 class Programs(dict[Any, Any]):
@@ -93,12 +95,12 @@ class Programs(dict[Any, Any]):
         self._sharding: Any = None  # of the clock of the last state that lay on one device
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
-    def __missing__(self, home: Hashable) -> Function:
-        self[home] = self._build(home)
-        return self[home]
+    def __missing__(self, shardings: Hashable) -> Function:
+        self[shardings] = self._build(shardings)
+        return self[shardings]
 
-    def home_of(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
-        """`home_of`, without a look at every leaf if the state is placed like the last one.
+    def place_state(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
+        """`place_state`, without a look at every leaf if the state is placed like the last one.
 
         That is so if its clock has the same sharding object: all that a program returns share one.
         Raises StateError for a state that was donated.
@@ -111,14 +113,14 @@ class Programs(dict[Any, Any]):
         if any(map(trees.is_gone, jax.tree.leaves((moving, still)))):
             raise StateError(donated("step()"))
         checks.check_arrays(state, "state")
-        home, moving, still = home_of(moving, still)
+        shardings, moving, still = place_state(moving, still)
         is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
         self._sharding = None
-        if home is None and is_here and len(devices := clock.devices()) == 1:
+        if shardings is None and is_here and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
                 self.devices += devices
-        return home, moving, still
+        return shardings, moving, still
 
 
 @jax.tree_util.register_static
@@ -178,7 +180,9 @@ class TrainStep:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
-        return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
+        return update_unchecked(
+            state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra}
+        )
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
@@ -196,18 +200,18 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: Home | None) -> Any:
+    def _compiled_on(self, shardings: MeshShardings | None) -> Any:
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
-            trace = Traced.of("step", home, state, {"batch": batch, **extra})
-            with leaves_apart(home is not None):
+            trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
+            with leaves_apart(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
             weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             # numbers are put back outside, and info is made there: faster
             return split(state)[0], (loss, weight, *seen)
 
-        out = None if home is None else (home.layout, home.whole)
+        out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         return jax.jit(
             train_step,
             static_argnums=0,
@@ -215,12 +219,12 @@ class TrainStep:
             out_shardings=out,
         )
 
-    def _placed(
-        self, state: TrainState, home: Home, batch: PyTree, extra: Extra
+    def _place_batch(
+        self, state: TrainState, shardings: MeshShardings, batch: PyTree, extra: Extra
     ) -> tuple[PyTree, dict[str, Any]]:
         from tsunax._step import on_mesh
 
-        return on_mesh.placed(self, state, home, batch, extra)
+        return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
         self, state: TrainState, batch: PyTree, **extra: Any
@@ -234,10 +238,12 @@ class TrainStep:
                 # what it only reads is the same array, so that a loop around it leaves it outside
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
             kind, (moving, still) = (type(state), state.plan), split(state)
-            home, moving, still = self.programs.home_of(state, moving, still)
-            if home is not None:
-                batch, extra = self._placed(state, home, batch, extra)
-            moving, (loss, weight, *seen) = self.programs[home](kind, moving, still, batch, extra)
+            shardings, moving, still = self.programs.place_state(state, moving, still)
+            if shardings is not None:
+                batch, extra = self._place_batch(state, shardings, batch, extra)
+            moving, (loss, weight, *seen) = self.programs[shardings](
+                kind, moving, still, batch, extra
+            )
         except Exception as error:
             raise_fault(error, state, batch, extra)
             raise
@@ -257,10 +263,12 @@ class TrainStep:
     def trace(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Traced:
         """The traced program for these arguments, with its `.jaxpr`."""
         check_state(state, "lower()", batch)
-        home, moving, still = home_of(*split(state))
-        if home is not None:
-            batch, extra = self._placed(state, home, batch, extra)
-        return self.programs[home].trace((type(state), state.plan), moving, still, batch, extra)
+        shardings, moving, still = place_state(*split(state))
+        if shardings is not None:
+            batch, extra = self._place_batch(state, shardings, batch, extra)
+        return self.programs[shardings].trace(
+            (type(state), state.plan), moving, still, batch, extra
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -383,12 +391,12 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         check_state(state, "eval_step()", batch)
-        home = home_of(state.params)[0]
+        shardings = place_state(state.params)[0]
         try:
-            if home is not None:
+            if shardings is not None:
                 from tsunax._step import on_mesh
 
-                batch, extra = on_mesh.for_evaluation(state, home, batch, extra)
+                batch, extra = on_mesh.for_evaluation(state, shardings, batch, extra)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)

@@ -102,22 +102,22 @@ class TrainState:
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return _count(self.clock, 0)
+        return _count_in(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return _count(self.clock, 1)
+        return _count_in(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls whose step was rejected by its verdict."""
-        return _count(self.clock, 2)
+        return _count_in(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: calls rejected since the last one that was not."""
-        return _count(self.clock, 3)
+        return _count_in(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced.
@@ -142,7 +142,7 @@ class TrainState:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
             fields.setdefault("params", with_rest(self, rounded))
         elif self.masters is not None and "params" in fields:
-            trained = _part(fields["params"], self.plan.selected)
+            trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = trees.cast_like(trained, self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
@@ -151,16 +151,16 @@ class TrainState:
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
         fields = {name: state_setup.like(x, getattr(self, name)) for name, x in fields.items()}
         if "params" in fields:  # a step looks at the clock for where a state lies
-            clock = placement.beside(_part(fields["params"], self.plan.selected), clock)
+            clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
-        from tsunax._step.state_text import describe
+        from tsunax._step.state_text import state_text
 
-        return describe(self)
+        return state_text(self)
 
 
-def _count(clock: Any, i: int) -> Any:
+def _count_in(clock: Any, i: int) -> Any:
     """One of the counts in a clock, or its shape in the shape of one."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
@@ -186,19 +186,19 @@ def trainable(state: TrainState) -> PyTree:
 
 def trained_part(state: TrainState) -> PyTree:
     """`trainable` without its check of the state, for use in every step."""
-    return _part(state.params, state.plan.selected)
+    return _selected_part(state.params, state.plan.selected)
 
 
 def with_rest(state: TrainState, trained: PyTree) -> PyTree:
     """The full tree of params with `trained` in place of the trained leaves."""
-    return joined(trained, state.params, state.plan.selected)
+    return with_part(trained, state.params, state.plan.selected)
 
 
-def _part(params: PyTree, flags: trees.Flags | None) -> PyTree:
+def _selected_part(params: PyTree, flags: trees.Flags | None) -> PyTree:
     return params if flags is None else trees.partition(params, flags)[0]
 
 
-def joined(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
+def with_part(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
     """`params` with the leaves of `part` where flags are true; None: everywhere."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
@@ -208,12 +208,16 @@ def overwritten_part(state: TrainState) -> PyTree:
 
     They are model state, but flax keeps them in params.
     """
-    return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
+    return (
+        None
+        if state.plan.overwritten is None
+        else _selected_part(state.params, state.plan.overwritten)
+    )
 
 
 def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
     """The full tree with new values of the leaves that their gradient replaces; None: as it is."""
-    return params if new is None else joined(new, params, state.plan.overwritten)
+    return params if new is None else with_part(new, params, state.plan.overwritten)
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -348,14 +352,14 @@ def setup(
     flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
-    policy, average, scale = state_setup.parts_of(precision, ema, loss_scale)
+    policy, average, scale = state_setup.policy_average_scale(precision, ema, loss_scale)
 
     take = own if copy else trees.strong
-    params = state_setup.copied(params, flags, take)
+    params = state_setup.stored_params(params, flags, take)
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = state_setup.stored(_part(params, selected), policy, key)
+    trained, masters = state_setup.stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))
@@ -364,7 +368,7 @@ def setup(
     place = functools.partial(placement.beside, trained)
     return TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),
-        params=joined(trained, params, selected),
+        params=with_part(trained, params, selected),
         opt_state=place(opt_state) if device is None else jax.device_put(opt_state, device),
         model_state=place(jax.tree.map(take, model_state)),
         key=place(key),

@@ -106,7 +106,7 @@ class StepInfo(NamedTuple):
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
         parts |= (self.metrics or {}) | self.hyperparams
-        return f"StepInfo({', '.join(f'{name}={_short(x)}' for name, x in parts.items())})"
+        return f"StepInfo({', '.join(f'{name}={_six_digits(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class StepInfo(NamedTuple):
         return {} if self.numbers is None else self.numbers.named(self.step)
 
 
-def _short(x: Any) -> Any:
+def _six_digits(x: Any) -> Any:
     """A number that is known in six digits; all else as it is."""
     if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
         return x
@@ -164,10 +164,10 @@ def update(
     checks.check_flags("update()", norms=norms)
     if extra:
         _errors().check_extra(state, extra)
-    return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
+    return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
 
-def moved(
+def update_unchecked(
     state: TrainState,
     grads: PyTree,
     loss: Loss | Maybe,
@@ -205,7 +205,7 @@ def moved(
         )
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
-        new = _kept(state, new, thawed, emitted)
+        new = _with_unmoved(state, new, thawed, emitted)
         new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
         return new, updates, emitted
 
@@ -333,7 +333,7 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _kept(
+def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
     """`new`, with the leaves that must not move taken from `old`.
@@ -344,7 +344,7 @@ def _kept(
         return new
     from tsunax._step import frozen_leaves
 
-    return frozen_leaves.kept(old, new, thawed, emitted)
+    return frozen_leaves.with_unmoved(old, new, thawed, emitted)
 
 
 def _chosen(

@@ -252,7 +252,7 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
         return []
 
 
-def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
     """The keywords that a function takes behind its first arguments; None: any."""
     known = parameters_of(f)
     if not known or any(p.kind == p.VAR_KEYWORD for p in known):

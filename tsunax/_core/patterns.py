@@ -31,18 +31,18 @@ class _Glob:
     def matches(self, name: trees.Names) -> bool:
         first, last = self.runs[0], self.runs[-1]
         if len(self.runs) == 1:
-            return len(name) == len(first) and _fits(first, name)
+            return len(name) == len(first) and _run_fits(first, name)
         at, end = len(first), len(name) - len(last)
-        if at > end or not _fits(first, name) or not _fits(last, name[end:]):
+        if at > end or not _run_fits(first, name) or not _run_fits(last, name[end:]):
             return False
         for run in self.runs[1:-1]:  # its leftmost fit leaves the most room for the runs after it
-            while at + len(run) <= end and not _fits(run, name[at:]):
+            while at + len(run) <= end and not _run_fits(run, name[at:]):
                 at += 1
             at += len(run)
         return at <= end
 
 
-def _fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
+def _run_fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
     for i, test in enumerate(run):  # noqa: SIM110, a generator is 3 times slower
         if not test(name[i]):
             return False
@@ -86,7 +86,7 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
     for glob in globs:
         hits = [glob.matches(name) for name in leaf_names]
         if not any(hits):
-            near = ", ".join(map(repr, nearest(glob.text, map(trees.show, leaf_names))))
+            near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
             is_subtree = not glob.text.endswith("**") and any(map(_glob(below).matches, leaf_names))
@@ -153,10 +153,10 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
     forms = "a pattern ('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree"
-    raise WrongTypeError("where", "", f"{show(where)} ({type(where).__name__})", forms)
+    raise WrongTypeError("where", "", f"{where_text(where)} ({type(where).__name__})", forms)
 
 
-def show(where: Any) -> str:
+def where_text(where: Any) -> str:
     """What a message says of a selection."""
     if callable(where) or trees.is_array(where) or isinstance(where, Mapping):
         return trees.describe(where)
@@ -189,6 +189,6 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
         return ()
     flags = flags_of(tree)
     if not any(flags) and not allow_empty:
-        got = f"{show(where)}, which selects nothing"
+        got = f"{where_text(where)}, which selects nothing"
         raise PatternError("where", "", got, "at least one leaf")
     return flags

@@ -29,20 +29,20 @@ def data_axes(mesh) -> tuple[str, ...]:
     return known or mesh.axis_names[:1]
 
 
-def parts_of(mesh) -> int:
+def row_parts(mesh) -> int:
     """Into how many parts the rows of a batch are cut."""
     return int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)]))
 
 
-def names_of(entry) -> tuple[str, ...]:
+def axes_in(entry) -> tuple[str, ...]:
     """The axes of a mesh in one entry of a `PartitionSpec`."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 @functools.lru_cache(maxsize=64)
-def parts_here(mesh) -> int:
+def row_parts_here(mesh) -> int:
     """How many of those parts are this process's own. Raises DataError if processes share one."""
-    parts = parts_of(mesh)
+    parts = row_parts(mesh)
     if not mesh.is_multi_process:
         return parts
     spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
@@ -61,7 +61,7 @@ def is_explicit(mesh) -> bool:
     return any("Explicit" in str(kind) for kind in mesh.axis_types)
 
 
-def home_of(tree) -> Any:
+def state_sharding(tree) -> Any:
     """The sharding where the arrays of a tree live: that of a mesh if any array is on one.
 
     None if they lie on the default device, free to move.
@@ -80,29 +80,29 @@ def _has_place(x) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
-    """A tree on a mesh: where each array lies, and stays. One object for each value."""
+class MeshShardings:
+    """The shardings of a tree on a mesh. One object for each value."""
 
-    whole: NamedSharding  # what is whole on each device
-    layout: Any  # of all
+    replicated: NamedSharding  # of what is whole on each device
+    of_leaves: Any  # the tree, with the sharding of each array
     parts: int  # into which the rows that this process has are cut
 
 
 @functools.lru_cache(maxsize=256)
-def _home(treedef, mesh, specs: tuple) -> Home:
-    layout = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
-    return Home(_on(mesh, None), treedef.unflatten(layout), parts_here(mesh))
+def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
+    found = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
+    return MeshShardings(_on(mesh, None), treedef.unflatten(found), row_parts_here(mesh))
 
 
-def home_on_mesh(tree, beside=()) -> Home | None:
-    """The layout of a tree on the mesh of its arrays, or of those in `beside`; None without one."""
+def mesh_shardings(tree, beside=()) -> MeshShardings | None:
+    """The shardings of a tree on the mesh of its arrays, or of those in `beside`; None without one."""
     leaves, treedef = jax.tree.flatten(tree)
     mesh = next(filter(None, map(_mesh_of, leaves)), None)
     mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
     if mesh is None:
         return None
     spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else None
-    return _home(treedef, mesh, tuple(map(spec_of, leaves)))
+    return _shardings_on(treedef, mesh, tuple(map(spec_of, leaves)))
 
 
 def _mesh_of(x):
@@ -119,8 +119,8 @@ def _entries(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*spec[:n])
 
 
-def settled(tree, layout):
-    """A tree of which each array lies where its `layout` says."""
+def resharded(tree, shardings):
+    """The tree with each array at its sharding in the tree `shardings`."""
 
     def one(x, sharding):
         if not isinstance(x, jax.Array) or x.sharding == sharding:
@@ -132,18 +132,22 @@ def settled(tree, layout):
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
-    return jax.tree.map(one, tree, layout)
+    return jax.tree.map(one, tree, shardings)
 
 
-def put(tree, home, axis: int = 0, *, whole: bool = False, shared: bool = True):
+def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool = True):
     """Move rows along `axis` to a state's device, or spread them over the data axes of its mesh.
 
     Arrays on that mesh stay. Rows that do not divide by its devices raise DataError; with `whole`
     each device gets all of them. Arrays that are `shared` with a writer are copied.
     """
-    if not isinstance(home, NamedSharding):
-        return jax.device_put(_unshared(tree, home) if shared else tree, home)
-    mesh, parts, spans = home.mesh, parts_here(home.mesh), home.mesh.is_multi_process
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
+    mesh, parts, spans = (
+        sharding.mesh,
+        row_parts_here(sharding.mesh),
+        sharding.mesh.is_multi_process,
+    )
 
     def where(x):
         if np.ndim(x) <= axis:
@@ -183,11 +187,13 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 
 
-def whole(tree, home, shared: bool = True):
-    """A tree where a state lives, all of it on each device. `shared` as in `put`."""
-    if not isinstance(home, NamedSharding):
-        return jax.device_put(_unshared(tree, home) if shared else tree, home)
-    sent = lambda x: x if _is_on(x, home.mesh) else _sent([x], [_on(home.mesh, None)], shared)[0]
+def replicate(tree, sharding, shared: bool = True):
+    """A tree where a state lives, all of it on each device. `shared` as in `put_rows`."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
+    sent = lambda x: (
+        x if _is_on(x, sharding.mesh) else _sent([x], [_on(sharding.mesh, None)], shared)[0]
+    )
     return jax.tree.map(sent, tree)
 
 
@@ -217,7 +223,7 @@ def beside(params, tree):
     return jax.tree.map(put, tree)
 
 
-def collected(params):
+def gather_params(params):
     """Gather parameters along the data axes of a mesh with explicit axes, for the loss function.
 
     On other meshes the compiler does so.
@@ -227,7 +233,7 @@ def collected(params):
         sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else None
         if sharding is None or not is_explicit(sharding.mesh):
             return x
-        rows, spec = data_axes(sharding.mesh), [names_of(entry) for entry in sharding.spec]
+        rows, spec = data_axes(sharding.mesh), [axes_in(entry) for entry in sharding.spec]
         rest = [tuple(name for name in names if name not in rows) for names in spec]
         if rest == spec:
             return x
@@ -237,36 +243,36 @@ def collected(params):
     return jax.tree.map(one, params)
 
 
-def rows_over(home, rows: int) -> NamedSharding | None:
+def rows_over(sharding, rows: int) -> NamedSharding | None:
     """The sharding of gathered rows over a state's mesh; None if the rows do not divide."""
-    if not isinstance(home, NamedSharding) or rows % parts_of(home.mesh):
+    if not isinstance(sharding, NamedSharding) or rows % row_parts(sharding.mesh):
         return None
-    return _on(home.mesh, 0)
+    return _on(sharding.mesh, 0)
 
 
-def spread(tree, sharding: NamedSharding):
+def constrain_rows(tree, sharding: NamedSharding):
     """Rows inside a program, spread over a mesh."""
     explicit = is_explicit(sharding.mesh)
     return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(tree, sharding)
 
 
-def divisor(home, accumulate: int = 1) -> int:
+def divisor(sharding, accumulate: int = 1) -> int:
     """What the number of rows that this process has must be a multiple of.
 
     Where shardings are types, no row may move when each device cuts its own into micro-batches.
     """
-    if not isinstance(home, NamedSharding):
+    if not isinstance(sharding, NamedSharding):
         return 1
-    return parts_here(home.mesh) * (accumulate if is_explicit(home.mesh) else 1)
+    return row_parts_here(sharding.mesh) * (accumulate if is_explicit(sharding.mesh) else 1)
 
 
-def cut(x, n: int):
+def strided_rows(x, n: int):
     """Rows along a second axis of n, inside a program."""
     shape = (len(x) // n, n, *x.shape[1:])
     sharding = jax.typeof(x).sharding
     if not is_explicit(sharding.mesh) or not any(sharding.spec[:1]):
         return x.reshape(shape)
-    parts = int(np.prod([sharding.mesh.shape[name] for name in names_of(sharding.spec[0])]))
+    parts = int(np.prod([sharding.mesh.shape[name] for name in axes_in(sharding.spec[0])]))
     if len(x) % (parts * n):
         got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn to pad the batch."
         expected = f"a multiple of {parts * n}, so that each device cuts its own into {n}"
@@ -288,11 +294,11 @@ def _is_on(x, mesh) -> bool:
 def _unshared(tree, sharding):
     """Copy NumPy arrays that a CPU backend would alias, since the user may refill them."""
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    own = lambda x: copied(x) if isinstance(x, np.ndarray) else x
+    own = lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(own, tree) if device.platform == "cpu" else tree
 
 
-def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Empty memory aligned to 64 bytes, which JAX on a CPU takes without another copy."""
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < ALIGNED_FROM or dtype.hasobject:
@@ -302,9 +308,9 @@ def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return whole[start : start + bytes].view(dtype).reshape(shape)
 
 
-def copied(x: np.ndarray) -> np.ndarray:
+def aligned_copy(x: np.ndarray) -> np.ndarray:
     """The same numbers in memory of their own."""
-    out = room(x.shape, x.dtype)
+    out = aligned_empty(x.shape, x.dtype)
     np.copyto(out, x)
     return out
 

@@ -132,10 +132,10 @@ def _hash_of_code(code: types.CodeType) -> str:
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
-    return dict(_walk(root, thing, ()))
+    return dict(_walk_parts(root, thing, ()))
 
 
-def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
+def _walk_parts(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     place = trees.access_str(root, path)
     if node is None or jtu.all_leaves([node]):
         yield place, words_of(node)
@@ -148,4 +148,4 @@ def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     elif kind is not dict:
         yield f"{place} itself", kind.__name__
     for key, child in children:
-        yield from _walk(root, child, path + key)
+        yield from _walk_parts(root, child, path + key)

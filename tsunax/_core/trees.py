@@ -215,7 +215,7 @@ def path_str(path: Sequence[Any]) -> str:
     return "/".join(names(path))
 
 
-def show(path: Sequence[Any]) -> str:
+def shown_path(path: Sequence[Any]) -> str:
     """`path_str` for messages, where a bare array is `<root>`."""
     return path_str(path) or "<root>"
 
@@ -241,13 +241,13 @@ def _is_box(x: Any) -> bool:
     return _is_box_type(type(x))
 
 
-def _named(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
+def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
     is_inner_box = lambda x: x is not tree and _is_box(x)
     for tail, node in jtu.tree_flatten_with_path(tree, is_leaf=is_inner_box)[0]:
         wrapped = _is_box(tree) and tail and key_name(tail[0]) == "value"
         inner = name + names(tail[1:] if wrapped else tail)
         if is_inner_box(node):
-            yield from _named(node, path + tail, inner)
+            yield from _walk_names(node, path + tail, inner)
         else:
             yield inner, path + tail, node
 
@@ -267,7 +267,7 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
     leaves would share their names without it.
     """
-    found = list(_named(tree, (), ()))
+    found = list(_walk_names(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
     if len(counts) == len(found):
         return found
@@ -407,5 +407,5 @@ def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") ->
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case
-    place = functools.partial(access_str, root) if root else show
+    place = functools.partial(access_str, root) if root else shown_path
     return _difference(_unmark(got), _unmark(expected), (), place, leaf)

@@ -9,7 +9,7 @@ import jax
 from tsunax._core import checks
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import LossError
-from tsunax.program import home_of, raise_fault
+from tsunax.program import place_state, raise_fault
 from tsunax.state import TrainState, check_state
 
 
@@ -36,10 +36,10 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "update_batch_stats()", batch)
         try:
-            if (home := home_of(state.params)[0]) is not None:
+            if (shardings := place_state(state.params)[0]) is not None:
                 from tsunax._step import on_mesh
 
-                batch, extra = on_mesh.for_statistics(home, batch, extra)
+                batch, extra = on_mesh.for_statistics(shardings, batch, extra)
             return run(state, batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)

@@ -28,7 +28,7 @@ def thawed_flags(state: TrainState) -> list[Any]:
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
-def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
     """`new`, with the leaves that must not move taken from `old`.
 
     Those are the frozen ones, and all params if the call only gathered a gradient.

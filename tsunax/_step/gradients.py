@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.loss_fn import LossFn, objective_of
+from tsunax._step.loss_fn import LossFn, loss_objective
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
@@ -64,7 +64,7 @@ def gradient_of(
 
         def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = overwritten):
             params = with_overwritten(state, with_rest(state, trained), others)
-            return objective_of(fn, state, batch, keywords, inputs)(params)
+            return loss_objective(fn, state, batch, keywords, inputs)(params)
 
         def gradient(batch: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
             notes: list[bool] = []  # one if the loss depends on the trained leaves
@@ -75,9 +75,9 @@ def gradient_of(
 
             both = jax.value_and_grad(checkpoint(of_parts), argnums=(0, 1), has_aux=True)
             if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(here))):
-                from tsunax._core.kept_sums import kept
+                from tsunax._core.cpu.kept_sums import keep_sums
 
-                both = kept(both)
+                both = keep_sums(both)
             (_, loss), (grads, new) = both(here, overwritten)
             _check_depends(notes, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
@@ -195,7 +195,7 @@ def search_functions(
             from tsunax._step.frozen_leaves import thawed_flags
 
             params = guard.choose(thawed_flags(state), params, trained_part(state))
-        return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
+        return loss_objective(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
     return {
         "value_fn": value_fn,

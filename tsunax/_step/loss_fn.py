@@ -24,7 +24,7 @@ from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
-from tsunax.state import TrainState, averaged_params, joined
+from tsunax.state import TrainState, averaged_params, with_part
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
@@ -165,10 +165,10 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
     low = policy.seen_of(params, train)
     if plan.overwritten is None:
         return low
-    return joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
+    return with_part(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
 
 
-def objective_of(
+def loss_objective(
     fn: LossFn, state: TrainState, batch: PyTree, keywords: Extra, inputs: list[Any] | None = None
 ) -> Function:
     """`params -> (scaled mean loss, Loss)`."""
@@ -201,7 +201,7 @@ def seen_by(
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
         from tsunax._core import placement
 
-        params = placement.collected(params)
+        params = placement.gather_params(params)
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)

@@ -16,12 +16,19 @@ from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
 
 
-def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """Where a state is placed on a mesh (None: on one device), and its two parts placed there."""
-    home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
-    if home is None or other is None:
+def place_state_on_mesh(moving, still=()) -> tuple[placement.MeshShardings | None, Any, Any]:
+    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them."""
+    shardings, other = (
+        placement.mesh_shardings(moving, still),
+        placement.mesh_shardings(still, moving),
+    )
+    if shardings is None or other is None:
         return None, moving, still
-    return home, placement.settled(moving, home.layout), placement.settled(still, other.layout)
+    return (
+        shardings,
+        placement.resharded(moving, shardings.of_leaves),
+        placement.resharded(still, other.of_leaves),
+    )
 
 
 def masked(given, padding):
@@ -32,44 +39,52 @@ def masked(given, padding):
     return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
 
 
-def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
+def spread_batch(
+    rows, extra, shardings: placement.MeshShardings, *, whole: bool = False
+) -> tuple[Any, dict]:
     """Spread a batch and its mask over the mesh of a state; `extra` is replicated.
 
     Rows that do not divide raise DataError; with `whole` they are replicated.
     """
-    batch, mask = placement.put(rows, home.whole, whole=whole)
-    extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
+    batch, mask = placement.put_rows(rows, shardings.replicated, whole=whole)
+    extra = placement.replicate(
+        {name: x for name, x in extra.items() if name != "mask"}, shardings.replicated
+    )
     return batch, extra if mask is None else {**extra, "mask": mask}
 
 
-def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
+def place_batch(
+    step: Any, state: TrainState, shardings: placement.MeshShardings, batch, extra
+) -> tuple[Any, dict]:
     """Spread a host batch over the mesh of the state; `extra` is replicated.
 
     Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
     """
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
-        return placement.whole((batch, extra), home.whole)
+        return placement.replicate((batch, extra), shardings.replicated)
     mask, rows = extra.get("mask"), rows_of(batch)
-    padding = -rows % placement.divisor(home.whole, step.accumulate)
-    if padding and step.masks and not placement.is_on(batch, home.whole.mesh):
+    padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
+    if padding and step.masks and not placement.is_on(batch, shardings.replicated.mesh):
         if found := uneven(batch):
             raise LossError(found)
         batch, more = placement.padded(batch, rows, rows + padding)
         mask = masked(mask, more)
-    return spread((batch, mask), extra, home)
+    return spread_batch((batch, mask), extra, shardings)
 
 
-def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
+def for_evaluation(
+    state: TrainState, shardings: placement.MeshShardings, batch, extra
+) -> tuple[Any, dict]:
     """Spread a host batch for an evaluation; rows that do not divide are replicated."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
     if members_of(state) is not None:
-        return placement.whole((batch, extra), home.whole)
-    return spread((batch, extra.get("mask")), extra, home, whole=True)
+        return placement.replicate((batch, extra), shardings.replicated)
+    return spread_batch((batch, extra.get("mask")), extra, shardings, whole=True)
 
 
-def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
+def for_statistics(shardings: placement.MeshShardings, batch, extra) -> tuple[Any, dict]:
     """Spread a host batch for batch statistics; rows that do not divide raise DataError."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
         return batch, extra
-    return spread((batch, extra.get("mask")), extra, home)
+    return spread_batch((batch, extra.get("mask")), extra, shardings)

@@ -36,15 +36,15 @@ def check_setup(
         raise trees.no_parameters("params", params)
     flags = patterns.select(trainable, params, allow_empty=True)
     if not any(flags):
-        raise _selects_nothing(f"{patterns.show(trainable)}, which selects nothing")
+        raise _selects_nothing(f"{patterns.where_text(trainable)}, which selects nothing")
     checks.check_params(params, flags)
-    _check_concrete(params, flags)
+    _check_no_shapes(params, flags)
     if not copy:
         checks.check_aliases(params, flags, model_state=model_state)
     return flags
 
 
-def parts_of(
+def policy_average_scale(
     precision: Any, ema: Any, loss_scale: Any
 ) -> tuple[Policy | None, Average | None, LossScale | None]:
     """The policy, average and loss scale that these arguments of `setup` mean."""
@@ -52,7 +52,7 @@ def parts_of(
     return policy, as_average(ema, "setup()"), as_loss_scale(loss_scale, policy, "setup()")
 
 
-def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
+def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
     """The params as a state stores them: trained leaves are copied by `take`.
 
     The others are no copies, but a NumPy array would be moved to the device by every step.
@@ -78,7 +78,7 @@ def without_overwritten(
         return flags, None
     flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
     if not any(flags):
-        got = f"{patterns.show(trainable)}, which selects only what gradients overwrite"
+        got = f"{patterns.where_text(trainable)}, which selects only what gradients overwrite"
         raise _selects_nothing(got)
     return flags, found
 
@@ -87,7 +87,7 @@ def _selects_nothing(got: str) -> ParamsError:
     return ParamsError("trainable", "setup()", got, "at least one leaf to train")
 
 
-def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
+def _check_no_shapes(params: Any, flags: tuple[bool, ...]) -> None:
     named = jax.tree_util.tree_flatten_with_path(params)[0]
     for (path, leaf), flag in zip(named, flags, strict=True):
         if flag and isinstance(leaf, jax.ShapeDtypeStruct):

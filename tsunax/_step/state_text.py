@@ -12,7 +12,7 @@ from tsunax._core import trees
 from tsunax._step.state_fields import frozen_flags
 
 
-def describe(state: Any) -> str:
+def state_text(state: Any) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
     leaves, kind = jax.tree.leaves(state), type(state).__name__
     if any(map(trees.is_traced, leaves)):
@@ -30,7 +30,7 @@ def describe(state: Any) -> str:
         )
     place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
     sizes = [
-        f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}"
+        f"{f.metadata['shows']} {_size_text(getattr(state, f.name))}"
         for f in state._fields
         if f.metadata["shows"]
     ]
@@ -57,7 +57,7 @@ def _tree_rows(state: Any, concrete: bool) -> list[str]:
     return [f"  {name:<{a}}  {kind:<{b}}  {note}".rstrip() for name, kind, note in rows]
 
 
-def _bytes(tree) -> str:
+def _size_text(tree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if trees.dtype_of(x) is not None]
     return trees.bytes_str(
         float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays))

@@ -23,14 +23,14 @@ def other_tree(grads: Any, params: Any) -> StateError:
     return StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
 
 
-def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
+def _leaf_at(root: str, tree: Any, i: int) -> tuple[str, Any]:
     path, leaf = jax.tree_util.tree_flatten_with_path(tree)[0][i]
     return trees.access_str(root, path), leaf
 
 
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     """The error for a leaf of the gradients that does not fit its parameter."""
-    where, g = _place("grads", grads, i)
+    where, g = _leaf_at("grads", grads, i)
     if not trees.is_inexact(g):
         got, expected = trees.describe(g), "floats"
     elif np.shape(g) != np.shape(p):

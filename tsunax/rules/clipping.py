@@ -13,7 +13,7 @@ import optax
 from tsunax._core import patterns as _patterns
 from tsunax._core import trees
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.guard import GOT, Report, square_sums
+from tsunax.guard import GOT, RuleReport, square_sums
 from tsunax.rules.extra_arguments import as_rule
 from tsunax.rules.live_factory import live
 from tsunax.rules.number_table import as_scalar
@@ -73,7 +73,7 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
         name = lambda path: f"clip_by_norm, p={p}, of {trees.access_str('grads', path)}"
         whats = (f"{name(path)}, shape {x.shape}: {GOT}" for path, x in leaves)
-        return Report(values, tuple(whats))
+        return RuleReport(values, tuple(whats))
 
     def init(params):
         n = len(jax.tree.leaves(params))

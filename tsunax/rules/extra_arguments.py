@@ -12,8 +12,8 @@ import jax
 import optax
 
 from tsunax._core import Function, PyTree
-from tsunax._core.checks import names_of
-from tsunax.rules.live_rules import Home, is_live
+from tsunax._core.checks import keyword_names
+from tsunax.rules.live_rules import Scope, is_live
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def _on_own_clocks(state: PyTree) -> PyTree:
         if not is_live(x):
             return x
         return dataclasses.replace(
-            x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True)
+            x, inner=_on_own_clocks(x.inner), scope=Scope(x.paths, own_clock=True)
         )
 
     return jax.tree.map(mark, state, is_leaf=is_live)
@@ -79,7 +79,7 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     """The names of the extra arguments that an update takes; None: any."""
     if not isinstance(rule, optax.GradientTransformationExtraArgs):
         return ()
-    return names_of(rule.update, 3)  # behind updates, state, params
+    return keyword_names(rule.update, 3)  # behind updates, state, params
 
 
 def blank(init: Any) -> Function:

@@ -15,7 +15,7 @@ from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.live_factory import LiveFactory
-from tsunax.rules.live_rules import LiveUpdate, module_of
+from tsunax.rules.live_rules import LiveUpdate, factory_module
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
@@ -106,7 +106,7 @@ def _unlike(new: PyTree, old: PyTree, root: str) -> str:
 def _is_ours(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
-        return module_of(update.live.factory).partition(".")[0] in ("optax", "tsunax")
+        return factory_module(update.live.factory).partition(".")[0] in ("optax", "tsunax")
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))

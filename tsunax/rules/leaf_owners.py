@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import Function, PyTree, trees
-from tsunax.rules.number_table import Numbers, is_live, kept
+from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
 def _owners_by_marks(
@@ -79,7 +79,7 @@ def owners_of(
     if numbers is None:
         return owners(init, params)[-1]
     found = owners_in(init, numbers.layout.skeleton, params)
-    return [found[i] for i in kept(numbers.layout)]
+    return [found[i] for i in plain_leaves(numbers.layout)]
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:

@@ -17,7 +17,15 @@ from tsunax._core import Function, PyTree, Where, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
-from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of
+from tsunax.rules.live_rules import (
+    Live,
+    LiveState,
+    LiveUpdate,
+    Scope,
+    building,
+    factory_module,
+    factory_name,
+)
 from tsunax.rules.number_table import Number, interned
 
 
@@ -56,7 +64,7 @@ class LiveInit:
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
-            home=Home(interned(paths)),
+            scope=Scope(interned(paths)),
         )
 
     def blank(self) -> Function:
@@ -118,13 +126,13 @@ class LiveFactory(Generic[P]):
             factory = factory.func
         self.factory: Function = factory
         self.static: frozenset[str] = frozenset(static)
-        self.__name__: str = name_of(factory)
+        self.__name__: str = factory_name(factory)
         self.__qualname__ = self.__name__
         self.__module__ = "tsunax.rules"
         self.__doc__ = factory.__doc__
 
     def __repr__(self) -> str:
-        return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
+        return f"live({'.'.join(filter(None, (factory_module(self.factory), factory_name(self.factory))))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         arguments = self._bind(args, kwargs)
@@ -202,7 +210,7 @@ def _signature(factory: Callable) -> inspect.Signature:
         raise WrongTypeError("factory", "live()", trees.describe(factory), expected) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
+            got = f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
             raise WrongTypeError("factory", "live()", got, expected)
     return signature
 

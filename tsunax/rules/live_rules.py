@@ -44,7 +44,7 @@ class Live:
 
     @property
     def title(self) -> str:
-        return name_of(self.factory)
+        return factory_name(self.factory)
 
     def in_words(self, inner: Callable[[Any], str]) -> str:
         """The rule without its numbers, for checkpoints."""
@@ -115,17 +115,17 @@ _BRANCHES = (
 )
 
 
-def name_of(factory: object) -> str:
+def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def module_of(factory: object) -> str:
+def factory_module(factory: object) -> str:
     """The name of a factory's module; "" if it has none, for example when made by `exec`."""
     return getattr(factory, "__module__", None) or ""
 
 
 @dataclass(frozen=True)
-class Home:
+class Scope:
     """Where a live state is used. All are equal, because it has no influence on an update.
 
     optax makes states of one rule from other trees and maps over both: from placeholders
@@ -139,7 +139,7 @@ class Home:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("table", "inner", "extra", "count"),
-    meta_fields=("live", "cut", "home"),
+    meta_fields=("live", "cut", "scope"),
 )
 @dataclass(frozen=True, eq=False, init=False)
 class LiveState:
@@ -154,7 +154,7 @@ class LiveState:
     count: Scalar
     live: Live
     cut: Cut | None
-    home: Home
+    scope: Scope
 
     is_live: ClassVar[bool] = True
 
@@ -169,10 +169,10 @@ class LiveState:
         *,
         live: Live,
         cut: Cut | None = None,
-        home: Home = Home(()),
+        scope: Scope = Scope(()),
     ) -> None:
         self.__dict__.update(
-            table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, home=home
+            table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, scope=scope
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -186,11 +186,11 @@ class LiveState:
 
     @property
     def paths(self) -> tuple[Any, ...]:
-        return self.home.paths
+        return self.scope.paths
 
     @property
     def own_clock(self) -> bool:
-        return self.home.own_clock
+        return self.scope.own_clock
 
     @property
     def groups(self) -> int:
@@ -224,23 +224,25 @@ class LiveUpdate:
         extra["step"] = step
         if state.groups == 1:
             table = state.table[:, 0]
-            updates, inner = _run(self.live, table, clock, updates, state.inner, params, extra)
+            updates, inner = _run_factory(
+                self.live, table, clock, updates, state.inner, params, extra
+            )
             counters = ()
         else:
             from tsunax.rules import subtree_numbers
 
             runs = [
-                _run(self.live, state.table[:, i], clock, updates, inner, params, extra)
+                _run_factory(self.live, state.table[:, i], clock, updates, inner, params, extra)
                 for i, inner in enumerate(subtree_numbers.inners(self.live, state, updates))
             ]
-            updates, inner, counters = subtree_numbers.collected(self.live, state, updates, runs)
+            updates, inner, counters = subtree_numbers.merge_groups(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, LiveState(
-            state.table, inner, counters, count, live=state.live, cut=state.cut, home=state.home
+            state.table, inner, counters, count, live=state.live, cut=state.cut, scope=state.scope
         )
 
 
-def _run(live: Live, table, clock, updates, inner, params, extra):
+def _run_factory(live: Live, table, clock, updates, inner, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
 
@@ -254,7 +256,7 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
 
     exact = lambda x: x
     full = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if full and module_of(live.factory).partition(".")[0] in ("optax", "tsunax"):
+    if full and factory_module(live.factory).partition(".")[0] in ("optax", "tsunax"):
         return run(exact, updates, inner, params)
     # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
     try:

@@ -102,15 +102,17 @@ def check_schedule(where: str, name: str, schedule: Function) -> None:
     Nothing is known of later steps: a schedule may be of no use behind the end of its run.
     """
     here = f"{where}, step 0 of its schedule"
-    value = _at(here, name, schedule, 0)
+    value = _schedule_at(here, name, schedule, 0)
     if trees.is_traced(value):
         return
     check_number(here, name, value, "a number")
     traced = lambda step: jax.eval_shape(schedule, step)
-    _at(f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32))
+    _schedule_at(
+        f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32)
+    )
 
 
-def _at(where: str, name: str, schedule, step):
+def _schedule_at(where: str, name: str, schedule, step):
     try:
         return schedule(step)
     except Exception as error:

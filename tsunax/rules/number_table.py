@@ -181,7 +181,7 @@ class Layout:
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple[Any, ...]  # flat names, per live state and group
     # paths and own_clock per live state: two structures that differ there only are equal
-    homes: tuple[Any, ...]
+    scopes: tuple[Any, ...]
 
     @functools.cached_property
     def skeleton(self) -> PyTree:
@@ -262,9 +262,9 @@ def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     if not tables:
         return opt_state, None
     clocks = _places(leaves, [s.count for s in lives if not s.own_clock])
-    plain = jax.tree.structure(_plain(opt_state))
-    homes = tuple((s.paths, s.own_clock) for s in lives)
-    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
+    plain = jax.tree.structure(_plain_state(opt_state))
+    scopes = tuple((s.paths, s.own_clock) for s in lives)
+    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), scopes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     on_host = all(isinstance(row, np.ndarray) for row in rows)
     return without(layout, leaves), Numbers(
@@ -277,7 +277,7 @@ def _places(leaves, among) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
 
 
-def _plain(opt_state):
+def _plain_state(opt_state):
     """The optax states that live states contain.
 
     Beside each are the counters of its further groups and its own clock, if it has any.
@@ -286,7 +286,7 @@ def _plain(opt_state):
     def one(s):
         if not is_live(s):
             return s
-        inner, count = _plain(s.inner), s.count if s.own_clock else None
+        inner, count = _plain_state(s.inner), s.count if s.own_clock else None
         return inner if not s.extra and count is None else (inner, s.extra, count)
 
     return jax.tree.map(one, opt_state, is_leaf=is_live)
@@ -321,12 +321,12 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
     """{live state: its count}, for the live states whose schedules run on their own count."""
     layout = numbers.layout
-    leaves = dict(zip(kept(layout), jax.tree.leaves(opt_state), strict=True))
+    leaves = dict(zip(plain_leaves(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
     return {at: leaves[count] for at, count in own if count is not None}
 
 
-def kept(layout: Layout) -> list[int]:
+def plain_leaves(layout: Layout) -> list[int]:
     """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
     return [
         i
@@ -336,7 +336,7 @@ def kept(layout: Layout) -> list[int]:
 
 
 def without(layout: Layout, leaves: Sequence[Any]) -> PyTree:
-    return layout.plain.unflatten([leaves[i] for i in kept(layout)])
+    return layout.plain.unflatten([leaves[i] for i in plain_leaves(layout)])
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:

@@ -53,7 +53,7 @@ def inners(live: Any, state: Any, params: PyTree) -> list[Any]:
     return out
 
 
-def collected(
+def merge_groups(
     live: Any, state: Any, params: PyTree, runs: Sequence[tuple[PyTree, PyTree]]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""

@@ -9,11 +9,11 @@ import jax
 import optax
 
 from tsunax._core import Function, PyTree, TreeDef, trees
-from tsunax._core.checks import names_of
+from tsunax._core.checks import keyword_names
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.live_rules import name_of
+from tsunax.rules.live_rules import factory_name
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,7 @@ class _WrapUpdate:
                 got = f"({', '.join(map(trees.describe, out))})"
             fix = "Return updates, dataclasses.replace(state, inner=...)."
             expected = "updates and a state like the one given"
-            raise RuleError("result", f"{name_of(self.around)}()", got, expected, fix)
+            raise RuleError("result", f"{factory_name(self.around)}()", got, expected, fix)
         return out
 
 
@@ -117,5 +117,5 @@ def wrap(
         raise WrongTypeError("update", "wrap()", trees.describe(update), "a function")
     own = init if init is None or callable(init) else _Given.of(init)
     rule = with_extra(rule)
-    around = _WrapUpdate(rule.update, update, names_of(update, 4))
+    around = _WrapUpdate(rule.update, update, keyword_names(update, 4))
     return as_rule(_WrapInit(rule.init, own), around)

@@ -103,7 +103,9 @@ class Rejections:
         why = guard.explain(int(run.info.verdict), None) if known else "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
-            why = step_errors.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
+            why = step_errors.rejection_reason(
+                self.step, run.state, run.info, _batch_of(i, chunks)[0], extra
+            )
         what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
 
