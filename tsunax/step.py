@@ -176,17 +176,15 @@ def update_unchecked(
     norms: bool,
     extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
-    """`update`, its arguments checked."""
+    """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
         got, expected = "'ignore'", "another policy under a loss scale"
         raise StateError("on_nonfinite", "update()", got, expected, fix)
     grads, loss = _fitting(state, grads, finished(loss))
-    model_state = loss.model_state if model_state is None else model_state
     if model_state is None:
-        model_state = state.model_state
-    else:
-        check_model_state(model_state, state.model_state)
+        model_state = state.model_state if loss.model_state is None else loss.model_state
+    check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = _thawed(state)
     grads = _without_frozen(grads, thawed)
@@ -206,8 +204,8 @@ def update_unchecked(
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
-        new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
-        return new, updates, emitted
+        params = with_overwritten(state, new.params, loss.overwritten)
+        return dataclasses.replace(new, params=params), updates, emitted
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
@@ -223,29 +221,29 @@ def update_unchecked(
         verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, judged)
         new = _chosen(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
+    shown = (grad_norm, update_norm) if norms else (None, None)
+    return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
+
+
+def _info(
+    state: TrainState, loss: Loss, value: Any, norms: tuple[Any, Any], verdict: Scalar
+) -> StepInfo:
     scale, numbers = state.loss_scale, state.numbers
-    mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
-    shown: Any = (grad_norm, update_norm) if norms else (None, None)
-    info = StepInfo(
-        loss=mean,
-        weight=loss.weight,
-        grad_norm=shown[0],
-        update_norm=shown[1],
-        verdict=guard.with_gathered(verdict, emitted),
+    return StepInfo(
+        None if value is None else jnp.asarray(value, jnp.float32),
+        loss.weight,
+        *norms,
+        verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
-    return new, info
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """Gradients with the structure of `trainable(state)`, from those or from the full tree.
-
-    Raises StateError.
-    """
+    """The gradients in the structure of `trainable(state)`, given so or for the full tree."""
     params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
     if structure != jax.tree.structure(params):
         if not plan.selected or structure != jax.tree.structure(state.params):
@@ -264,7 +262,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
 
 
 def _errors() -> Any:
-    """The module that says what is wrong with the arguments of an update, loaded if something is."""
+    """The module with the errors of an update, imported only if there is one."""
     from tsunax._step import update_errors
 
     return update_errors
@@ -280,7 +278,7 @@ def _thawed(state: TrainState) -> list[Any] | None:
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
-    """Zero gradients where frozen, so that norms and clipping are over what is trained."""
+    """The gradients with zeros for frozen leaves, which count in no norm."""
     if thawed is None:
         return grads
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
@@ -289,10 +287,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 def _ruled(
     state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the rule.
-
-    Raises RuleError for an argument that it lacks, and for other shapes.
-    """
+    """The updates and the new state of the rule."""
     params = base(state)
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
@@ -315,7 +310,7 @@ def _ruled(
 
 
 def _with_params(state: TrainState, seen: PyTree) -> TrainState:
-    """The state with new trained params, rounded to the precision in which it stores them."""
+    """The state with new trained params, rounded as it stores them."""
     policy = state.plan.precision
     if state.masters is not None:
         trained = trees.cast_like(seen, trained_part(state))
@@ -336,10 +331,7 @@ def _averaged(state: TrainState) -> TrainState:
 def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+    """`new` with frozen leaves, and all params if the call only gathered a gradient, of `old`."""
     if thawed is None and emitted is None:
         return new
     from tsunax._step import frozen_leaves

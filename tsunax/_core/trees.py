@@ -76,6 +76,11 @@ def is_inexact(x: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
 
 
+def wide_dtype(x: Any) -> Any:
+    """The dtype of an array, but at least float32: for sums and means of it."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def own(x):
     """A copy of an array that nobody else holds, strongly typed; what is no number stays."""
     return strong(jnp.array(x, copy=True)) if _is_number(x) else x

@@ -29,10 +29,7 @@ def thawed_flags(state: TrainState) -> list[Any]:
 
 
 def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+    """`step._with_unmoved`: `moves` and `like` of each field say what may not have moved."""
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields = {}

@@ -46,7 +46,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
     ]
     if not complex_ and _is_ours(rule.update):
         return
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = lambda x: x.astype(trees.wide_dtype(x))
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
