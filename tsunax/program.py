@@ -2,7 +2,7 @@
 
     train_step(loss_fn)(state, batch)  =  jit(update ∘ value_and_grad)(state, batch)
 
-The formula is in `step.py`; here is only how it is called.
+The formula is in `step.py`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -68,10 +68,7 @@ def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | No
 
 
 class Traced(NamedTuple):
-    """What one trace of a step was given: shapes and types, no values.
-
-    `_step/retrace_reasons.py` says how two of them differ.
-    """
+    """What one trace of a step was given: shapes and types, no values."""
 
     kind: str  # "step", or "loop" for those that run fused
     shardings: PyTree  # on a mesh the sharding of each array that the step changes
@@ -102,7 +99,7 @@ class Programs(dict[Any, Any]):
     def place_state(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
         """`place_state`, without a look at every leaf if the state is placed like the last one.
 
-        That is so if its clock has the same sharding object: all that a program returns share one.
+        Then its clock has the same sharding object: all arrays that a program returns share one.
         Raises StateError for a state that was donated.
         """
         clock = state.clock
@@ -126,10 +123,9 @@ class Programs(dict[Any, Any]):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _KnownWeight:
-    """A weight that follows from the shapes, on its way out of the program.
+    """A weight that follows from the shapes, as a static part of what the program returns.
 
-    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a
-    step.
+    As an array it would cost XLA:CPU a copy on another thread, 15 us a step.
     """
 
     weight: np.ndarray | np.generic
@@ -186,10 +182,7 @@ class TrainStep:
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
-        """What each trace of this step was given, in order.
-
-        `ts.describe` says why there was more than one.
-        """
+        """What each trace of this step was given: `ts.describe` explains why there are several."""
         return []
 
     @functools.cached_property
@@ -232,10 +225,10 @@ class TrainStep:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            # eager grad and vmap would donate what is not traced under the user's feet
+            # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
                 new, info = self._traced(state, batch, extra)
-                # what it only reads is the same array, so that a loop around it leaves it outside
+                # arrays that the step only reads stay the same ones: a loop does not carry them
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
             kind, (moving, still) = (type(state), state.plan), split(state)
             shardings, moving, still = self.programs.place_state(state, moving, still)
@@ -300,31 +293,29 @@ def train_step(
         `mask` (f32 of shape (rows,), 1 for real rows), `step`, and the names given to the step as
         `extra`; it gets what it names.
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
-        one: same loss and gradients, whatever the masks, if the loss is a mean over rows. One that
-        compares rows, uses batch statistics, or is a sum over rows is another loss then, and warned
-        of. A batch that does not divide is padded if loss_fn names `mask`.
+        one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
+        loss that compares rows, uses batch statistics, or is a sum over rows changes, with a
+        warning. A batch that does not divide is padded if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
-        see `update`; or "drop" the micro-batch that it comes from, and skip where none is left.
-      donate: whether the state given is consumed. Where the state is traced (inside jit, scan,
-        vmap, grad) nothing is.
+        see `update`; or "drop" such micro-batches, and skip the step if none is left.
+      donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
+        grad) is never consumed.
       remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
         recompute activations instead of storing them.
       norms: whether info has `grad_norm` and `update_norm`.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the
-        axis, or axes, over which losses, metrics and gradients are combined (once, by weight) and
-        model states averaged; each device has a key of its own. () for none: then combine them
-        yourself. Not needed, and refused, on sharded arrays.
-      at_once: of a population so many members together, one group after the other, for the memory
-        of one group.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices that have rows
+        and keys of their own: losses, metrics and gradients are combined over it (once, by weight),
+        and model states averaged. () for none: combine them yourself. Sharded arrays need none, and
+        refuse one.
+      at_once: how many members of a population are computed together, for the memory of so many.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
 
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or
-    asks for; a loss that does not depend on what is trained).
-    When called: StateError for a donated state, NonFiniteError under "raise" (not where the state
-    is traced: nothing can wait there, and the step is skipped; nor while a dynamic loss scale is
-    still coming down).
+    Raises, before anything is compiled: WrongTypeError, and LossError for a loss_fn that cannot be
+    used or that no trained leaf moves. When called: StateError for a donated state, NonFiniteError
+    under "raise" (but a traced state is skipped, because nothing can wait there, and a dynamic loss
+    scale may come down).
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -342,10 +333,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`.
-
-    It compares by value.
-    """
+    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`."""
 
     loss_fn: Function
     axis_name: AxisName = None
@@ -380,10 +368,7 @@ class EvalStep:
         return jax.jit(self.pure)
 
     def _read(self, state: TrainState) -> TrainState:
-        """The part of the state that an evaluation reads.
-
-        The rule and the freezing are left out: changing them compiles no evaluation again.
-        """
+        """The part of the state that an evaluation reads: another rule or freeze compiles nothing."""
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
@@ -393,10 +378,10 @@ class EvalStep:
         check_state(state, "eval_step()", batch)
         shardings = place_state(state.params)[0]
         try:
-            if shardings is not None:
+            if shardings is not None and not trees.is_tracing():
                 from tsunax._step import on_mesh
 
-                batch, extra = on_mesh.for_evaluation(state, shardings, batch, extra)
+                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=True)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)
@@ -412,9 +397,7 @@ def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
 
     `train` is False, there is no `key`, and `model_state` is read only; the precision is that of
     the state. Results of several batches merge: `a.merge(b).compute()` is the mean over all rows of
-    both. `axis_name` as in `train_step`.
-
-    Raises LossError for a loss_fn that cannot be used, as `train_step` does.
+    both. `axis_name` and errors are those of `train_step`.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts

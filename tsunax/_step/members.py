@@ -1,7 +1,4 @@
-"""Populations: states whose arrays have a leading axis of members.
-
-How one is told, and how a function is mapped.
-"""
+"""Populations: states whose arrays have a leading axis of members, and functions mapped over it."""
 
 from __future__ import annotations
 
@@ -42,11 +39,11 @@ class each:
 def check_local_members(state: Any, where: str) -> None:
     """Raise StateError for a population whose members are on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
-        got = "members on devices of several processes"
-        fix = (
-            "Members of its own for each process: ts.shard(population, "
-            "ts.mesh(devices=jax.local_devices()))."
+        got, mesh = (
+            "members on devices of several processes",
+            "ts.mesh(devices=jax.local_devices())",
         )
+        fix = f"Members of its own for each process: ts.shard(population, {mesh})."
         raise StateError("population", where, got, "of one", fix)
 
 

@@ -49,10 +49,8 @@ class LiveInit:
     def plain(self) -> optax.GradientTransformationExtraArgs:
         """The optax rule with the numbers of step 0."""
         numbers = {}
-        for name, value, schedule in zip(
-            self.live.names, self.values, self.live.schedules, strict=True
-        ):
-            value = value(0) if schedule else value
+        for name, value in zip(self.live.names, self.values, strict=True):
+            value = value(0) if callable(value) else value
             numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
         return self.live.build(numbers)
 
@@ -86,10 +84,7 @@ class BlankInit:
 
 @dataclass(frozen=True, repr=False)
 class PatternMask:
-    """A function for optax's `mask=` from a pattern.
-
-    (To optax a str is a tree that is true.)
-    """
+    """A function for optax's `mask=` from a pattern: to optax a str is a tree that is true."""
 
     where: Where
 
@@ -104,9 +99,8 @@ class PatternMask:
 
 
 def _is_pattern(x) -> bool:
-    return isinstance(x, str) or (
-        type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x)
-    )
+    is_list = type(x) in (list, tuple) and x
+    return isinstance(x, str) or bool(is_list and all(isinstance(p, str) for p in x))
 
 
 P = ParamSpec("P")
@@ -115,7 +109,7 @@ P = ParamSpec("P")
 class LiveFactory(Generic[P]):
     """What `live(factory)` returns: call it like the factory."""
 
-    advice = ""  # what an error about its arguments ends with
+    advice = ""  # the end of errors about its arguments
 
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
