@@ -32,10 +32,9 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
     number of them.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for where, leaf in trees.leaves_at("batch", batch):
         if not np.shape(leaf):
             fix = "Give it as an extra argument: step(state, batch, name=...)."
-            where = trees.access_str("batch", path)
             raise LossError("leaf", where, "a scalar", "an array of rows", fix)
     if found := uneven(batch):
         raise LossError(found)

@@ -65,7 +65,10 @@ class Policy:
             expected = "'nearest' or 'stochastic'"
             raise WrongTypeError("rounding", "Policy()", trees.describe(self.rounding), expected)
         if self.stochastic and self.param != "bfloat16":
-            where, fix = "Policy(rounding='stochastic')", "It rounds float32 to bfloat16."
+            where, fix = (
+                "Policy(rounding='stochastic')",
+                "Stochastic rounding cuts float32 to bfloat16.",
+            )
             raise WrongTypeError("param", where, self.param, "'bfloat16'", fix)
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))

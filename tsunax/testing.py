@@ -506,8 +506,7 @@ def _all_finite(tree: Any) -> bool:
 
 
 def _leaves_by_path(tree: Any, root: str) -> dict[str, Any]:
-    keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {trees.access_str(root, path): x for path, x in keyed}
+    return dict(trees.leaves_at(root, tree))
 
 
 def _compared(

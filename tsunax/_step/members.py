@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ def members_of(state: Any) -> int | None:
     return shape[0] if len(shape) > 1 else None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class each:
     """A tree with one value, such as a batch, for each member of a population.

@@ -135,9 +135,8 @@ def shard(
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
     checks.check_all_alive(state, "state")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for at, leaf in trees.leaves_at("state", state):
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
-            at = trees.access_str("state", path)
             raise WrongTypeError("leaf", at, trees.describe(leaf), "an array")
     return _put_at(_the_same(state, mesh), where)
 
@@ -314,11 +313,11 @@ def describe_sharding(tree: PyTree) -> Placement:
     ['w']  float32[64, 64]  ...
     """
     rows, held, total = [], {}, 0
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for at, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
         elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
         if not isinstance(x, jax.Array) or elsewhere != "host":
-            rows.append((trees.access_str("", path), kind, elsewhere, 0))
+            rows.append((at, kind, elsewhere, 0))
             continue
         x = jax.random.key_data(x) if trees.is_key(x) else x
         parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
@@ -326,7 +325,7 @@ def describe_sharding(tree: PyTree) -> Placement:
             held[device] = held.get(device, 0) + n
         total += x.nbytes
         most = max((n for _, n in parts), default=0)
-        rows.append((trees.access_str("", path), kind, _words(x), most))
+        rows.append((at, kind, _words(x), most))
     return Placement(tuple(rows), held, total)
 
 

@@ -100,10 +100,9 @@ def device_of(tree: PyTree) -> Device | None:
     (True, None)
     """
     first: tuple[str, Device] | None = None
-    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+    for at, leaf in trees.leaves_at("tree", tree):
         if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
             continue
-        at = trees.access_str("tree", path)
         if len(leaf.sharding.device_set) > 1:
             got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
             raise DeviceError("array", at, got, "one device", fix)

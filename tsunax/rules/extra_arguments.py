@@ -1,6 +1,4 @@
-"""Any optax rule as a step calls it: with the extra arguments that its signature asks for, compared
-by value.
-"""
+"""Any optax rule as one that a step can call: it gets the extra arguments of its signature only."""
 
 from __future__ import annotations
 
@@ -33,19 +31,15 @@ def _on_own_clocks(state: PyTree) -> PyTree:
     def mark(x: Any):
         if not is_live(x):
             return x
-        return dataclasses.replace(
-            x, inner=_on_own_clocks(x.inner), scope=Scope(x.paths, own_clock=True)
-        )
+        inner, scope = _on_own_clocks(x.inner), Scope(x.paths, own_clock=True)
+        return dataclasses.replace(x, inner=inner, scope=scope)
 
     return jax.tree.map(mark, state, is_leaf=is_live)
 
 
 @dataclass(frozen=True)
 class PlainUpdate:
-    """The update half of a rule that takes some extra arguments only, or none.
-
-    Compares as that half does.
-    """
+    """The update of a rule that takes some extra arguments only, or none."""
 
     update: Function
     takes: tuple[str, ...]
@@ -53,9 +47,8 @@ class PlainUpdate:
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        return self.update(
-            updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
-        )
+        given = {name: extra[name] for name in self.takes if name in extra}
+        return self.update(updates, state, params, **given)
 
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
@@ -64,10 +57,7 @@ def as_rule(init: Function, update: Function) -> optax.GradientTransformationExt
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that accepts any extra argument, and passes on those that it takes.
-
-    The results for equal rules are equal.
-    """
+    """The rule as one that accepts any extra argument; equal rules give equal ones."""
     takes = _extra_arguments(rule)
     if takes is None:
         return as_rule(rule.init, rule.update)

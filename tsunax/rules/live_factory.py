@@ -10,10 +10,9 @@ from typing import Any, Generic, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from tsunax._core import Function, PyTree, Where, patterns, trees
+from tsunax._core import Function, PyTree, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
@@ -56,7 +55,7 @@ class LiveInit:
 
     def __call__(self, params: PyTree) -> LiveState:
         live = self.live
-        paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+        paths = tuple(trees.paths(params))
         return LiveState(
             table=table_of(live, self.values),
             inner=self.plain().init(params),
@@ -126,48 +125,33 @@ class LiveFactory(Generic[P]):
         self.__doc__ = factory.__doc__
 
     def __repr__(self) -> str:
-        return f"live({'.'.join(filter(None, (factory_module(self.factory), factory_name(self.factory))))})"
+        names = factory_module(self.factory), factory_name(self.factory)
+        return f"live({'.'.join(filter(None, names))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        arguments = self._bind(args, kwargs)
-        statics, names, values, schedules = {}, [], [], []
-        for name, value in arguments.items():
+        where, statics, numbers, schedules = f"{self.__name__}()", {}, {}, []
+        for name, value in self._bind(args, kwargs).items():
             parameter = self.__signature__.parameters[name]
-            is_flag = isinstance(parameter.default, bool) and "mask" not in name
-            if is_flag and not isinstance(value, (bool, np.bool_)):
-                raise WrongTypeError(
-                    name, f"{self.__name__}()", trees.describe(value), "True or False"
-                )
-            if (
-                building.get()
-                or name in self.static
-                or not number_checks.takes_number(parameter, value)
-            ):
+            if isinstance(parameter.default, bool) and "mask" not in name:
+                checks.check_flags(where, **{name: value})
+            is_static = building.get() or name in self.static
+            if is_static or not number_checks.takes_number(parameter, value):
                 value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
-                # a copy: statics are part of what rules are compared by, and must not change under
-                # them
-                statics[name] = (
-                    jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
-                )
-                continue
-            if callable(value):
-                number_checks.check_schedule(f"{self.__name__}()", name, value)
-                schedule = number_checks.split_schedule(value)[0]
+                # a copy: rules are compared by their statics, which must not change
+                is_mutable = isinstance(value, (dict, list))
+                statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
             else:
-                number_checks.check_number(f"{self.__name__}()", name, value)
-                schedule = None
-            names.append(name)
-            values.append(value)
-            schedules.append(schedule)
+                schedules.append(number_checks.checked_schedule(where, name, value))
+                numbers[name] = value
         if building.get():
             return with_extra(self.factory(**statics))
-        live = Live(self.factory, statics, tuple(names), tuple(schedules))
-        init = LiveInit(live, tuple(values))
+        live = Live(self.factory, statics, tuple(numbers), tuple(schedules))
+        init = LiveInit(live, tuple(numbers.values()))
         self._try(init)
         return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once, so that bad arguments are reported where they were written."""
+        """Build the plain rule once: bad arguments raise here, and not in the first step."""
         where = f"{self.__name__}()"
         try:
             init.plain()
@@ -180,17 +164,14 @@ class LiveFactory(Generic[P]):
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(
-                    unknown("parameter", f"{self.__name__}()", name, known, self.advice)
-                )
+                where = f"{self.__name__}()"
+                raise HyperparameterError(unknown("parameter", where, name, known, self.advice))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            names = f"{self.__name__}({trees.listed(known, 12)})"
+            where, names = f"{self.__name__}()", f"{self.__name__}({trees.listed(known, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
-            raise WrongTypeError(
-                "arguments", f"{self.__name__}()", got, names, self.advice
-            ) from None
+            raise WrongTypeError("arguments", where, got, names, self.advice) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -214,16 +195,15 @@ def live(
 ) -> LiveFactory[P]:
     """Make the numbers of an optax factory live, to read, change and schedule them.
 
-    They become arrays in the state. `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to
-    the last bit of float32 for most rules, but `ts.adjust(state, learning_rate=1e-4)` changes it
-    without a new compilation. Floats, and schedules of floats, become live; counts, flags, masks
-    and dtypes stay part of the program.
+    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
+    rules, but `ts.adjust(state, learning_rate=1e-4)` changes the rate without a new compilation.
+    Floats and schedules of floats become arrays in the state; counts, flags, masks and dtypes stay
+    part of the program.
 
     Args:
       factory: any function of numbers that returns an `optax.GradientTransformation`, your own
         chain included.
-      static: names of numeric parameters that the factory branches on in Python; they stay
-        constants.
+      static: numeric parameters that stay constants because the factory branches on them in Python.
 
     Raises:
       HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad

@@ -39,7 +39,7 @@ class _WrapInit:
 
 @dataclass(frozen=True)
 class _Given:
-    """An init that returns copies of the arrays given; a blank one, arrays like them."""
+    """An init that returns copies of given arrays; the blank one returns arrays like them."""
 
     treedef: TreeDef
     likes: tuple[Any, ...]  # (shape, dtype) of each
@@ -94,11 +94,11 @@ def wrap(
     Args:
       rule: the rule inside; its numbers stay live.
       update: `update(inner, updates, state, params, **extra)` returns updates and a state. There
-        `inner(updates)` calls the rule inside and returns its updates and its state; `state.inner`
-        is the state of the rule inside before, `state.own` what the wrapper keeps. A function of a
-        module: two setups with it share one program.
-      init: what the wrapper keeps at first: arrays (whatever their values, setups share one
-        program), or a function of params that makes them; None if it keeps nothing.
+        `inner(updates)` calls the rule inside and returns its updates and its new state;
+        `state.inner` is the old one, `state.own` the arrays of the wrapper. Setups share one program
+        if it is a function of a module.
+      init: the first arrays of the wrapper (setups with other values share one program), or a
+        function of params that makes them; None if it has none.
 
     Raises WrongTypeError for what is no rule, function or array; RuleError, at setup, for a
     function that does not return two things.
