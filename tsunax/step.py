@@ -229,8 +229,9 @@ def _info(
     state: TrainState, loss: Loss, value: Any, norms: tuple[Any, Any], verdict: Scalar
 ) -> StepInfo:
     scale, numbers = state.loss_scale, state.numbers
+    mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
     return StepInfo(
-        None if value is None else jnp.asarray(value, jnp.float32),
+        mean,
         loss.weight,
         *norms,
         verdict,

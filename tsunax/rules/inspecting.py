@@ -15,7 +15,7 @@ from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.live_factory import LiveFactory
-from tsunax.rules.live_rules import LiveUpdate
+from tsunax.rules.live_rules import LiveUpdate, is_known
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:

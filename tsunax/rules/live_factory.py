@@ -49,7 +49,7 @@ class LiveInit:
         """The optax rule with the numbers of step 0."""
         numbers = {}
         for name, value in zip(self.live.names, self.values, strict=True):
-            value = value(0) if callable(value) else value
+            value: Any = value(0) if callable(value) else value
             numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
         return self.live.build(numbers)
 
