@@ -329,7 +329,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
         else:
             labels = ", ".join(s.cut.labels[1:])
             report.notes.append(f"{s.live.title}: the numbers of {labels} alone are gone")
-    if not cuts:
+    if new.numbers is None or not cuts:
         return new
     recut = recut_numbers(new.opt_state, new.numbers, trained_part(new), cuts)
     opt_state, numbers = (beside(new.params, tree) for tree in recut)

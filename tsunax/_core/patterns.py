@@ -22,7 +22,7 @@ from tsunax.errors import PatternError, WrongTypeError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class _Glob:
-    """A parsed pattern: one test per component, in the runs that the "**" leave between them."""
+    """A parsed pattern: one test per component, in runs between the "**"."""
 
     text: str
     excludes: bool
@@ -35,7 +35,7 @@ class _Glob:
         at, end = len(first), len(name) - len(last)
         if at > end or not _run_fits(first, name) or not _run_fits(last, name[end:]):
             return False
-        for run in self.runs[1:-1]:  # its leftmost fit leaves the most room for the runs after it
+        for run in self.runs[1:-1]:  # the leftmost fit leaves the most names for later runs
             while at + len(run) <= end and not _run_fits(run, name[at:]):
                 at += 1
             at += len(run)
@@ -135,10 +135,9 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
     """Check `where` before there is a tree; the result maps a tree to its flags. See `select`.
 
     Raises `PatternError` for a malformed pattern or nothing but exclusions, and `WrongTypeError`
-    for what is none of the four forms.
+    for none of the four forms.
     """
-    if isinstance(where, str):
-        where = [where]
+    where = [where] if isinstance(where, str) else where
     texts = [entry for entry in where if isinstance(entry, str)] if type(where) in _LISTS else []
     if type(where) in _LISTS and len(texts) == len(where):
         globs = [_glob(text) for text in texts]
@@ -157,7 +156,7 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
 
 
 def where_text(where: Any) -> str:
-    """What a message says of a selection."""
+    """A selection in words, for messages."""
     if callable(where) or trees.is_array(where) or isinstance(where, Mapping):
         return trees.describe(where)
     return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
@@ -169,15 +168,16 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
     `where` is one of
 
     - a pattern over path components: "*", "?" and "[ab]" match within one component, as in
-      `fnmatch`; "**" any number of them, also none, so that "encoder/**" is all below "encoder" and
-      a leaf "encoder" itself. A dict key with a "/" in it is one component: "*" or "a?b" match it;
-    - a list of patterns, where a "!" in front takes away, and the last match wins;
+      `fnmatch`; "**" matches any number of components, also none: "encoder/**" is all below
+      "encoder" and a leaf "encoder" itself. A dict key with a "/" is one component: "a?b" matches
+      "a/b";
+    - a list of patterns: a "!" in front excludes, and the last match wins;
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    Raises `PatternError` where a pattern (each one of a list) matches no leaf, where nothing is
-    selected (unless `allow_empty`), and where a bool tree or the result of a predicate does not
-    fit; `ParamsError` where there are no leaves (unless `allow_empty`).
+    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected
+    (unless `allow_empty`), and if a bool tree or the result of a predicate does not fit;
+    `ParamsError` if there are no leaves (unless `allow_empty`).
 
     >>> select(["**", "!**/bias"], {"dense": {"bias": 0.0, "kernel": 1.0}})
     (False, True)

@@ -1,8 +1,4 @@
-"""Where arrays live: on one device, or over a mesh, and how host rows get there.
-
-The rows of a batch are spread over the data axes of a mesh; everything else is whole on each
-device.
-"""
+"""The devices of arrays: one, or a mesh over whose data axes the rows of a batch are spread."""
 
 from __future__ import annotations
 
@@ -31,7 +27,11 @@ def data_axes(mesh) -> tuple[str, ...]:
 
 def row_parts(mesh) -> int:
     """Into how many parts the rows of a batch are cut."""
-    return int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)]))
+    return _size(mesh, data_axes(mesh))
+
+
+def _size(mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def axes_in(entry) -> tuple[str, ...]:
@@ -62,9 +62,9 @@ def is_explicit(mesh) -> bool:
 
 
 def state_sharding(tree) -> Any:
-    """The sharding where the arrays of a tree live: that of a mesh if any array is on one.
+    """The sharding of the arrays of a tree; of one on a mesh, if there is one.
 
-    None if they lie on the default device, free to move.
+    None if no array is committed to a device.
     """
     found = None
     for x in jax.tree.leaves(tree):
@@ -106,7 +106,7 @@ def mesh_shardings(tree, beside=()) -> MeshShardings | None:
 
 
 def _mesh_of(x):
-    """The mesh of several devices on which an array, or the shape of one, is; None for others."""
+    """The mesh of several devices on which an array is, or is to be; else None."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         return sharding.mesh
@@ -114,7 +114,7 @@ def _mesh_of(x):
 
 
 def _entries(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the Nones at its end, which programs tell apart and nobody else does."""
+    """A spec without the Nones at its end: they change nothing, but jit would compile again."""
     n = max((i + 1 for i, entry in enumerate(spec) if entry is not None), default=0)
     return PartitionSpec(*spec[:n])
 
@@ -126,7 +126,7 @@ def resharded(tree, shardings):
         if not isinstance(x, jax.Array) or x.sharding == sharding:
             return x
         if x.committed and x.sharding.device_set != sharding.device_set:
-            return x  # elsewhere: the program will say so
+            return x  # on other devices: the program raises
         if sharding.is_fully_addressable or not x.sharding.is_equivalent_to(sharding, x.ndim):
             return jax.device_put(x, sharding)
         parts = [shard.data for shard in x.addressable_shards]
@@ -136,10 +136,10 @@ def resharded(tree, shardings):
 
 
 def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool = True):
-    """Move rows along `axis` to a state's device, or spread them over the data axes of its mesh.
+    """Move rows along `axis` to a device, or spread them over the data axes of a mesh.
 
-    Arrays on that mesh stay. Rows that do not divide by its devices raise DataError; with `whole`
-    each device gets all of them. Arrays that are `shared` with a writer are copied.
+    Arrays on that mesh stay. Rows that its devices do not divide raise DataError; with `whole` each
+    device gets all of them. With `shared`, NumPy arrays are copied, because a user may refill them.
     """
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
@@ -167,13 +167,12 @@ def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not _is_on(x, mesh)}
     sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
-    for i, x in zip(moved, sent, strict=True):
-        leaves[i] = x
-    return treedef.unflatten(leaves)
+    new = dict(zip(moved, sent, strict=True))
+    return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
-    """Repeat the last row up to `rows`; the mask of the real rows is f32 of shape (rows,)."""
+    """A batch with its last row repeated up to `rows`, and its mask: f32 (rows,), 1 if real."""
 
     def one(x):
         if here == rows or np.ndim(x) <= axis:
@@ -188,7 +187,7 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
 
 
 def replicate(tree, sharding, shared: bool = True):
-    """A tree where a state lives, all of it on each device. `shared` as in `put_rows`."""
+    """Move a tree to a device, or all of it to each device of a mesh. `shared` as in `put_rows`."""
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
     sent = lambda x: (
@@ -199,13 +198,13 @@ def replicate(tree, sharding, shared: bool = True):
 
 @functools.lru_cache(maxsize=64)
 def _on(mesh, axis: int | None) -> NamedSharding:
-    """Rows along an axis, over the data axes of a mesh; None: all of it everywhere."""
+    """The sharding of rows along an axis over the data axes of a mesh; None: whole on each device."""
     spec = WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
     return NamedSharding(mesh, spec)
 
 
 def beside(params, tree):
-    """Put arrays on the devices of the params, whole on each; those that are there stay."""
+    """Put arrays on the devices of the params, whole on each."""
     first = next(filter(_has_place, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
@@ -215,8 +214,7 @@ def beside(params, tree):
         x = x if isinstance(x, Tracer) else jnp.asarray(x)
         if sharding is None or isinstance(x, Tracer):
             return x
-        # an uncommitted array comes back from the first step committed, and would compile the
-        # second one anew
+        # the first step would return an uncommitted array committed, and the second compile again
         here = sharding.device_set == x.sharding.device_set and x.committed >= committed
         return x if here else jax.device_put(x, sharding)
 
@@ -224,10 +222,7 @@ def beside(params, tree):
 
 
 def gather_params(params):
-    """Gather parameters along the data axes of a mesh with explicit axes, for the loss function.
-
-    On other meshes the compiler does so.
-    """
+    """Gather params along the data axes of a mesh with explicit axes; on others the compiler does."""
 
     def one(x):
         sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else None
@@ -251,15 +246,15 @@ def rows_over(sharding, rows: int) -> NamedSharding | None:
 
 
 def constrain_rows(tree, sharding: NamedSharding):
-    """Rows inside a program, spread over a mesh."""
+    """Spread rows over a mesh, inside a program."""
     explicit = is_explicit(sharding.mesh)
     return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(tree, sharding)
 
 
 def divisor(sharding, accumulate: int = 1) -> int:
-    """What the number of rows that this process has must be a multiple of.
+    """The number of rows of this process must be a multiple of this.
 
-    Where shardings are types, no row may move when each device cuts its own into micro-batches.
+    With explicit axes, each device cuts its own rows into micro-batches.
     """
     if not isinstance(sharding, NamedSharding):
         return 1
@@ -267,12 +262,12 @@ def divisor(sharding, accumulate: int = 1) -> int:
 
 
 def strided_rows(x, n: int):
-    """Rows along a second axis of n, inside a program."""
+    """Rows as (rows / n, n, ...), inside a program."""
     shape = (len(x) // n, n, *x.shape[1:])
     sharding = jax.typeof(x).sharding
     if not is_explicit(sharding.mesh) or not any(sharding.spec[:1]):
         return x.reshape(shape)
-    parts = int(np.prod([sharding.mesh.shape[name] for name in axes_in(sharding.spec[0])]))
+    parts = _size(sharding.mesh, axes_in(sharding.spec[0]))
     if len(x) % (parts * n):
         got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn to pad the batch."
         expected = f"a multiple of {parts * n}, so that each device cuts its own into {n}"
@@ -292,7 +287,7 @@ def _is_on(x, mesh) -> bool:
 
 
 def _unshared(tree, sharding):
-    """Copy NumPy arrays that a CPU backend would alias, since the user may refill them."""
+    """The tree with copies of NumPy arrays if a CPU backend would share their memory."""
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     own = lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(own, tree) if device.platform == "cpu" else tree
@@ -309,14 +304,14 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def aligned_copy(x: np.ndarray) -> np.ndarray:
-    """The same numbers in memory of their own."""
+    """A copy in aligned memory."""
     out = aligned_empty(x.shape, x.dtype)
     np.copyto(out, x)
     return out
 
 
 def _sent(leaves: list, shardings: list, shared: bool) -> list:
-    """Arrays at their shardings; those of several processes from what each one has."""
+    """Arrays at their shardings; over several processes each one gives its part."""
     if all(s.is_fully_addressable for s in shardings):
         own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
         return jax.device_put(own, shardings)

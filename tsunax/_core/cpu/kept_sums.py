@@ -1,5 +1,4 @@
-"""Sums of cotangents that stay in memory on CPU: gradients of residual networks in two thirds of
-the time.
+"""Sums of cotangents that stay in memory on CPU: residual networks train in two thirds of the time.
 
 A value with two readers has a sum of two cotangents. Along a residual stream, the gradient of the
 next norm and the next sum read each such sum. XLA:CPU computes the whole chain of sums again in
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from jax.extend import core
 
 LEAST = 1 << 16  # bytes of a sum: smaller ones are computed again faster than they are kept
-# Of each dtype a pattern of bits that no sum has: a NaN, but not the one that arithmetic makes
+# For each dtype the bits of a NaN that arithmetic never makes: no sum has them
 _NEVER = {"float32": (jnp.uint32, 0x7FE12345), "bfloat16": (jnp.uint16, 0x7FE1),
           "float16": (jnp.uint16, 0x7FE1)}  # fmt: skip
 
