@@ -86,16 +86,20 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def one(carry: Any, i: Any) -> tuple[Any, Any]:
-        sums, most, model_state = carry
-        # sliced here, and not by the scan: that would need the whole batch a second time,
-        # transposed
+    def micro_batch(i: Any) -> tuple[PyTree, dict[str, Any]]:
+        """Its rows, and the keywords of its own."""
+        # sliced here: the scan would need the whole batch a second time, transposed
         part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
         rows, given = jax.tree.map(part, (batch, {} if mask is None else {"mask": mask}))
-        if model_state is not None:
-            given["model_state"] = model_state
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
+        return rows, given
+
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, most, model_state = carry
+        rows, given = micro_batch(i)
+        if model_state is not None:
+            given["model_state"] = model_state
 
         def traced(rows: Any, given: Any):
             nonlocal known
