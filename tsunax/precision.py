@@ -168,7 +168,7 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
     return treedef.unflatten([one(x, k) for x, k in zip(leaves, keys, strict=True)])
 
 
-# ----------------------------------------------------------------------------------- the loss scale
+# The loss scale
 
 
 @functools.partial(

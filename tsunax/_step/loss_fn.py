@@ -144,7 +144,7 @@ def _explaining() -> Any:
     return loss_fn_errors
 
 
-# ------------------------------------------------------------------------ what it sees of the state
+# What it sees of the state
 
 
 def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:
