@@ -227,7 +227,7 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     return functools.reduce(operator.or_, found) if all_wait else None
 
 
-# The choice
+# The choice between two states
 #
 # A verdict needs the norm of what the rule would add to params, so that it is known only after the
 # rule ran. The choice between the two states then costs a select for each array: little where steps

@@ -119,7 +119,7 @@ class Loss:
             raise LossError("loss", "Loss.compute()", *_NO_WEIGHT)
         return self.total / self.weight
 
-    # As a number
+    # Arithmetic
 
     __array_ufunc__ = None  # a NumPy number on the left leaves the operation to us
 

@@ -117,12 +117,12 @@ def over_micro_batches(
             model_state = guard.choose(take, loss.model_state, model_state)
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
-        return (sums, most, model_state), (take, _stacked(loss, weight))
+        return (sums, most, model_state), (take, _mergeable(loss, weight))
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
     loss = _merged_losses(take, losses)
-    grads = weighted_sums.mean(sums, loss.weight, like)
+    grads = weighted_sums.divided(sums, loss.weight, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
@@ -152,7 +152,7 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
-    each = _axes.gathered(_stacked(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
+    each = _axes.gathered(_mergeable(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
     merged = _merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
@@ -162,7 +162,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
-def _stacked(loss: Loss, weight: jax.Array) -> Loss:
+def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
     """The parts of a loss that merge with those of other micro-batches."""
     return Loss(loss.total, weight, loss.metrics)
 

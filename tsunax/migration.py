@@ -192,7 +192,7 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
     return _Slot(what, owner, parent, value)
 
 
-# The new state
+# The new optimizer state
 
 
 def _with_masters(params, known: TrainState):
@@ -280,7 +280,7 @@ def _there(x, like):
     return jax.device_put(x, like.sharding) if moves else x
 
 
-# Beside the optimizer
+# The fields beside the optimizer state
 
 
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:

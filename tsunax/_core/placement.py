@@ -27,10 +27,10 @@ def data_axes(mesh) -> tuple[str, ...]:
 
 def row_parts(mesh) -> int:
     """Into how many parts the rows of a batch are cut."""
-    return _size(mesh, data_axes(mesh))
+    return _devices_along(mesh, data_axes(mesh))
 
 
-def _size(mesh, axes: tuple[str, ...]) -> int:
+def _devices_along(mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -267,7 +267,7 @@ def strided_rows(x, n: int):
     sharding = jax.typeof(x).sharding
     if not is_explicit(sharding.mesh) or not any(sharding.spec[:1]):
         return x.reshape(shape)
-    parts = _size(sharding.mesh, axes_in(sharding.spec[0]))
+    parts = _devices_along(sharding.mesh, axes_in(sharding.spec[0]))
     if len(x) % (parts * n):
         got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn to pad the batch."
         expected = f"a multiple of {parts * n}, so that each device cuts its own into {n}"

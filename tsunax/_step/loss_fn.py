@@ -144,7 +144,7 @@ def _explaining() -> Any:
     return loss_fn_errors
 
 
-# What it sees of the state
+# The params and the batch that a loss function gets
 
 
 def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:
