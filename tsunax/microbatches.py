@@ -127,9 +127,8 @@ def over_micro_batches(
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, overwritten)
-    return dataclasses.replace(
-        loss, model_state=model_state, dropped=dropped, overwritten=most
-    ), grads
+    more = {"model_state": model_state, "dropped": dropped, "overwritten": most}
+    return dataclasses.replace(loss, **more), grads
 
 
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:

@@ -209,10 +209,8 @@ def _trained_by_name(params, old: TrainState) -> Any:
     selected = old.plan.selected
     if selected is None:
         return "**"
-    trained, here = (
-        dict(zip(_leaves_by_name(old.params), selected, strict=True)),
-        _leaves_by_name(params),
-    )
+    here = _leaves_by_name(params)
+    trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"

@@ -176,9 +176,8 @@ class TrainStep:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
-        return update_unchecked(
-            state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra}
-        )
+        extra = {**search, **extra}
+        return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
@@ -259,9 +258,8 @@ class TrainStep:
         shardings, moving, still = place_state(*split(state))
         if shardings is not None:
             batch, extra = self._place_batch(state, shardings, batch, extra)
-        return self.programs[shardings].trace(
-            (type(state), state.plan), moving, still, batch, extra
-        )
+        kind = type(state), state.plan
+        return self.programs[shardings].trace(kind, moving, still, batch, extra)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

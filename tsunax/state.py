@@ -203,11 +203,8 @@ def overwritten_part(state: TrainState) -> PyTree:
 
     They are model state, but flax keeps them in params.
     """
-    return (
-        None
-        if state.plan.overwritten is None
-        else _selected_part(state.params, state.plan.overwritten)
-    )
+    flags = state.plan.overwritten
+    return None if flags is None else _selected_part(state.params, flags)
 
 
 def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:

@@ -363,6 +363,5 @@ def _recorded(
         overflowed &= loss.weight != 0
     if loss.dropped is not None:  # what was dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
-    return dataclasses.replace(
-        new, loss_scale=old.loss_scale.grown(applied & ~overflowed, overflowed)
-    )
+    scale = old.loss_scale.grown(applied & ~overflowed, overflowed)
+    return dataclasses.replace(new, loss_scale=scale)

@@ -80,12 +80,11 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
+        how = "what a model's init returns, or nnx.state(model, nnx.Param)"
+        equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
         fix = (
-            "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+            f"Keep it outside of params; {equinox}." if name else f"Give the tree of arrays: {how}."
         )
-        if name:
-            equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-            fix = f"Keep it outside of params; {equinox}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
         fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)

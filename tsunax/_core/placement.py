@@ -143,18 +143,14 @@ def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool
     """
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
-    mesh, parts, spans = (
-        sharding.mesh,
-        row_parts_here(sharding.mesh),
-        sharding.mesh.is_multi_process,
-    )
+    mesh, parts = sharding.mesh, row_parts_here(sharding.mesh)
 
     def where(x):
         if np.ndim(x) <= axis:
             return _on(mesh, None)
         rows = np.shape(x)[axis]
-        if rows % parts and (spans or not whole):
-            of = " of this process" if spans else ""
+        if rows % parts and (mesh.is_multi_process or not whole):
+            of = " of this process" if mesh.is_multi_process else ""
             at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
             fix = "Choose another batch_size, drop_remainder=True, or pad the batch and name "
             fix += "`mask` in loss_fn."
