@@ -303,9 +303,7 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
             fix = "Register its class: jax.tree_util.register_dataclass."
             raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
         return jax.lax.stop_gradient(m)
-    dtype = trees.dtype_of(m)
-    numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
-    if not numeric or np.shape(m) != ():
+    if not trees.is_a(m, np.number, np.bool_) or np.shape(m) != ():
         expected = "a scalar, or an object with merge and compute"
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
         raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
@@ -46,7 +45,7 @@ def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree
 
 
 def _is_spread(x: Any) -> bool:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
     return sharding is not None and len(sharding.device_set) > 1
 
 
@@ -111,9 +110,8 @@ class Programs(dict[Any, Any]):
             raise StateError(donated("step()"))
         checks.check_arrays(state, "state")
         shardings, moving, still = place_state(moving, still)
-        is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
         self._sharding = None
-        if shardings is None and is_here and len(devices := clock.devices()) == 1:
+        if shardings is None and trees.is_placed(clock) and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
                 self.devices += devices

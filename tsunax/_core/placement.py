@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tsunax._core import trees
 from tsunax.errors import DataError
 
 WHOLE = PartitionSpec()
@@ -68,15 +68,11 @@ def state_sharding(tree) -> Any:
     """
     found = None
     for x in jax.tree.leaves(tree):
-        if _has_place(x) and x.committed:
+        if trees.is_placed(x) and x.committed:
             if isinstance(x.sharding, NamedSharding):
                 return x.sharding
             found = found or x.sharding
     return found
-
-
-def _has_place(x) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +103,7 @@ def mesh_shardings(tree, beside=()) -> MeshShardings | None:
 
 def _mesh_of(x):
     """The mesh of several devices on which an array is, or is to be; else None."""
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         return sharding.mesh
     return None
@@ -201,14 +197,14 @@ def _on(mesh, axis: int | None) -> NamedSharding:
 
 def beside(params, tree):
     """Put arrays on the devices of the params, whole on each."""
-    first = next(filter(_has_place, jax.tree.leaves(params)), None)
+    first = next(filter(trees.is_placed, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, WHOLE)
 
     def put(x):
-        x = x if isinstance(x, Tracer) else jnp.asarray(x)
-        if sharding is None or isinstance(x, Tracer):
+        x = x if trees.is_traced(x) else jnp.asarray(x)
+        if sharding is None or trees.is_traced(x):
             return x
         # the first step would return an uncommitted array committed, and the second compile again
         here = sharding.device_set == x.sharding.device_set and x.committed >= committed
@@ -221,7 +217,7 @@ def gather_params(params):
     """Gather params along the data axes of a mesh with explicit axes; on others the compiler does."""
 
     def one(x):
-        sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else None
+        sharding = jax.typeof(x).sharding if trees.is_traced(x) else None
         if sharding is None or not is_explicit(sharding.mesh):
             return x
         rows, spec = data_axes(sharding.mesh), [axes_in(entry) for entry in sharding.spec]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard, reproduce
@@ -164,8 +163,8 @@ def check_leaves(name: str, value: Any, trained: Any) -> None:
 def check_field(state: Any, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        dtype, shapes = trees.dtype_of(value), ((), np.shape(state.clock)[:-1])
-        fits = dtype is not None and jnp.issubdtype(dtype, np.integer) and np.shape(value) in shapes
+        shapes = (), np.shape(state.clock)[:-1]
+        fits = trees.is_a(value, np.integer) and np.shape(value) in shapes
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
@@ -192,9 +191,8 @@ def like(new, old):
         return new
 
     def one(x, y):
-        moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
-        spread = isinstance(y, jax.Array) and not trees.is_traced(y)
-        spread = spread and len(y.sharding.device_set) > 1
+        moves = trees.is_placed(x) and not x.committed
+        spread = trees.is_placed(y) and len(y.sharding.device_set) > 1
         return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)
