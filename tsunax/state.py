@@ -87,7 +87,7 @@ class TrainState:
                 got = f"none for {name!r}" if name in own_names else repr(name)
                 raise StateError("field", where, got, ", ".join(own_names) or "no more")
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        more = state_setup.begun(more, roles, base(state), where)
+        more = state_setup.first_values(more, roles, base(state), where)
         return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
 
     def only(self, *names: str) -> TrainState:
@@ -144,7 +144,9 @@ class TrainState:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {name: state_setup.like(x, getattr(self, name)) for name, x in fields.items()}
+        fields = {
+            name: state_setup.copied_like(x, getattr(self, name)) for name, x in fields.items()
+        }
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
@@ -352,7 +354,9 @@ def setup(
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = state_setup.stored(_selected_part(params, selected), policy, key)
+    trained, masters = state_setup.rounded_and_masters(
+        _selected_part(params, selected), policy, key
+    )
     seen = _seen(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))

@@ -81,7 +81,7 @@ def _check_no_shapes(params: Any, flags: tuple[bool, ...]) -> None:
             raise ParamsError("leaf", where, got, "an array", fix)
 
 
-def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
         return trained, None
@@ -136,7 +136,7 @@ def as_key(key: Any, where: str) -> Any:
     raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
-def begun(
+def first_values(
     fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
 ) -> dict[str, Any]:
     """The first values of fields like the trained leaves; an average of no params begins with them.
@@ -184,7 +184,7 @@ def check_field(state: Any, name: str, value) -> None:
             as_loss_scale(value, None, "replace()")
 
 
-def like(new, old):
+def copied_like(new, old):
     """Copies of arrays, on the mesh of the old ones."""
     new = jax.tree.map(trees.own, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
