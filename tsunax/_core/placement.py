@@ -26,7 +26,7 @@ def data_axes(mesh) -> tuple[str, ...]:
 
 
 def row_parts(mesh) -> int:
-    """Into how many parts the rows of a batch are cut."""
+    """The number of parts of a batch: one on each device along the data axes."""
     return _devices_along(mesh, data_axes(mesh))
 
 
@@ -41,7 +41,7 @@ def axes_in(entry) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def row_parts_here(mesh) -> int:
-    """How many of those parts are this process's own. Raises DataError if processes share one."""
+    """How many parts of the rows are on this process. Raises DataError if processes share one."""
     parts = row_parts(mesh)
     if not mesh.is_multi_process:
         return parts
@@ -269,7 +269,7 @@ def strided_rows(x, n: int):
 
 
 def is_on(tree, mesh) -> bool:
-    """Whether all of a tree lies on a mesh."""
+    """Whether all arrays of a tree are on a mesh."""
     return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))
 
 

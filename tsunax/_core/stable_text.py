@@ -103,7 +103,7 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool)
 
 
 def cells_of(f: Any) -> list[Any]:
-    """What a function closes over."""
+    """The values that a function closes over."""
     found = []
     for cell in getattr(f, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # not filled yet

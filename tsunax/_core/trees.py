@@ -61,12 +61,12 @@ def is_a(x: Any, *kinds: Any) -> bool:
 
 
 def is_key(x: Any) -> bool:
-    """Whether it is a typed key, or an array of them."""
+    """Whether `x` is a typed key, or an array of keys."""
     return is_a(x, jax.dtypes.prng_key)
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array as NumPy's, a key as its words."""
+    """An array as a NumPy array, a key as its words."""
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
@@ -81,7 +81,7 @@ def bits_differ(x: Any, y: Any) -> bool:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` is floating point or complex: what can have a gradient."""
+    """Whether `x` is floating point or complex, and can have a gradient."""
     return is_a(x, np.inexact)
 
 

@@ -36,7 +36,7 @@ _TAKEN = frozenset(
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords that its signature names; it is given no others."""
+    """A loss function and the keywords of its signature: it is given no others."""
 
     fn: Function
     names: tuple[str, ...]
