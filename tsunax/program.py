@@ -57,6 +57,23 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
         raise fault from None
 
 
+def call_on_mesh(
+    run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
+) -> Any:
+    """`run(batch, extra)`, with both on the mesh of the state; errors are those of its arguments."""
+    check_state(state, where, batch)
+    shardings = place_state(state.params)[0]
+    try:
+        if shardings is not None and not trees.is_tracing():
+            from tsunax._step import on_mesh
+
+            batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=whole)
+        return run(batch, extra)
+    except Exception as error:
+        raise_fault(error, state, batch, extra)
+        raise
+
+
 def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
     """`f(state, *given)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
@@ -371,17 +388,8 @@ class EvalStep:
         return dataclasses.replace(state.only("clock", "params", "model_state", average), plan=plan)
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
-        check_state(state, "eval_step()", batch)
-        shardings = place_state(state.params)[0]
-        try:
-            if shardings is not None and not trees.is_tracing():
-                from tsunax._step import on_mesh
-
-                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=True)
-            return self._compiled(self._read(state), batch, extra)
-        except Exception as error:
-            raise_fault(error, state, batch, extra)
-            raise
+        run = lambda *args: self._compiled(self._read(state), *args)
+        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
