@@ -188,7 +188,7 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
             what, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
-        node = trees.child(node, entry)
+        node = dict(trees.children_of(node))[(entry,)]
     return _Slot(what, owner, parent, value)
 
 

@@ -385,7 +385,9 @@ class EvalStep:
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
-        return dataclasses.replace(state.only("clock", "params", "model_state", average), plan=plan)
+        read = "clock", "params", "model_state", average
+        none = dict.fromkeys(f.name for f in state._fields if f.name not in read)
+        return dataclasses.replace(state, plan=plan, **none)
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         run = lambda *args: self._compiled(self._read(state), *args)

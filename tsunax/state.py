@@ -90,11 +90,6 @@ class TrainState:
         more = state_setup.first_values(more, roles, base(state), where)
         return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
 
-    def only(self, *names: str) -> TrainState:
-        """The state with None in all other fields."""
-        none = dict.fromkeys(f.name for f in self._fields if f.name not in names)
-        return dataclasses.replace(self, **none)
-
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""

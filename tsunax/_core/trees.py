@@ -267,15 +267,6 @@ def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tu
             yield inner, path + tail, node
 
 
-def child(node: Any, entry: Any) -> Any:
-    """The child of a node at one entry of a key path."""
-    if isinstance(entry, jtu.GetAttrKey):
-        return getattr(node, entry.name)
-    if isinstance(entry, (jtu.DictKey, jtu.SequenceKey)):
-        return node[entry.key if isinstance(entry, jtu.DictKey) else entry.idx]
-    return next(inner for path, inner in children_of(node) if path == (entry,))
-
-
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
