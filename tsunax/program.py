@@ -59,7 +59,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
-) -> Any:
+) -> PyTree:
     """`run(batch, extra)`, with both on the mesh of the state; errors are those of its arguments."""
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
