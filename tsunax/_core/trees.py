@@ -33,13 +33,18 @@ def is_array(x: Any) -> bool:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` has no value yet, because jit, vmap, grad or scan is tracing."""
+    """Whether `x` has no value yet: jit, vmap, grad or scan is tracing."""
     return isinstance(x, Tracer)
+
+
+def is_placed(x: Any) -> bool:
+    """Whether `x` is a JAX array on devices: not NumPy's, and not traced."""
+    return isinstance(x, jax.Array) and not is_traced(x)
 
 
 def is_gone(x: Any) -> bool:
     """Whether an array's buffer was donated or deleted."""
-    return isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
+    return is_placed(x) and x.is_deleted()
 
 
 def dtype_of(x: Any) -> Any:
@@ -49,14 +54,19 @@ def dtype_of(x: Any) -> Any:
     return jnp.result_type(x) if isinstance(x, (bool, int, float, complex)) else None
 
 
-def is_key(x: Any) -> bool:
-    """Whether it is a typed key, or an array of them."""
+def is_a(x: Any, *kinds: Any) -> bool:
+    """Whether `x` is a number or an array with a dtype of one of these kinds, such as np.floating."""
     dtype = dtype_of(x)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a typed key, or an array of keys."""
+    return is_a(x, jax.dtypes.prng_key)
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array as NumPy's, a key as its words."""
+    """An array as a NumPy array, a key as its words."""
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
@@ -71,13 +81,17 @@ def bits_differ(x: Any, y: Any) -> bool:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` is floating point or complex: what can have a gradient."""
-    dtype = dtype_of(x)
-    return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
+    """Whether `x` is floating point or complex, and can have a gradient."""
+    return is_a(x, np.inexact)
+
+
+def wide_dtype(x: Any) -> Any:
+    """The dtype of an array, but at least float32: for sums and means of it."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def own(x):
-    """A copy of an array that nobody else holds, strongly typed; what is no number stays."""
+    """A copy of an array, without a weak type; other leaves stay as they are."""
     return strong(jnp.array(x, copy=True)) if _is_number(x) else x
 
 
@@ -99,34 +113,30 @@ def cast_like(tree, like):
 
 
 def conjugated(grads):
-    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
+    """JAX's gradients as directions of steepest ascent, and back.
 
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is
-    `∂f/∂x + i ∂f/∂y`.
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
     """
-    is_complex = lambda g: jnp.issubdtype(dtype_of(g), jnp.complexfloating)
-    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
+    conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
+    return jax.tree.map(conj, grads)
 
 
 # Traces
 
 
 def manual_axes() -> tuple:
-    """The axes of devices that a program is written for one by one, as far as JAX tells."""
+    """The axes of devices inside `shard_map` or `pmap`, as far as JAX tells."""
     found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if found or jax.__version_info__ >= (0, 8):
         return found
-    # until then pmap was no shard_map, and looks like a vmap with a named axis
+    # in older versions pmap is no shard_map, and looks like a vmap with a named axis
     from jax._src import core
 
     return tuple(core.get_axis_env().axis_sizes)
 
 
 def is_tracing() -> bool:
-    """Whether some trace is under way: of jit, vmap, grad or scan.
-
-    Eager vmap and grad trace some arrays only.
-    """
+    """Whether some trace is under way: of jit, vmap, grad or scan (some may trace few arrays)."""
     from jax._src import core
 
     return not core.trace_state_clean()
@@ -148,7 +158,7 @@ def programs_in(eqn: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The key entry of `Marked`; a mask that asks for `path[-1].key` finds the leaf's own key."""
+    """The key entry of `Marked`. A mask that reads `path[-1].key` gets the leaf's own key."""
 
     owner: int
     last: Any
@@ -162,7 +172,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """A node around one parameter. What a rule builds from it has the mark in its key path."""
+    """A node around one parameter: leaves that a rule makes of it have the mark in their paths."""
 
     tree: Any
     mark: Mark
@@ -206,7 +216,7 @@ def key_name(entry: Any) -> str:
 
 
 def names(path: Sequence[Any]) -> Names:
-    """The components of a key path; `leaves_with_names` also knows which `.value` is no name."""
+    """The components of a key path."""
     return tuple(map(key_name, without_marks(path)))
 
 
@@ -215,14 +225,19 @@ def path_str(path: Sequence[Any]) -> str:
     return "/".join(names(path))
 
 
-def show(path: Sequence[Any]) -> str:
-    """`path_str` for messages, where a bare array is `<root>`."""
+def shown_path(path: Sequence[Any]) -> str:
+    """`path_str` for messages: a bare array is `<root>`."""
     return path_str(path) or "<root>"
 
 
 def access_str(root: str, path: Sequence[Any]) -> str:
     """A key path as Python would write it: `params['encoder'][0].kernel`."""
     return root + jtu.keystr(without_marks(path))
+
+
+def paths(tree: Any) -> list[tuple[Any, ...]]:
+    """The key path of each leaf."""
+    return [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
 
 
 def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -241,24 +256,15 @@ def _is_box(x: Any) -> bool:
     return _is_box_type(type(x))
 
 
-def _named(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
+def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
     is_inner_box = lambda x: x is not tree and _is_box(x)
     for tail, node in jtu.tree_flatten_with_path(tree, is_leaf=is_inner_box)[0]:
         wrapped = _is_box(tree) and tail and key_name(tail[0]) == "value"
         inner = name + names(tail[1:] if wrapped else tail)
         if is_inner_box(node):
-            yield from _named(node, path + tail, inner)
+            yield from _walk_names(node, path + tail, inner)
         else:
             yield inner, path + tail, node
-
-
-def child(node: Any, entry: Any) -> Any:
-    """What lies under one entry of a key path."""
-    if isinstance(entry, jtu.GetAttrKey):
-        return getattr(node, entry.name)
-    if isinstance(entry, (jtu.DictKey, jtu.SequenceKey)):
-        return node[entry.key if isinstance(entry, jtu.DictKey) else entry.idx]
-    return next(inner for path, inner in _children(node) if path == (entry,))
 
 
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
@@ -267,7 +273,7 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
     leaves would share their names without it.
     """
-    found = list(_named(tree, (), ()))
+    found = list(_walk_names(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
     if len(counts) == len(found):
         return found
@@ -306,10 +312,10 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 
 
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
-    """`(selected, rest)`: the same containers, each with `None` where the other has the leaf.
+    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves.
 
     `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
-    that check their fields must let `None` pass.
+    that check their fields must accept it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
@@ -331,14 +337,14 @@ def merge(selected: Any, rest: Any) -> Any:
     return treedef.unflatten(b if a is None else a for a, b in pairs)
 
 
-def _children(node: Any) -> list[tuple[tuple, Any]]:
+def children_of(node: Any) -> list[tuple[tuple, Any]]:
     """Key (a path of one) and value of each direct child, `None`s included; [] for a leaf."""
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in keyed if key]
 
 
 def describe(x: Any) -> str:
-    """What a message says of a value.
+    """A value in words, for messages.
 
     >>> [describe(x) for x in (np.ones((2, 3)), "relu", describe, dict, {"a": 1, "b": 2}, [1, 2])]
     ['float64[2,3]', "'relu' (str)", 'the function describe', 'the class dict', 'dict with a, b', 'list of 2']
@@ -360,7 +366,7 @@ def describe(x: Any) -> str:
         return f"{kind} with {listed([str(key) for key in x], 6)}" if x else f"an empty {kind}"
     if dataclasses.is_dataclass(x) and type(x).__module__.startswith("tsunax."):
         return kind
-    if inside := listed([path_str(key) for key, _ in _children(x)], 6):
+    if inside := listed([path_str(key) for key, _ in children_of(x)], 6):
         return f"{kind} with {inside}"
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
@@ -380,7 +386,7 @@ def _difference(
     say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
     if type(got) is not type(expected):
         return f"at {place(path)}: got {describe(got)}, expected {say(expected)}"
-    ours, theirs = dict(_children(got)), dict(_children(expected))
+    ours, theirs = dict(children_of(got)), dict(children_of(expected))
     for key in theirs | ours:
         if key in ours and key in theirs:
             if difference := _difference(ours[key], theirs[key], path + key, place, leaf):
@@ -402,10 +408,9 @@ def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") ->
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
     As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
-    do not. With `root` the place is "params['encoder']['bias']"; `leaf` is what to call an expected
-    leaf.
+    do not. With `root` the place is "params['encoder']['bias']". `leaf` names an expected leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case
-    place = functools.partial(access_str, root) if root else show
+    place = functools.partial(access_str, root) if root else shown_path
     return _difference(_unmark(got), _unmark(expected), (), place, leaf)

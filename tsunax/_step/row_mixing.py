@@ -1,8 +1,8 @@
 """Whether a loss mixes the rows of its batch, so that `accumulate=n` trains on another loss.
 
 Micro-batches add up exactly if the loss is a (weighted) mean of values, one for each row. CLIP's
-loss is not: it compares each row with all others, and a micro-batch has only its own. No number
-shows that, so the jaxpr of the loss function is searched for it, once for each trace.
+loss is not: it compares each row with all others, and a micro-batch has only its own rows. No
+number shows that, so each trace searches the jaxpr of the loss function.
 
 Each value in the program gets a `Fact`: which of its axes are **rows** (at the start axis 0 of
 each leaf of the batch; params have none), whether sums over all rows took part in it
@@ -17,13 +17,13 @@ each leaf of the batch; params have none), whether sums over all rows took part 
 - extremes: a maximum or minimum over rows is a term of the loss;
 - beside: `jnp.mean(values) + Loss.mean(values, mask)`: one number cannot weigh both.
 
-Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
-mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
-one, so no evidence is: a maximum that meets rows again (a softmax made stable); a sum that was
-divided by a weight, an unknown number, or a constant as large as the number of rows; rows that
-were taken by an index (mixup), pairs made by an index included. A primitive that is not listed
-here is taken for one that works row by row, or drops the rows. Statistics do not count if the loss
-returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
+Only values that the loss is made of count, not metrics or model state. Means, weighted means with
+a mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
+one. So these are no evidence either: a maximum that meets rows again (a stable softmax); a sum
+divided by a weight, an unknown number, or a constant as large as the number of rows; rows, and
+pairs of rows, taken by an index (mixup). A primitive that is not listed here counts as one that
+works row by row, or drops the rows. Statistics do not count if the loss returns a `model_state`:
+batch norm is documented to see micro-batches, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fact(NamedTuple):
     mixing: Mixing | None = None
     added: int = 0  # rows that were added up, undivided; -1: divided by what may be their number
     last: Mixing | None = None  # of a value without rows: the sum or extreme that it is linear in
-    part: tuple[int, int] | None = None  # a slice along the rows: of which variable, from where
+    part: tuple[int, int] | None = None  # of a slice along the rows: the variable and the start
     turn: int = 0  # rolled by so many rows; -1: reversed
 
 
@@ -125,7 +125,7 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
     given += [Fact(frozenset({0} if jnp.ndim(x) else ())) for x in leaves]
     statistics = ("statistics", "means") if jax.tree.leaves(shapes[1]) else ()
     known = [kind for kind in _KINDS if kind not in statistics]
-    rule = functools.partial(_through, known=known, n=rows_of(batch))
+    rule = functools.partial(_result_facts, known=known, n=rows_of(batch))
     fact = Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0]
     return fact.mixing or fact.last
 
@@ -136,7 +136,7 @@ def _either(a: Fact, b: Fact) -> Fact:
 
 
 def _one_of(fact: Fact) -> Fact:
-    """What one trip of a scan reads: a value without rows if the scan goes from row to row."""
+    """The fact in one trip of a scan: without rows if the scan goes from row to row."""
     return fact._replace(rows=frozenset(axis - 1 for axis in fact.rows if axis))
 
 
@@ -145,19 +145,19 @@ def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
     return fact._replace(rows=frozenset(first | {axis + 1 for axis in fact.rows}))
 
 
-def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
-    """The facts of what a primitive gives."""
+def _result_facts(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
+    """The facts of the results of a primitive."""
     name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
     mixed = next((fact.mixing for fact in facts if fact.mixing), None)
     if mixed is None and (kind := _evidence(eqn, facts)) in known:
         mixed = Mixing(kind, name, eqn.source_info)
     scales = name in ("mul", "div", "dot_general", "gather") and any_rows
-    # what scales rows and does not move is taken for one over a sum of weights
+    # a factor of rows that does not move counts as one over a sum of weights
     pooled = any(fact.pooled and (fact.moves or fact.rows or not scales) for fact in facts)
     moves = any(fact.moves for fact in facts) and name not in _FLAT
     found = []
     for v in eqn.outvars:
-        rows = _rows(eqn, v.aval.shape, [fact.rows for fact in facts], n)
+        rows = _row_axes(eqn, v.aval.shape, [fact.rows for fact in facts], n)
         is_sum = name in _SUMS and any_rows and not rows
         is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
         fact = Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed)
@@ -237,7 +237,7 @@ def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
 
 
 def _order(eqn: Any, facts: Sequence[Fact], out: Fact) -> dict[str, Any]:
-    """What a result has of the order of its rows: a part of them, or all of them in another one."""
+    """The order of rows in a result: a part of them, or all of them in another order."""
     name, p = eqn.primitive.name, eqn.params
     turned = [fact for fact in facts if fact.turn]
     turn = max(turned, key=lambda fact: fact.moves).turn if turned else 0
@@ -296,7 +296,7 @@ def _pairs(eqn: Any, facts: Sequence[Fact]) -> bool:
     return any(not a <= b and not b <= a for a, b in itertools.combinations(rows, 2))
 
 
-def _rows(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> frozenset[int]:
+def _row_axes(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> frozenset[int]:
     """The axes of a result that are rows, from those of the operands."""
     name, p = eqn.primitive.name, eqn.params
     if name in _SAME:
@@ -314,7 +314,7 @@ def _rows(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> fr
     if name == "dot_general":
         return _of_product(eqn, given)
     if name == "gather":
-        return _gathered(eqn, given)
+        return _gather_rows(eqn, given)
     # convolutions, pooling, factorizations, kernels: rows come first, and each is for itself
     first = [v.aval.shape[0] for v, rows in zip(eqn.invars, given, strict=True) if rows == {0}]
     by_row = first and len(first) == sum(map(bool, given)) and set(first) == set(shape[:1])
@@ -358,7 +358,7 @@ def _of_product(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     return frozenset(rows | {n + left + i for i in _free(eqn, 1, given[1])})
 
 
-def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
+def _gather_rows(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     """Rows of the indices stay, and those of the operand if all of them are taken."""
     d, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     ndim = len(eqn.outvars[0].aval.shape)

@@ -1,11 +1,10 @@
-"""What is wrong with the arguments of `update`. A step that succeeds never comes here."""
+"""Errors in the arguments of `update`. A step that succeeds does not run this file."""
 
 from __future__ import annotations
 
 import difflib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,14 +22,9 @@ def other_tree(grads: Any, params: Any) -> StateError:
     return StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
 
 
-def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
-    path, leaf = jax.tree_util.tree_flatten_with_path(tree)[0][i]
-    return trees.access_str(root, path), leaf
-
-
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     """The error for a leaf of the gradients that does not fit its parameter."""
-    where, g = _place("grads", grads, i)
+    where, g = list(trees.leaves_at("grads", grads))[i]
     if not trees.is_inexact(g):
         got, expected = trees.describe(g), "floats"
     elif np.shape(g) != np.shape(p):
@@ -44,14 +38,13 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
 
 def other_shape(updates: Any, i: int, p: Any) -> RuleError:
     """The error for a rule whose update of a parameter has another shape."""
-    path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
-    where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
-    fix = "The rule changes it."
-    return RuleError("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix)
+    where, u = list(trees.leaves_at("params", updates))[i]
+    got, fix = f"shape {np.shape(u)}", "The rule changes it."
+    return RuleError("update", where, got, f"{np.shape(p)}", fix)
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:
-    """The error for a rule that failed because it lacks an argument; None for other failures."""
+    """The error for a rule that was not given an argument; None for other failures."""
     lacks = [name for name in inspecting.missing(error) if name not in given]
     if not lacks:
         return None

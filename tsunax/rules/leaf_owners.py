@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import Function, PyTree, trees
-from tsunax.rules.number_table import Numbers, is_live, kept
+from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
 def _owners_by_marks(
@@ -21,7 +21,7 @@ def _owners_by_marks(
     """Owners found by marking the params; None if `init` fails on those, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
-    except Exception:  # whatever a user's mask raises when it meets a node that it does not know
+    except Exception:  # of a user's mask that meets a node that it does not know
         return None
     of = lambda found: [(trees.without_marks(path), leaf.shape, leaf.dtype) for path, leaf in found]
     if of(marked) != of(keyed):
@@ -37,36 +37,32 @@ def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
     return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
 
 
-def owners(
-    init: Callable[[Any], Any], params: PyTree
-) -> tuple[Any, list[tuple[Any, ...]], list[int | None]]:
-    """`(shapes, paths, owners)`: from which parameter is each leaf of an optax state made?
+def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | None]]:
+    """`(shapes, owners)` of an optax state: which parameter is each of its leaves made from?
 
-    `shapes` is `jax.eval_shape(init, params)`. `paths` and `owners` have, for each leaf of it in
-    flatten order, the key path, and the place among the leaves of `params`; None for a count, and
-    for what several parameters made together.
+    `shapes` is `jax.eval_shape(init, params)`. `owners` has, for each of its leaves, the index of a
+    leaf of `params`; None for a count, and for a leaf that several parameters made together.
 
-    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it, so
-    that masks, labels, factored and stacked moments need no rule of their own. If `init` fails on
-    these nodes, `owners_by_suffix` finds the owners.
+    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it:
+    masks, labels, factored and stacked moments need no special case. If `init` fails on these
+    nodes, `owners_by_suffix` finds the owners.
     """
     shapes = jax.eval_shape(init, params)
     keyed = jtu.tree_flatten_with_path(shapes)[0]
     found = _owners_by_marks(init, params, keyed)
     if found is None:
         found = owners_by_suffix(params, keyed)
-    return shapes, [path for path, _ in keyed], found
+    return shapes, found
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
+    """The owners of the leaves of a live rule's optax state."""
     leaves, treedef = jax.tree.flatten(params)
-    return _owners_like(
-        live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    )
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return _owners_like(live, treedef, shapes)
 
 
-# a trace of `init` each: every cut asks, and every trace of a cut rule
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=128)  # a miss traces `init`
 def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
@@ -79,12 +75,12 @@ def owners_of(
     if numbers is None:
         return owners(init, params)[-1]
     found = owners_in(init, numbers.layout.skeleton, params)
-    return [found[i] for i in kept(numbers.layout)]
+    return [found[i] for i in plain_leaves(numbers.layout)]
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
     """Owners of the leaves of an optimizer state in which live states contain their tables."""
-    shapes, _, found = owners(init, params)
+    shapes, found = owners(init, params)
     fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
 
     def align(fresh, actual):

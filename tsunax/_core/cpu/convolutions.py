@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.rewriting import rewritten
+from tsunax._core.cpu.rewriting import rewritten
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -57,7 +57,7 @@ def fast(fn: Callable) -> Callable:
 
 
 def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """Those of a program, each slow convolution as a call of a fast one."""
+    """The equations of a program, with a call of a fast convolution for each slow one."""
     is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
     return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
 
@@ -73,19 +73,19 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
     if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
-    call = _call(x, w, tuple(params.items()))
+    call = _convolution_call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:
         return eqn
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 def _is_cut(sharding) -> bool:
-    """Whether an axis is laid over a mesh by type (axes that XLA cuts do not show here)."""
+    """Whether the type says that an axis is spread over a mesh (XLA may spread others)."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
 @functools.lru_cache(maxsize=1024)
-def _call(x, w, params: tuple) -> core.JaxprEqn | None:
+def _convolution_call(x, w, params: tuple) -> core.JaxprEqn | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 

@@ -1,4 +1,4 @@
-"""Leaves that a step leaves as they are: frozen ones, and all of them while a rule only gathers."""
+"""Leaves that a step does not change: frozen ones, and all params while a rule only gathers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._step.roles import trained_count
+from tsunax._step.state_fields import trained_count
 from tsunax.rules import accumulation
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part, with_rest
 
 
@@ -21,18 +21,15 @@ def thawed_flags(state: TrainState) -> list[Any]:
     n = trained_count(state)
     none = lambda words: [words[0] == 0] * n
     some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
-    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into
-    # them its place is a constant, and no two leaves have a kernel in common. Elsewhere a cond may
-    # wait for the host.
+    # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
+    # the flag into them, its place is a constant, and no two leaves can share a kernel. On other
+    # devices a cond may wait for the host.
     apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
-def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+    """`step._with_unmoved`: the declarations of the fields say which leaves belong to params."""
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields = {}
