@@ -31,6 +31,7 @@ from tsunax.errors import LossError, message
         "mean_value",
         "dropped",
         "overwritten",
+        "noise_scale",
     ),
     meta_fields=(),
 )
@@ -61,6 +62,7 @@ class Loss:
     dropped: jax.Array | None = None
     # the new values of leaves that their gradient replaces (flax's fp8), like those of params
     overwritten: PyTree = None
+    noise_scale: Any = None  # a `microbatches.NoiseScale`, if it was asked for
 
     # the array that was the mask of `mean`, and how many values it had; forgotten by every program
     _where: ClassVar[tuple[Any, int] | None] = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,34 @@ from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
+class NoiseScale(NamedTuple):
+    """How much the gradients of single rows scatter: what a larger batch would average out.
+
+    Both numbers are unbiased estimates from the micro-batches of one step: of gradients `g_i` of
+    weights `w_i` (rows or tokens), with `W = Σ w_i`, `g = Σ w_i g_i / W` and `s = Σ w_i |g_i - g|²`,
+
+        trace = s / (n - 1)        squared_norm = |g|² - trace / W
+
+    Of n equal micro-batches that is appendix A.1 of McCandlish et al. 2018 (arXiv:1812.06162). One
+    step's numbers scatter widely, and `squared_norm` may be negative: average each over many steps,
+    then divide. A mean of ratios is another number. NaN if fewer than two micro-batches have weight.
+    Rows are taken for independent draws, and so is each unit of weight: tokens of one text are not.
+    """
+
+    trace: jax.Array  # f32: tr(Σ), of the covariance of the gradient of one row (unit of weight)
+    squared_norm: jax.Array  # f32: |G|², of the gradient over all data
+
+    def compute(self) -> jax.Array:
+        """The simple noise scale `trace / squared_norm`, in rows: a batch that large is half noise."""
+        return self.trace / self.squared_norm
+
+    @classmethod
+    def of(cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array) -> NoiseScale:
+        """From `Σ w_i |g_i|²` over `count` micro-batches, and `W` and `|g|²` of all of them."""
+        trace = (squares - weight * square) / (count - 1)
+        return cls(trace, square - trace / weight)
+
+
 def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
@@ -32,17 +60,7 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
     number of them.
     """
-    named = jax.tree_util.tree_flatten_with_path(batch)[0]
-    for path, leaf in named:
-        if not np.shape(leaf):
-            fix = (
-                "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
-            )
-            raise LossError(
-                "leaf", trees.access_str("batch", path), "a scalar", "an array of rows", fix
-            )
-    if found := uneven(batch):
-        raise LossError(found)
+    check_rows(batch)
     rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
@@ -67,6 +85,41 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     return batch, apart(mask, nothing)
 
 
+def check_rows(batch: PyTree) -> None:
+    """Raise LossError for leaves that have no rows, or another number of them."""
+    for where, leaf in trees.leaves_at("batch", batch):
+        if not np.shape(leaf):
+            fix = (
+                "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
+            )
+            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
+    if found := uneven(batch):
+        raise LossError(found)
+
+
+def in_turn(
+    f: Callable[[Any, Any, Any], tuple[Any, Any]], n: int, carry: PyTree, rows: PyTree
+) -> tuple[Any, Any]:
+    """`carry, out = f(carry, rows of micro-batch i, i)` of n of them; `out` for all rows in order.
+
+    Rows that do not divide are padded with copies of the last one, whose results are cut off.
+    """
+    size = rows_of(rows)
+    parts, _ = cut(rows, n, np.ones(size, np.float32))
+    carry, out = jax.lax.scan(lambda carry, i: f(carry, _taken(parts, i), i), carry, np.arange(n))
+    return carry, jax.tree.map(lambda x: placement.joined(x, size), out)
+
+
+def _taken(parts: PyTree, i: Any) -> PyTree:
+    """Micro-batch i of what `cut` made.
+
+    Sliced in the loop, and not by the scan: that would need the whole batch a second time,
+    transposed.
+    """
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
+    return jax.tree.map(take, parts)
+
+
 def over_micro_batches(
     gradient: Callable[[Any, dict[str, Any]], tuple[Loss, Any]],
     n: int,
@@ -77,6 +130,7 @@ def over_micro_batches(
     *,
     drop: bool,
     axes: _axes.Axes = (),
+    square: Callable[[Any], jax.Array] | None = None,
 ) -> tuple[Loss, Any]:
     """`(loss, grads)` of the whole batch, from one micro-batch after the other.
 
@@ -87,7 +141,8 @@ def over_micro_batches(
     left. Gradients have the structure and dtypes of `like`. Of what gradients overwrite,
     `loss.overwritten`, the maximum is taken. With `drop`, a micro-batch whose loss or gradient is
     not finite is left out with its weight and its model state; `loss.dropped` has their weights, 0
-    for the others.
+    for the others. With `square`, the squared norm of a gradient, `loss.noise_scale` has the sum of
+    weight times that, and the number of micro-batches behind it.
     """
     batch, mask = cut(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
@@ -100,11 +155,7 @@ def over_micro_batches(
 
     def one(carry: Any, i: Any) -> tuple[Any, Any]:
         sums, most, model_state = carry
-        # sliced here, and not by the scan: that would need the whole batch a second time,
-        # transposed
-        rows, part = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), (batch, mask)
-        )
+        rows, part = _taken((batch, mask), i)
         given = {"mask": part, "model_state": model_state}
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
@@ -132,11 +183,12 @@ def over_micro_batches(
         loss = dataclasses.replace(
             loss, weight=weight, mean_value=None, model_state=None, overwritten=None
         )
-        return (jax.tree.map(add, sums, grads), most, after), (take, loss)
+        squares = None if square is None else jnp.where(take, weight * square(grads), 0)
+        return (jax.tree.map(add, sums, grads), most, after), (take, loss, squares)
 
     carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
-    (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
-    loss = _merged(take, losses)
+    (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
+    loss = merged(take, losses)
     grads = jax.tree.map(
         lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like
     )
@@ -144,8 +196,9 @@ def over_micro_batches(
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, overwritten)
+    scatter = None if squares is None else (jnp.sum(squares), jnp.sum(take, dtype=jnp.float32))
     return dataclasses.replace(
-        loss, model_state=model_state, dropped=dropped, overwritten=most
+        loss, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
     ), grads
 
 
@@ -172,15 +225,21 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
     each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
     each = _axes.gathered(
-        dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes
+        dataclasses.replace(
+            each, model_state=None, dropped=None, overwritten=None, noise_scale=None
+        ),
+        axes,
     )
-    merged = _merged(each.weight != 0, each)
+    merged = merged(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
     dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
     most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))
-    return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
+    scatter = jax.tree.map(lambda x: jax.lax.psum(x, axes), _axes.vary(loss.noise_scale, axes))
+    return dataclasses.replace(
+        merged, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
+    )
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:
@@ -191,7 +250,7 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def _merged(take: jax.Array, losses: Loss) -> Loss:
+def merged(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ from tsunax.state import (
     with_rest,
 )
 
+if TYPE_CHECKING:
+    from tsunax.microbatches import NoiseScale
+
 
 @suggests_names
 def value_and_grad(
@@ -53,6 +56,8 @@ def value_and_grad(
     remat: bool | str | Function | None = None,
     on_nonfinite: str = "skip",
     axis_name: AxisName = None,
+    per_example: bool | Function = False,
+    noise_scale: bool = False,
 ) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
@@ -61,7 +66,9 @@ def value_and_grad(
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
     searches). The other arguments are those of `train_step`; of the policies for what is not finite
     only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
-    goes downhill, as in PyTorch: JAX's own do not.
+    goes downhill, as in PyTorch: JAX's own do not. `per_example=True` gives every gradient a first
+    axis of rows, as `jax.vmap(jax.grad(...))` of batches of one row; with `noise_scale=True` the
+    Loss has a `noise_scale`.
 
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
     trained leaf moves; see `train_step`.
@@ -72,7 +79,8 @@ def value_and_grad(
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    return gradient_of(loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()", axis_name)
+    given = loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()"
+    return gradient_of(*given, axis_name, per_example, noise_scale)
 
 
 class StepInfo(NamedTuple):
@@ -91,6 +99,7 @@ class StepInfo(NamedTuple):
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
+    noise_scale: NoiseScale | None  # how gradients scatter, if `noise_scale=True` asked for it
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
     numbers: Numbers | None  # the live hyperparameters that it used
 
@@ -190,12 +199,13 @@ def moved(
     value = None if loss.total is None else loss.compute()
     thawed = _thawed(state)
     grads = _without_frozen(grads, thawed)
+    mean = _over_rows(state, grads)
     measures = norms or on_nonfinite != "ignore"
-    grad_norm = guard.global_norm(grads) if measures else None
+    grad_norm = guard.global_norm(mean) if measures else None
 
     def applied() -> tuple[TrainState, PyTree, Any]:
         """The state if the step is taken, the rule's updates, and whether the call moves params."""
-        updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
+        updates, opt_state = _ruled(state, grads, mean, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         new = dataclasses.replace(
             state,
@@ -224,10 +234,10 @@ def moved(
         new = _chosen(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
     scale, numbers = state.loss_scale, state.numbers
-    mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
+    value = None if value is None else jnp.asarray(value, jnp.float32)
     shown: Any = (grad_norm, update_norm) if norms else (None, None)
     info = StepInfo(
-        loss=mean,
+        loss=value,
         weight=loss.weight,
         grad_norm=shown[0],
         update_norm=shown[1],
@@ -235,6 +245,7 @@ def moved(
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
+        noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
@@ -256,11 +267,25 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
+    rows = rows_in(grads, params)
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        fits = trees.is_inexact(g) and np.shape(g) == np.shape(p) and not trees.is_gone(g)
+        shape = (*rows, *np.shape(p))
+        fits = trees.is_inexact(g) and np.shape(g) == shape and not trees.is_gone(g)
         if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
             raise _errors().wrong_gradient(grads, i, p)
     return grads, loss
+
+
+def rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
+    """`(rows,)` for gradients with a first axis of rows, else ()."""
+    g, p = jax.tree.leaves(grads)[0], jax.tree.leaves(params)[0]
+    return np.shape(g)[:1] if np.ndim(g) == np.ndim(p) + 1 else ()
+
+
+def _over_rows(state: TrainState, grads: PyTree) -> PyTree:
+    """Gradients of rows as their mean; all others as they are."""
+    rows = rows_in(grads, trained_part(state))
+    return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if rows else grads
 
 
 def _errors() -> Any:
@@ -287,31 +312,40 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 
 
 def _ruled(
-    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
+    state: TrainState,
+    grads: PyTree,
+    mean: PyTree,
+    value: jax.Array | None,
+    weight: Scalar,
+    extra: Extra,
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule.
 
     Raises RuleError for an argument that it lacks, and for other shapes.
     """
     params = base(state)
+    same = mean is grads
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
+    mean = grads if same else trees.cast_like(mean, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given: dict[str, Any] = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
+    given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    run = lambda grads, params, opt_state: state.plan.update(grads, opt_state, params, **given)
+    lacks_rows = lambda: same and _errors().without_rows(run, params, opt_state)
     try:
-        updates, opt_state = state.plan.update(grads, opt_state, params, **given)
+        updates, new = run(grads, params, opt_state)
     except (TypeError, ValueError) as error:
-        if lacks := _errors().lacking(error, given):
+        if lacks := _errors().lacking(error, given) or lacks_rows():
             raise lacks from error
         raise
     for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
         if np.shape(u) != np.shape(p):
-            raise _errors().other_shape(updates, i, p)
-    return updates, opt_state
+            raise lacks_rows() or _errors().other_shape(updates, i, p, not same)
+    return updates, new
 
 
 def _with_params(state: TrainState, seen: PyTree) -> TrainState:

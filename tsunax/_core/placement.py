@@ -275,6 +275,16 @@ def cut(x, n: int):
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
+def joined(x, rows: int):
+    """The inverse of `cut` for a stack of its parts, (n, rows of each, ...): the first `rows`."""
+    x = x.swapaxes(0, 1)
+    shape, sharding = (x.shape[0] * x.shape[1], *x.shape[2:]), jax.typeof(x).sharding
+    if not is_explicit(sharding.mesh) or not any(sharding.spec[:2]):
+        return x.reshape(shape)[:rows]
+    spec = PartitionSpec(sharding.spec[0], *sharding.spec[2:])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))[:rows]
+
+
 def is_on(tree, mesh) -> bool:
     """Whether all of a tree lies on a mesh."""
     return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))

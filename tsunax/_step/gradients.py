@@ -40,12 +40,22 @@ def gradient_of(
     on_nonfinite: str,
     where: str,
     axis_name: AxisName = None,
+    per_example: bool | Function = False,
+    noise_scale: bool = False,
 ) -> Function:
     """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
+    in_parts = getattr(loss_fn, "in_micro_batches", None)
+    if per_example is not False or noise_scale is not False:
+        from tsunax._step.loss_fn_errors import check_options
+
+        check_options(where, accumulate, per_example, noise_scale, in_parts is not None)
+    cuts = accumulate > 1 and in_parts is None
+    if accumulate > 1 and in_parts is not None:
+        fn = dataclasses.replace(fn, fn=in_parts(accumulate))
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
         check_state(state, "value_and_grad()", batch)
@@ -78,26 +88,54 @@ def gradient_of(
                 from tsunax._core.kept_sums import kept
 
                 both = kept(both)
+            if accumulate > 1 and not cuts:  # there are loops in it
+                from tsunax._core.convolutions import fast
+
+                both = fast(both)
             (_, loss), (grads, new) = both(here, overwritten)
             _check_depends(notes, fn)
             # jax.checkpoint hands constants out in a class of its own (jax 0.7)
             as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
             return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
 
-        if accumulate == 1:
+        finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
+        if per_example:
+            from tsunax._step import per_example as rows
+            from tsunax._step.row_mixing import warn_of_mixed_rows
+
+            warn_of_mixed_rows(objective, here, batch, keywords, 0, name)
+            each, batch, keywords = rows.by_row(gradient, batch, keywords)
+            if per_example is True:
+                if axes:
+                    fix = "Give a function of one row's gradient: of it the mean is taken. Or axis_name=()."
+                    got, expected = f"True over axis {axes!r}", "gradients that are averaged"
+                    raise WrongTypeError("per_example", where, got, expected, fix)
+                loss, grads = rows.stacked(each, batch, keywords, accumulate)
+                return loss, finish(grads)
+            of_row, finish_row = per_example, finish
+            gradient = rows.mean_of(each, lambda grads: of_row(finish_row(grads)))
+            finish = lambda grads: grads
+        square = _square_of(state) if noise_scale else None
+        if not cuts:
             loss, grads = gradient(batch, keywords)
         else:
-            from tsunax._step.row_mixing import warn_of_mixed_rows
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), overwritten)
-            warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
+            likes = base(state), overwritten
+            loss, grads = of_all(gradient, accumulate, batch, keywords, *likes, square=square)
+            if not per_example:
+                from tsunax._step.row_mixing import warn_of_mixed_rows
+
+                warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
         if axes:
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
-        return loss, trees.conjugated(_unscaled(state, grads))
+        grads = finish(grads)
+        if square is not None:
+            loss = _with_noise_scale(state, loss, square(grads))
+        return loss, grads
 
     return f
 
@@ -107,6 +145,32 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
         return grads
     unscale = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale.scale
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
+
+
+def _square_of(state: TrainState) -> Function:
+    """The squared norm of a gradient, in float32, over what is not frozen."""
+    flags: Any = None
+    if state.frozen is not None:
+        from tsunax._step.freezing import thawed_flags
+
+        flags = thawed_flags(state)
+
+    def square(grads: PyTree) -> jax.Array:
+        squares = guard.square_sums(grads)
+        if flags is not None:
+            squares = [jnp.where(on, x, 0) for on, x in zip(flags, squares, strict=True)]
+        return jnp.float32(sum(squares))
+
+    return square
+
+
+def _with_noise_scale(state: TrainState, loss: Loss, square: jax.Array) -> Loss:
+    from tsunax.microbatches import NoiseScale
+
+    squares, count = loss.noise_scale
+    if state.loss_scale is not None:
+        squares = squares / state.loss_scale.scale**2
+    return dataclasses.replace(loss, noise_scale=NoiseScale.of(squares, count, loss.weight, square))
 
 
 def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:

@@ -44,15 +44,16 @@ class LossFn:
     takes_any: bool
 
     @classmethod
-    def of(cls, fn: Any, where: str = "train_step()") -> LossFn:
+    def of(
+        cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
+    ) -> LossFn:
+        what, _, _ = form.partition("(")
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
+            raise WrongTypeError(what, where, got, f"a function {form}")
         if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
             got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
-            raise WrongTypeError(
-                "loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix
-            )
+            raise WrongTypeError(what, where, got, f"a function {form}", fix)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -66,7 +67,7 @@ class LossFn:
         if are_exchanged or (len(positional) < 2 and not starred):
             got = trees.describe_call(fn)
             fix = f"After these two it may name {', '.join(_OFFERED)}."
-            raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
+            raise LossError("signature", where, f"{got:.120}", form, fix)
         rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
             fn,

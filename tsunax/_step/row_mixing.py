@@ -71,8 +71,9 @@ _KINDS = {
 }
 _FIXES = {
     "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
-    "whole batch does. Use accumulate=1, with remat= if memory is short, or give the loss the other "
-    "rows as an extra argument.",
+    "whole batch does. Give it in two parts, ts.losses.whole_batch(embed, loss), or give the loss the "
+    "other rows as an extra argument.",
+    "rows": "Each row is alone in its gradient, so this is none of the loss of the batch.",
     "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
     "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
     "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
@@ -97,17 +98,20 @@ _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
 
 
 def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, name: str) -> None:
-    """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows."""
+    """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows.
+
+    It is computed in n micro-batches; 0: row by row.
+    """
     try:
         found = mixing(objective, params, batch, keywords)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # of a jax to come
         found = None
-    if found is not None:
+    if found is not None and (n or found.kind not in ("sums", "beside")):
         line, text = source_line((found.source,))
         got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n)
+        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n) if n else _FIXES["rows"]
         where = f"{name}, {line}" if line else name
-        expected = f"a mean over rows under accumulate={n}"
+        expected = f"a mean over rows under {f'accumulate={n}' if n else 'per_example'}"
         warn(message("loss", where, got, expected, fix))
 
 

@@ -71,8 +71,7 @@ def without_overwritten(
     """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
     found = tuple(
-        on and "_overwrite_with_gradient" in trees.names(path)
-        for (path, _), on in zip(named, flags, strict=True)
+        on and trees.is_overwritten(path) for (path, _), on in zip(named, flags, strict=True)
     )
     if not any(found):
         return flags, None

@@ -42,12 +42,28 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     return StateError("gradient", where, got, expected)
 
 
-def other_shape(updates: Any, i: int, p: Any) -> RuleError:
+def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
     """The error for a rule whose update of a parameter has another shape."""
     path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
     where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
     fix = "The rule changes it."
+    if of_rows and np.shape(u)[1:] == np.shape(p):
+        fix = (
+            "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
+            "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
+        )
     return RuleError("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix)
+
+
+def without_rows(update: Any, params: Any, opt_state: Any) -> RuleError | None:
+    """The error for gradients without the axis of rows that a rule asks for; None for others."""
+    if not inspecting.takes_rows(update, params, opt_state):
+        return None
+    got, expected = "that of the batch", "one for each row, which this rule asks for"
+    fix = (
+        "Give train_step(loss_fn, per_example=True), or value_and_grad(loss_fn, per_example=True)."
+    )
+    return RuleError("gradient", "update()", got, expected, fix)
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tsunax._core import PyTree, trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.factories import LiveFactory
@@ -50,12 +50,13 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
+    given = lambda step, x, p: dict(step=step, weight=x, value=x, grad=p, **extra)
+    run = lambda g, p, s, *numbers: rule.update(g, s, p, **given(*numbers, p))
     numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    cause = None
+    before, cause = None, None
     try:
         before = jax.eval_shape(rule.init, params)
-        updates, after = jax.eval_shape(run, params, before, *numbers)
+        updates, after = jax.eval_shape(run, params, params, before, *numbers)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # not under jit, but by hand perhaps
     except RuleError:
@@ -76,6 +77,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
+    if takes_rows(run, params, before, *numbers):  # optax's private aggregation does
+        return
     if complex_ and not isinstance(cause, TsunaxError):
         path, leaf = complex_[0]
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
@@ -85,6 +88,15 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
     way = _IN_OPTAX if from_optax else ""
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
+
+
+def takes_rows(update: Function, params: PyTree, *given: Any) -> bool:
+    """Whether `update(grads, params, *given)` makes updates like params of gradients of rows."""
+    stacked = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
+    try:
+        return not _unlike(jax.eval_shape(update, stacked, params, *given)[0], params, "updates")
+    except Exception:
+        return False
 
 
 _IN_OPTAX = (
