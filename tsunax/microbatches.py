@@ -188,7 +188,7 @@ def over_micro_batches(
 
     carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
-    loss = merged(take, losses)
+    loss = merged_losses(take, losses)
     grads = jax.tree.map(
         lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like
     )
@@ -230,7 +230,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
         ),
         axes,
     )
-    merged = merged(each.weight != 0, each)
+    merged = merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
@@ -250,7 +250,7 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
     return new
 
 
-def merged(take: jax.Array, losses: Loss) -> Loss:
+def merged_losses(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))

@@ -53,8 +53,8 @@ def gradient_of(
         from tsunax._step.loss_fn_errors import check_options
 
         check_options(where, accumulate, per_example, noise_scale, in_parts is not None)
-    cuts = accumulate > 1 and in_parts is None
-    if accumulate > 1 and in_parts is not None:
+    cuts = accumulate > 1 and in_parts is None and per_example is not True
+    if in_parts is not None:
         fn = dataclasses.replace(fn, fn=in_parts(accumulate))
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
@@ -67,12 +67,19 @@ def gradient_of(
         if axes := around():
             from tsunax._core import axes as named_axes
 
+            if per_example is True:
+                fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
+                got = f"True over axis {axes!r}"
+                raise WrongTypeError("per_example", where, got, "gradients to average", fix)
+
             here, overwritten = named_axes.vary((here, overwritten), axes)
+            if in_parts is not None and "model_state" in keywords:  # a loop carries it
+                keywords["model_state"] = named_axes.vary(keywords["model_state"], axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
         inputs: list[Any] = []  # found once for all micro-batches
 
-        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = overwritten):
+        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any, fn: Any = fn):
             params = with_overwritten(state, with_rest(state, trained), others)
             return objective_of(fn, state, batch, keywords, inputs)(params)
 
@@ -88,7 +95,7 @@ def gradient_of(
                 from tsunax._core.kept_sums import kept
 
                 both = kept(both)
-            if accumulate > 1 and not cuts:  # there are loops in it
+            if accumulate > 1 and in_parts is not None:  # there are loops in it
                 from tsunax._core.convolutions import fast
 
                 both = fast(both)
@@ -98,36 +105,30 @@ def gradient_of(
             as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
             return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
 
+        run, rows, given = gradient, batch, keywords
         finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
         if per_example:
-            from tsunax._step import per_example as rows
-            from tsunax._step.row_mixing import warn_of_mixed_rows
+            from tsunax._step.per_example import apart
 
-            warn_of_mixed_rows(objective, here, batch, keywords, 0, name)
-            each, batch, keywords = rows.by_row(gradient, batch, keywords)
-            if per_example is True:
-                if axes:
-                    fix = "Give a function of one row's gradient: of it the mean is taken. Or axis_name=()."
-                    got, expected = f"True over axis {axes!r}", "gradients that are averaged"
-                    raise WrongTypeError("per_example", where, got, expected, fix)
-                loss, grads = rows.stacked(each, batch, keywords, accumulate)
-                return loss, finish(grads)
-            of_row, finish_row = per_example, finish
-            gradient = rows.mean_of(each, lambda grads: of_row(finish_row(grads)))
+            run, rows, given = apart(gradient, batch, keywords, per_example, finish, accumulate)
             finish = lambda grads: grads
         square = _square_of(state) if noise_scale else None
-        if not cuts:
-            loss, grads = gradient(batch, keywords)
-        else:
+        if cuts:
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
             likes = base(state), overwritten
-            loss, grads = of_all(gradient, accumulate, batch, keywords, *likes, square=square)
-            if not per_example:
-                from tsunax._step.row_mixing import warn_of_mixed_rows
+            loss, grads = of_all(run, accumulate, rows, given, *likes, square=square)
+        else:
+            loss, grads = run(rows, given)
+        if accumulate > 1 or per_example:
+            from tsunax._step.row_mixing import warn_of_mixed_rows
 
-                warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
+            looked_at = functools.partial(objective, others=overwritten)
+            if in_parts is not None:
+                looked_at.keywords["fn"] = dataclasses.replace(fn, fn=loss_fn.mean_embedding)
+            n = 0 if per_example else accumulate
+            warn_of_mixed_rows(looked_at, here, batch, keywords, name, n, in_parts is not None)
         if axes:
             from tsunax.microbatches import over_devices
 

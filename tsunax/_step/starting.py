@@ -112,8 +112,8 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Such leaves are copied: averaging rules start from the params themselves, and donating one
-    buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
+    Such leaves are copied, and keys, which a rule may hold for its next setup: averaging rules start
+    from the params themselves, and donating one buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
     """
     try:
         opt_state = rule.init(trained)
@@ -127,7 +127,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     def fresh(x):
         if trees.is_traced(x):
             return x
-        if id(x) in seen:
+        if id(x) in seen or trees.is_key(x) or trees.dtype_of(x) == np.uint32:
             x = trees.own(x)
         seen.add(id(x))
         return trees.strong(x)

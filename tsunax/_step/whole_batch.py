@@ -22,7 +22,7 @@ from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, check_scalar, rows_of
-from tsunax.microbatches import in_turn
+from tsunax.microbatches import check_rows, in_turn
 
 _LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batches with their index
 
@@ -59,6 +59,13 @@ class WholeBatch:
         """The same loss function, with the memory of one of n micro-batches."""
         return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
 
+    def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
+        """A mean over rows, unless `embed` mixes them."""
+        state, out = self._embedded(params, batch, _named(self._embed, keywords))
+        means = [jnp.mean(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
+        mean = sum(map(jnp.real, means), jnp.float32(0))
+        return Loss(mean, mean_value=mean, model_state=state)
+
     def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         embedded = self._embedded if n == 1 else functools.partial(self._in_turn, n)
         state, embeddings = embedded(params, batch, _named(self._embed, keywords))
@@ -78,6 +85,7 @@ class WholeBatch:
 
         Gradients are summed in float32, those of leaves that they replace by their maximum.
         """
+        check_rows(batch)
         of_rows = {name: x for name, x in keywords.items() if name == "mask"}
         wide = _each(params, lambda x: _copies(x, n), _wide)
 
@@ -104,7 +112,7 @@ class WholeBatch:
         for where, x in trees.leaves_at("embeddings", out):
             if jnp.shape(x)[:1] != (n,):
                 expected = f"a first axis of the {n} rows given to embed"
-                fix = "What is no row by row, such as a temperature, loss(embeddings, batch, params) takes from params."
+                fix = "A number for all rows, such as a temperature, belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
 
