@@ -338,7 +338,7 @@ def _ruled(
     lacks_rows = lambda: same and _errors().without_rows(run, params, opt_state)
     try:
         updates, new = run(grads, params, opt_state)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         if lacks := _errors().lacking(error, given) or lacks_rows():
             raise lacks from error
         raise

@@ -112,8 +112,9 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Such leaves are copied, and keys, which a rule may hold for its next setup: averaging rules start
-    from the params themselves, and donating one buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
+    Such leaves are copied: averaging rules start from the params themselves, and donating one
+    buffer twice is an error. So are keys, which a rule may hold for its next setup. What `init`
+    raises becomes a RuleError, with the cause.
     """
     try:
         opt_state = rule.init(trained)
