@@ -27,7 +27,7 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._step.gradients import check_policy, gradient_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
 from tsunax.rules import number_table
@@ -66,9 +66,11 @@ def value_and_grad(
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
     searches). The other arguments are those of `train_step`; of the policies for what is not finite
     only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
-    goes downhill, as in PyTorch: JAX's own do not. `per_example=True` gives every gradient a first
-    axis of rows, as `jax.vmap(jax.grad(...))` of batches of one row; with `noise_scale=True` the
-    Loss has a `noise_scale`.
+    goes downhill, as in PyTorch: JAX's own do not.
+
+    With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
+    0))` over batches of one row, each with a key of its own. A row without weight has zeros. The
+    Loss is that of all rows. With `noise_scale=True` it has a `noise_scale`.
 
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
     trained leaf moves; see `train_step`.
@@ -99,7 +101,7 @@ class StepInfo(NamedTuple):
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
-    noise_scale: NoiseScale | None  # how gradients scatter, if `noise_scale=True` asked for it
+    noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
     numbers: Numbers | None  # the live hyperparameters that it used
 
@@ -115,7 +117,7 @@ class StepInfo(NamedTuple):
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
         parts |= (self.metrics or {}) | self.hyperparams
-        return f"StepInfo({', '.join(f'{name}={_short(x)}' for name, x in parts.items())})"
+        return f"StepInfo({', '.join(f'{name}={_six_digits(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class StepInfo(NamedTuple):
         return {} if self.numbers is None else self.numbers.named(self.step)
 
 
-def _short(x: Any) -> Any:
+def _six_digits(x: Any) -> Any:
     """A number that is known in six digits; all else as it is."""
     if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
         return x
@@ -173,10 +175,10 @@ def update(
     checks.check_flags("update()", norms=norms)
     if extra:
         _errors().check_extra(state, extra)
-    return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
+    return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
 
-def moved(
+def update_unchecked(
     state: TrainState,
     grads: PyTree,
     loss: Loss | Maybe,
@@ -185,27 +187,24 @@ def moved(
     norms: bool,
     extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
-    """`update`, its arguments checked."""
+    """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
         got, expected = "'ignore'", "another policy under a loss scale"
         raise StateError("on_nonfinite", "update()", got, expected, fix)
     grads, loss = _fitting(state, grads, finished(loss))
-    model_state = loss.model_state if model_state is None else model_state
     if model_state is None:
-        model_state = state.model_state
-    else:
-        check_model_state(model_state, state.model_state)
+        model_state = state.model_state if loss.model_state is None else loss.model_state
+    check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = _thawed(state)
     grads = _without_frozen(grads, thawed)
-    mean = _over_rows(state, grads)
     measures = norms or on_nonfinite != "ignore"
-    grad_norm = guard.global_norm(mean) if measures else None
+    grad_norm = guard.global_norm(_mean(grads, trained_part(state))) if measures else None
 
     def applied() -> tuple[TrainState, PyTree, Any]:
         """The state if the step is taken, the rule's updates, and whether the call moves params."""
-        updates, opt_state = _ruled(state, grads, mean, value, loss.weight, extra)
+        updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         new = dataclasses.replace(
             state,
@@ -215,9 +214,9 @@ def moved(
         )
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
-        new = _kept(state, new, thawed, emitted)
-        new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
-        return new, updates, emitted
+        new = _with_unmoved(state, new, thawed, emitted)
+        params = with_overwritten(state, new.params, loss.overwritten)
+        return dataclasses.replace(new, params=params), updates, emitted
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
@@ -233,15 +232,20 @@ def moved(
         verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, judged)
         new = _chosen(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
+    shown = (grad_norm, update_norm) if norms else (None, None)
+    return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
+
+
+def _info(
+    state: TrainState, loss: Loss, value: Any, norms: tuple[Any, Any], verdict: Scalar
+) -> StepInfo:
     scale, numbers = state.loss_scale, state.numbers
-    value = None if value is None else jnp.asarray(value, jnp.float32)
-    shown: Any = (grad_norm, update_norm) if norms else (None, None)
-    info = StepInfo(
-        loss=value,
-        weight=loss.weight,
-        grad_norm=shown[0],
-        update_norm=shown[1],
-        verdict=guard.with_gathered(verdict, emitted),
+    mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
+    return StepInfo(
+        mean,
+        loss.weight,
+        *norms,
+        verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
@@ -249,14 +253,10 @@ def moved(
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
-    return new, info
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """Gradients with the structure of `trainable(state)`, from those or from the full tree.
-
-    Raises StateError.
-    """
+    """The gradients in the structure of `trainable(state)`, given so or for the full tree."""
     params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
     if structure != jax.tree.structure(params):
         if not plan.selected or structure != jax.tree.structure(state.params):
@@ -267,7 +267,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
-    rows = rows_in(grads, params)
+    rows = _rows_in(grads, params)
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
         shape = (*rows, *np.shape(p))
         fits = trees.is_inexact(g) and np.shape(g) == shape and not trees.is_gone(g)
@@ -276,20 +276,19 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
     return grads, loss
 
 
-def rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
-    """`(rows,)` for gradients with a first axis of rows, else ()."""
+def _rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
+    """`(rows,)` for the gradients of rows (`per_example=True`), else ()."""
     g, p = jax.tree.leaves(grads)[0], jax.tree.leaves(params)[0]
     return np.shape(g)[:1] if np.ndim(g) == np.ndim(p) + 1 else ()
 
 
-def _over_rows(state: TrainState, grads: PyTree) -> PyTree:
-    """Gradients of rows as their mean; all others as they are."""
-    rows = rows_in(grads, trained_part(state))
-    return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if rows else grads
+def _mean(grads: PyTree, params: PyTree) -> PyTree:
+    """The mean of the gradients of rows; others as they are."""
+    return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
 
 
 def _errors() -> Any:
-    """The module that says what is wrong with the arguments of an update, loaded if something is."""
+    """The module with the errors of an update, imported only if there is one."""
     from tsunax._step import update_errors
 
     return update_errors
@@ -299,34 +298,25 @@ def _thawed(state: TrainState) -> list[Any] | None:
     """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
     if state.frozen is None:
         return None
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.thawed_flags(state)
+    return frozen_leaves.thawed_flags(state)
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
-    """Zero gradients where frozen, so that norms and clipping are over what is trained."""
+    """The gradients with zeros for frozen leaves, which count in no norm."""
     if thawed is None:
         return grads
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
 
 
 def _ruled(
-    state: TrainState,
-    grads: PyTree,
-    mean: PyTree,
-    value: jax.Array | None,
-    weight: Scalar,
-    extra: Extra,
+    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the rule.
-
-    Raises RuleError for an argument that it lacks, and for other shapes.
-    """
+    """The updates and the new state of the rule."""
     params = base(state)
-    same = mean is grads
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
-    mean = grads if same else trees.cast_like(mean, params)
+    mean = _mean(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
@@ -334,22 +324,22 @@ def _ruled(
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
-    run = lambda grads, params, opt_state: state.plan.update(grads, opt_state, params, **given)
-    lacks_rows = lambda: same and _errors().without_rows(run, params, opt_state)
+    update = lambda grads, params, opt_state: state.plan.update(grads, opt_state, params, **given)
+    lacks_rows = lambda: mean is grads and _errors().without_rows(update, params, opt_state)
     try:
-        updates, new = run(grads, params, opt_state)
+        updates, new = update(grads, params, opt_state)
     except Exception as error:
         if lacks := _errors().lacking(error, given) or lacks_rows():
             raise lacks from error
         raise
     for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
         if np.shape(u) != np.shape(p):
-            raise lacks_rows() or _errors().other_shape(updates, i, p, not same)
+            raise lacks_rows() or _errors().other_shape(updates, i, p, mean is not grads)
     return updates, new
 
 
 def _with_params(state: TrainState, seen: PyTree) -> TrainState:
-    """The state with new trained params, rounded to the precision in which it stores them."""
+    """The state with new trained params, rounded as it stores them."""
     policy = state.plan.precision
     if state.masters is not None:
         trained = trees.cast_like(seen, trained_part(state))
@@ -367,18 +357,15 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _kept(
+def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+    """`new` with frozen leaves, and all params if the call only gathered a gradient, of `old`."""
     if thawed is None and emitted is None:
         return new
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.kept(old, new, thawed, emitted)
+    return frozen_leaves.with_unmoved(old, new, thawed, emitted)
 
 
 def _chosen(

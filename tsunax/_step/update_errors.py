@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,14 +22,9 @@ def other_tree(grads: Any, params: Any) -> StateError:
     return StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
 
 
-def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
-    path, leaf = jax.tree_util.tree_flatten_with_path(tree)[0][i]
-    return trees.access_str(root, path), leaf
-
-
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     """The error for a leaf of the gradients that does not fit its parameter."""
-    where, g = _place("grads", grads, i)
+    where, g = list(trees.leaves_at("grads", grads))[i]
     if not trees.is_inexact(g):
         got, expected = trees.describe(g), "floats"
     elif np.shape(g) != np.shape(p):
@@ -44,15 +38,12 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
 
 def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
     """The error for a rule whose update of a parameter has another shape."""
-    path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
-    where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
-    fix = "The rule changes it."
+    where, u = list(trees.leaves_at("params", updates))[i]
+    got, fix = f"shape {np.shape(u)}", "The rule changes it."
     if of_rows and np.shape(u)[1:] == np.shape(p):
-        fix = (
-            "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
-            "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
-        )
-    return RuleError("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix)
+        fix = "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
+        fix += "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
+    return RuleError("update", where, got, f"{np.shape(p)}", fix)
 
 
 def without_rows(update: Any, params: Any, opt_state: Any) -> RuleError | None:
@@ -60,9 +51,7 @@ def without_rows(update: Any, params: Any, opt_state: Any) -> RuleError | None:
     if not inspecting.takes_rows(update, params, opt_state):
         return None
     got, expected = "that of the batch", "one for each row, which this rule asks for"
-    fix = (
-        "Give train_step(loss_fn, per_example=True), or value_and_grad(loss_fn, per_example=True)."
-    )
+    fix = "Give train_step(loss_fn, per_example=True), or value_and_grad(..., per_example=True)."
     return RuleError("gradient", "update()", got, expected, fix)
 
 

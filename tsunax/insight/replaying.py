@@ -18,10 +18,10 @@ from tsunax import guard
 from tsunax._core import PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
-from tsunax.program import TrainStep, home_of
+from tsunax.program import TrainStep, place_state
 from tsunax.state import TrainState, check_state, trained_part
 
 __all__ = ["ReplayReport", "replay"]
@@ -90,9 +90,9 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
         raise StateError("state", where, "a traced one", "a concrete one", fix)
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         checks.check_arrays(tree, name)
-    home = home_of(state.params)[0]
-    if home is not None:
-        batch, extra = step._placed(state, home, batch, extra)
+    shardings = place_state(state.params)[0]
+    if shardings is not None:
+        batch, extra = step._place_batch(state, shardings, batch, extra)
     given = state, batch, extra
     gradient = dataclasses.replace(step, on_nonfinite="skip").gradient
 

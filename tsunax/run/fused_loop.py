@@ -34,24 +34,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import (
-    Device,
-    Extra,
-    PyTree,
-    Scalar,
-    Step,
-    TreeDef,
-    checks,
-    convolutions,
-    placement,
-    trees,
-)
+from tsunax._core import Device, Extra, PyTree, Scalar, Step, TreeDef, checks, placement, trees
+from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
-from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
+from tsunax.program import Programs, Traced, TrainStep, place_state, raise_fault
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, assemble, donated, split
 from tsunax.step import StepInfo
@@ -115,7 +105,7 @@ class Gathered:
 
     def at(self, i: Scalar) -> PyTree:
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
-        return batch if self.spread is None else placement.spread(batch, self.spread)
+        return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
 
 
 @functools.partial(
@@ -178,7 +168,7 @@ class Fused:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: placement.Home | None) -> Any:
+    def _compiled_on(self, shardings: placement.MeshShardings | None) -> Any:
         step = self.step
         run = step.pure if isinstance(step, TrainStep) else self.once
 
@@ -187,13 +177,13 @@ class Fused:
             state, trace = whole(moving, still), None
             changed: list[int] = []
             if isinstance(step, TrainStep):
-                trace = Traced.of("loop", home, state, {"batches": feed, **extra})
+                trace = Traced.of("loop", shardings, state, {"batches": feed, **extra})
 
             def one(moving, still, batch):
                 state, given = whole(moving, still), extra
                 if (mask := getattr(feed, "mask", None)) is not None:
                     given = {**extra, "mask": masked(extra.get("mask"), mask)}
-                with leaves_apart(home is not None):
+                with leaves_apart(shardings is not None):
                     new, info = run(state, batch, given)
                 _check_same(state, new)
                 if kind is None:
@@ -233,7 +223,7 @@ class Fused:
             infos = _with_scheduled(infos, None if kind is None else state.numbers)
             return moving, dict(zip(changed, more, strict=True)), infos
 
-        out = None if home is None else (home.layout, None, home.whole)
+        out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
         return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
 
@@ -255,13 +245,13 @@ class Fused:
         kind, moving, still = None, state, ()
         if isinstance(state, TrainState):
             kind, (moving, still) = (type(state), state.plan), split(state)
-            home, moving, still = self.programs.home_of(state, moving, still)
+            shardings, moving, still = self.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
-            home, moving, still = home_of(moving)
+            shardings, moving, still = place_state(moving)
         try:
-            moving, more, infos = self.programs[home](kind, moving, still, feed, n, extra)
+            moving, more, infos = self.programs[shardings](kind, moving, still, feed, n, extra)
         except Exception as error:
             if isinstance(state, TrainState):
                 given = feed.batches if isinstance(feed, Stacked) else feed.arrays
