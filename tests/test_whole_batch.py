@@ -348,3 +348,10 @@ def test_wrong_arguments_are_told_before_anything_is_compiled():
     fn = ts.losses.whole_batch(lambda p, x, model_state: (embed(p, x), {}), clip)
     with pytest.raises(StateError, match=r"leaf at model_state\[.n.\]: got nothing"):
         gradient(fn, 2, setup(model_state={"n": jnp.int32(0)}))
+
+
+def test_an_embed_that_mixes_rows_is_warned_of():
+    centered = lambda params, rows: embed(params, rows | {"image": rows["image"] - rows["image"].mean(0)[None]})
+    fn = ts.losses.whole_batch(centered, clip)
+    with pytest.warns(UserWarning, match=r"embed at whole_batch.*statistics.*do it in loss\(embeddings, batch\)"):
+        jax.eval_shape(ts.value_and_grad(fn, accumulate=4), setup(), BATCH)
