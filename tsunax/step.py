@@ -324,10 +324,10 @@ def _ruled(
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
-    update = lambda grads, params, opt_state: state.plan.update(grads, opt_state, params, **given)
-    lacks_rows = lambda: mean is grads and _errors().without_rows(update, params, opt_state)
+    update = lambda grads: state.plan.update(grads, opt_state, params, **given)
+    lacks_rows = lambda: mean is grads and _errors().without_rows(lambda g: update(g)[0], params)
     try:
-        updates, new = update(grads, params, opt_state)
+        updates, new = update(grads)
     except Exception as error:
         if lacks := _errors().lacking(error, given) or lacks_rows():
             raise lacks from error

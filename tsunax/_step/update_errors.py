@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `update`. A step that succeeds never comes here."""
+"""Errors in the arguments of `update`. A step that succeeds does not run this file."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
     return RuleError("update", where, got, f"{np.shape(p)}", fix)
 
 
-def without_rows(update: Any, params: Any, opt_state: Any) -> RuleError | None:
+def without_rows(update: Any, params: Any) -> RuleError | None:
     """The error for gradients without the axis of rows that a rule asks for; None for others."""
-    if not inspecting.takes_rows(update, params, opt_state):
+    if not inspecting.takes_rows(update, params):
         return None
     got, expected = "that of the batch", "one for each row, which this rule asks for"
     fix = "Give train_step(loss_fn, per_example=True), or value_and_grad(..., per_example=True)."
@@ -56,7 +56,7 @@ def without_rows(update: Any, params: Any, opt_state: Any) -> RuleError | None:
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:
-    """The error for a rule that failed because it lacks an argument; None for other failures."""
+    """The error for a rule that was not given an argument; None for other failures."""
     lacks = [name for name in inspecting.missing(error) if name not in given]
     if not lacks:
         return None

@@ -38,22 +38,13 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
 
     It is traced for shapes. A missing extra argument is no fault yet: `ts.update` may be given it.
     """
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
     is_complex = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.complexfloating)
-    complex_ = [(path, x) for path, x in named if is_complex(x)]
+    complex_ = [pair for pair in trees.leaves_at("params", params) if is_complex(pair[1])]
     if not complex_ and _is_ours(rule.update):
         return
-    wide = lambda x: x.astype(trees.wide_dtype(x))
-    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
-    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
-    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    given = lambda step, x, p: dict(step=step, weight=x, value=x, grad=p, **extra)
-    run = lambda g, p, s, *numbers: rule.update(g, s, p, **given(*numbers, p))
-    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    before, cause = None, None
+    cause = None
     try:
-        before = jax.eval_shape(rule.init, params)
-        updates, after = jax.eval_shape(run, params, params, before, *numbers)
+        before, updates, after = _traced(rule, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # it may still work outside of jit
     except RuleError:
@@ -74,26 +65,45 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
-    if takes_rows(run, params, before, *numbers):  # optax's private aggregation does
+    if takes_rows(lambda grads: _traced(rule, params, grads)[1], params):
         return
     if complex_ and not isinstance(cause, TsunaxError):
-        path, leaf = complex_[0]
+        where, leaf = complex_[0]
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
-        where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
-        raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
+        expected = "real numbers for this rule"
+        raise RuleError("leaf", where, f"dtype {leaf.dtype}", expected, fix) from cause
     from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
     way = _IN_OPTAX if from_optax else ""
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
 
-def takes_rows(update: Function, params: PyTree, *given: Any) -> bool:
-    """Whether `update(grads, params, *given)` makes updates like params of gradients of rows."""
-    stacked = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
+def takes_rows(update: Function, params: PyTree) -> bool:
+    """Whether `update(grads)` makes updates like params of the gradients of rows.
+
+    `optax.contrib.differentially_private_aggregate` does.
+    """
+    rows = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
     try:
-        return not _unlike(jax.eval_shape(update, stacked, params, *given)[0], params, "updates")
+        return not _unlike(jax.eval_shape(update, rows), params, "updates")
     except Exception:
         return False
+
+
+def _traced(
+    rule: optax.GradientTransformationExtraArgs, params: PyTree, grads: PyTree = None
+) -> tuple[Any, Any, Any]:
+    """The shapes of the state before an update, of the updates, and of the state after it."""
+    wide = lambda x: x.astype(trees.wide_dtype(x))
+    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
+    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
+    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
+    given = lambda step, x, p: dict(step=step, weight=x, value=x, grad=p, **extra)
+    run = lambda g, s, p, *numbers: rule.update(g, s, p, **given(*numbers, p))
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    before = jax.eval_shape(rule.init, params)
+    grads = params if grads is None else grads
+    return before, *jax.eval_shape(run, grads, before, params, *numbers)
 
 
 _IN_OPTAX = (
