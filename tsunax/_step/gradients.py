@@ -48,13 +48,13 @@ def gradient_of(
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
-    in_parts = getattr(loss_fn, "in_micro_batches", None)  # of `losses.whole_batch`
+    whole: Any = loss_fn if hasattr(loss_fn, "in_micro_batches") else None  # `losses.whole_batch`
     if per_example is not False or noise_scale is not False:
         from tsunax._step.loss_fn_errors import check_options
 
-        check_options(where, accumulate, per_example, noise_scale, in_parts is not None)
-    if in_parts is not None:
-        fn = dataclasses.replace(fn, fn=in_parts(accumulate))
+        check_options(where, accumulate, per_example, noise_scale, whole)
+    if whole:
+        fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
 
     def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
         check_state(state, "value_and_grad()", batch)
@@ -69,7 +69,7 @@ def gradient_of(
             if per_example is True:
                 raise _stacked_over(axes, where)
             parts = named_axes.vary(parts, axes)
-            if in_parts is not None and "model_state" in keywords:  # its loop carries it
+            if whole and "model_state" in keywords:  # its loop carries it
                 keywords["model_state"] = named_axes.vary(keywords["model_state"], axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
@@ -93,9 +93,11 @@ def gradient_of(
             run, rows, given = apart(gradient, batch, keywords, per_example, finish, accumulate)
             finish = lambda grads: grads
         square = _square_of(state) if noise_scale else None
+        loss: Loss
+        grads: PyTree
         if accumulate == 1 or per_example is True:
             loss, grads = run(rows, given)
-        elif in_parts is not None:
+        elif whole:
             from tsunax._core.cpu.convolutions import fast
 
             loss, grads = fast(lambda: run(rows, given))()  # it has loops
@@ -107,11 +109,12 @@ def gradient_of(
         if accumulate > 1 or per_example:
             from tsunax._step.row_mixing import warn_of_mixed_rows
 
-            n, looked_at = 0 if per_example else accumulate, objective
-            if in_parts is not None:
-                of_embed = dataclasses.replace(fn, fn=loss_fn.mean_embedding)
-                looked_at = functools.partial(objective, fn=of_embed)
-            warn_of_mixed_rows(looked_at, parts[0], batch, keywords, name, n, in_parts is not None)
+            of_embed = {"fn": dataclasses.replace(fn, fn=whole.mean_embedding)} if whole else {}
+            looked_at, n = (
+                functools.partial(objective, **of_embed),
+                0 if per_example else accumulate,
+            )
+            warn_of_mixed_rows(looked_at, parts[0], batch, keywords, name, n, bool(whole))
         if axes:
             from tsunax.microbatches import over_devices
 

@@ -32,7 +32,7 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
 
 
 def check_options(
-    where: str, accumulate: int, per_example: Any, noise_scale: Any, is_whole: bool
+    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any
 ) -> None:
     """Raise WrongTypeError for `per_example` and `noise_scale` that are none, or do not go together."""
     is_function = callable(per_example) and not isinstance(per_example, type)
@@ -40,7 +40,7 @@ def check_options(
         expected = "True, or a function of the gradient of one row"
         raise WrongTypeError("per_example", where, trees.describe(per_example), expected)
     checks.check_flags(where, noise_scale=noise_scale)
-    if is_whole and (per_example or noise_scale):
+    if whole and (per_example or noise_scale):
         what = "per_example" if per_example else "noise_scale"
         fix = "The loss of the whole batch has one gradient, none of parts of it."
         raise WrongTypeError(what, where, "one of a whole_batch loss", "a mean over rows", fix)

@@ -38,19 +38,23 @@ class WholeBatch:
     loss: Function
 
     def __post_init__(self) -> None:
-        embed, loss = parts = (
-            LossFn.of(self.embed, "whole_batch()", "embed(params, rows, ...)"),
-            LossFn.of(self.loss, "whole_batch()", "loss(embeddings, batch, ...)"),
-        )
-        kinds = inspect.Parameter
+        parts, kinds = (self._embed, self._loss), inspect.Parameter
+        named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
         needed = {name for part in parts for name in part.names if name not in part.optional}
         default = lambda name: kinds.empty if name in needed else None
-        named = dict.fromkeys((*embed.names, *(name for name in loss.names if name != "params")))
         given = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
         given += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
         given += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
-        facts = {"__name__": "whole_batch", "__signature__": inspect.Signature(given)}
-        self.__dict__.update(facts, _embed=embed, _loss=loss)
+        # what a step asks of a loss function
+        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(given))
+
+    @functools.cached_property
+    def _embed(self) -> LossFn:
+        return LossFn.of(self.embed, "whole_batch()", "embed(params, rows, ...)")
+
+    @functools.cached_property
+    def _loss(self) -> LossFn:
+        return LossFn.of(self.loss, "whole_batch()", "loss(embeddings, batch, ...)")
 
     def __call__(self, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         return self.in_micro_batches(1)(params, batch, **keywords)

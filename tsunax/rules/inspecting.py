@@ -98,8 +98,8 @@ def _traced(
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    given = lambda step, x, p: dict(step=step, weight=x, value=x, grad=p, **extra)
-    run = lambda g, s, p, *numbers: rule.update(g, s, p, **given(*numbers, p))
+    given = lambda p, step, x: dict(step=step, weight=x, value=x, grad=p, **extra)
+    run = lambda g, s, p, step, x: rule.update(g, s, p, **given(p, step, x))
     numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     before = jax.eval_shape(rule.init, params)
     grads = params if grads is None else grads
