@@ -240,6 +240,11 @@ def test_a_rule_for_rows_without_rows_and_the_reverse():
         ts.train_step(loss_fn)(setup(private(ts.rules)), BATCH)
     with pytest.raises(RuleError, match=r"update at params\['scale'\]: got shape \(12,\).*this rule keeps it"):
         ts.train_step(loss_fn, per_example=True)(setup(), BATCH)
+    window = ts.rules.accumulate(private(ts.rules), every=2)
+    with pytest.raises(
+        RuleError, match=r"optimizer state at .*got shape \(12,.*rows first: chain\(that one, accumulate"
+    ):
+        ts.train_step(loss_fn, per_example=True)(setup(window), BATCH)
     _, grads = gradient(loss_fn, per_example=True)
     mixed = grads | {"v": grads["v"][:3]}
     with pytest.raises(StateError, match=r"gradient at grads\['v'\]: got shape \(3, 4, 3\), expected \(4, 3\)"):

@@ -314,6 +314,7 @@ BAD = {
     "a vector": (embed, lambda z, b: z["a"].sum(1), LossError, r"result at loss_fn: got an array of shape \(24,\)"),
     "a tuple": (embed, lambda z, b: (z["a"].mean(), {}), LossError, r"result at loss_fn: got a tuple of 2"),
     "nothing": (embed, lambda z, b: None, LossError, r"result at loss_fn: got None"),
+    "no embeddings": (lambda p, x: None, clip, LossError, r"leaf at embeddings: got None, expected an array with"),
     "stopped": (lambda p, x: jax.lax.stop_gradient(embed(p, x)), lambda z, b: z["a"].mean(), LossError, "not depend"),
     "a name": (lambda p, x, ket: embed(p, x), clip, LossError, r"keyword at loss_fn: got 'ket'"),
 }  # fmt: skip
@@ -336,9 +337,14 @@ def test_wrong_arguments_are_told_before_anything_is_compiled():
         LossError, match=r"signature at whole_batch\(\): got <lambda>\(params\), expected embed\(params, rows"
     ):
         ts.losses.whole_batch(lambda params: params, clip)
-    with pytest.raises(WrongTypeError, match=r"per_example at train_step\(\): got one of a whole_batch loss"):
+    for first, second in ((embed, composed), (lambda params, rows, batch: rows, clip), (embed, lambda params, z, b: z)):
+        with pytest.raises(
+            LossError, match=r"signatures at whole_batch\(\): got .*, expected embed\(params, rows, ...\), loss"
+        ):
+            ts.losses.whole_batch(first, second)
+    with pytest.raises(WrongTypeError, match=r"per_example at train_step\(\): got a whole_batch loss"):
         ts.train_step(CLIP, per_example=True)
-    with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got one of a whole_batch loss"):
+    with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got a whole_batch loss"):
         ts.train_step(CLIP, accumulate=2, noise_scale=True)
     with pytest.raises(LossError, match=r"leaf at batch\['t'\]: got a scalar"):
         gradient(CLIP, 2, batch=BATCH | {"t": np.float32(1)})

@@ -335,6 +335,8 @@ def _ruled(
     for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
         if np.shape(u) != np.shape(p):
             raise lacks_rows() or _errors().other_shape(updates, i, p, mean is not grads)
+    if mean is not grads:
+        _errors().check_no_rows(new, opt_state)
     return updates, new
 
 

@@ -56,7 +56,9 @@ def gradient_of(
     if whole:
         fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
 
-    def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
+    def f(
+        state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
+    ) -> tuple[Loss, PyTree]:
         check_state(state, "value_and_grad()", batch)
         now = trained_part(state)
         if at is not None:
@@ -93,8 +95,6 @@ def gradient_of(
             run, rows, given = apart(gradient, batch, keywords, per_example, finish, accumulate)
             finish = lambda grads: grads
         square = _square_of(state) if noise_scale else None
-        loss: Loss
-        grads: PyTree
         if accumulate == 1 or per_example is True:
             loss, grads = run(rows, given)
         elif whole:

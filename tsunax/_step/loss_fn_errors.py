@@ -43,11 +43,12 @@ def check_options(
     if whole and (per_example or noise_scale):
         what = "per_example" if per_example else "noise_scale"
         fix = "The loss of the whole batch has one gradient, none of parts of it."
-        raise WrongTypeError(what, where, "one of a whole_batch loss", "a mean over rows", fix)
+        raise WrongTypeError(what, where, "a whole_batch loss", "a mean over rows", fix)
     if noise_scale and (accumulate < 2 or per_example):
-        got = "per_example" if per_example else f"accumulate={accumulate}"
+        got = "per_example beside it" if per_example else f"accumulate={accumulate}"
+        expected = "accumulate=2 or more, and no per_example"
         fix = "It compares the gradients of micro-batches."
-        raise WrongTypeError("noise_scale", where, f"one of {got}", "accumulate=2 or more", fix)
+        raise WrongTypeError("noise_scale", where, got, expected, fix)
 
 
 A_STEP = "a function (state, batch) -> (state, info)"

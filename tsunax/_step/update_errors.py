@@ -55,6 +55,17 @@ def without_rows(update: Any, params: Any) -> RuleError | None:
     return RuleError("gradient", "update()", got, expected, fix)
 
 
+def check_no_rows(new: Any, old: Any) -> None:
+    """Raise RuleError for a rule that adds gradients of rows to its state, as in `accumulate`."""
+    for (where, x), y in zip(trees.leaves_at("opt_state", new), jax.tree.leaves(old), strict=False):
+        if np.shape(x) != np.shape(y):
+            fix = (
+                "Put the rule that takes gradients of rows first: chain(that one, accumulate(...))."
+            )
+            got = f"shape {np.shape(x)}"
+            raise RuleError("optimizer state", where, got, f"{np.shape(y)}", fix)
+
+
 def lacking(error: Exception, given: Any) -> RuleError | None:
     """The error for a rule that was not given an argument; None for other failures."""
     lacks = [name for name in inspecting.missing(error) if name not in given]

@@ -39,6 +39,12 @@ class WholeBatch:
 
     def __post_init__(self) -> None:
         parts, kinds = (self._embed, self._loss), inspect.Parameter
+        first = next(iter(inspect.signature(self.loss).parameters))
+        if first == "params" or any(part.names.count("batch") for part in parts):
+            got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
+            fix = "After these two, both may name what a loss function may; loss may name params."
+            expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
+            raise LossError("signatures", "whole_batch()", got, expected, fix)
         named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
         needed = {name for part in parts for name in part.names if name not in part.optional}
         default = lambda name: kinds.empty if name in needed else None
@@ -113,10 +119,11 @@ class WholeBatch:
                 raise LossError("result", "embed", trees.describe(out), expected)
             out, state = out
             check_model_state(state, keywords["model_state"])
-        for where, x in trees.leaves_at("embeddings", out):
-            if jnp.shape(x)[:1] != (n,):
-                expected = f"a first axis of the {n} rows given to embed"
-                fix = "A number for all rows, such as a temperature, belongs into loss: it may name params."
+        leaves = list(trees.leaves_at("embeddings", out))
+        for where, x in leaves or [("embeddings", out)]:
+            if not leaves or jnp.shape(x)[:1] != (n,):
+                expected = f"an array with a first axis of the {n} rows given to embed"
+                fix = "What all rows share, such as a temperature, belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
 
