@@ -50,8 +50,13 @@ def setup(**options):
     return ts.setup(ts.rules.adam(1e-2), PARAMS, **options)
 
 
-def gradient(loss_fn, n=1, state=None, batch=BATCH, **options):
-    return jax.jit(ts.value_and_grad(loss_fn, accumulate=n, **options))(state or setup(), batch)
+def gradient(loss_fn, n=1, state=None, batch=BATCH):
+    return _gradient(loss_fn, n)(state or setup(), batch)
+
+
+@functools.cache
+def _gradient(loss_fn, n):
+    return jax.jit(ts.value_and_grad(loss_fn, accumulate=n))
 
 
 def relative(a, b):
@@ -62,7 +67,7 @@ def relative(a, b):
 # ------------------------------------------------------------------------------------------------------ equivalences
 
 
-@pytest.mark.parametrize("n", [2, 5, 24])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.medium), 5, 24])
 def test_micro_batches_have_the_gradient_of_the_whole_batch(n):
     """Also if the rows do not divide (5); with a mask, a learned temperature, and metrics."""
     loss, grads = gradient(CLIP, n)
@@ -171,7 +176,9 @@ def test_a_mask_reaches_both_parts():
     [
         ({"precision": "bfloat16"}, 2**-7),
         ({"precision": "float16", "loss_scale": 1024.0}, 2**-9),
-        ({"precision": ts.precision.Policy(param="bfloat16", compute="bfloat16")}, 2**-7),
+        pytest.param(
+            {"precision": ts.precision.Policy(param="bfloat16", compute="bfloat16")}, 2**-7, marks=pytest.mark.medium
+        ),
     ],
 )
 def test_precision_and_loss_scale_are_those_of_the_whole_batch(options, tolerance):
@@ -196,7 +203,12 @@ def test_micro_batches_are_summed_in_float32():
 @pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.medium)])
 def test_over_many_devices_it_is_that_of_one(explicit):
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:8] * 2]), BATCH)
-    step = ts.train_step(CLIP, accumulate=4)
+    place = lambda x: jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    reshard = lambda x: jax.sharding.reshard(x, place(x)) if jax.typeof(x).sharding.mesh.axis_names else x
+    whole = functools.partial(jax.tree.map, reshard)  # with explicit axes
+    step = ts.train_step(
+        ts.losses.whole_batch(embed, lambda z, b, params: clip(whole(z), whole(b), params)), accumulate=4
+    )
     alone, info = ts.train_step(CLIP)(setup(), batch)
     spread, seen = step(ts.shard(setup(), ts.mesh(explicit=explicit)), batch)
     np.testing.assert_allclose(seen.loss, info.loss, rtol=1e-6)
@@ -222,12 +234,16 @@ def test_inside_shard_map_the_loss_gathers_the_embeddings():
     np.testing.assert_allclose(seen.loss, info.loss, rtol=0.1)  # the state moves from part to part
 
 
-def test_many_steps_in_one_call_and_members_of_a_population():
+def test_many_steps_in_one_call_are_the_same_to_the_bit():
     step = ts.train_step(CLIP, accumulate=4)
     batches = [jax.tree.map(lambda x, k=k: x * np.float32(k), BATCH) | {"m": BATCH["m"]} for k in (1, 2, 3)]
     run = lambda k: ts.fit(step, setup(), batches, epochs=1, steps_per_call=k, progress=False)[0].params
     assert_trees_equal(run(1), run(3))
 
+
+@pytest.mark.medium
+def test_a_member_of_a_population_is_a_single_run():
+    step = ts.train_step(CLIP, accumulate=4)
     runs = ts.population(lambda key, rate: ts.setup(ts.rules.adam(rate), PARAMS), 2, rate=jnp.array([1e-2, 1e-3]))
     runs, infos = step(runs, BATCH)
     single, info = step(setup(), BATCH)
@@ -244,6 +260,7 @@ def test_only_trained_and_thawed_leaves_have_a_gradient():
     assert_trees_equal(new.params["image"], PARAMS["image"])
 
 
+@pytest.mark.medium
 def test_values_that_gradients_replace_are_the_maximum_of_all_micro_batches():
     net = linen.Dense(4, dot_general_cls=functools.partial(linen.Fp8DirectDotGeneralOp, amax_history_length=4))
     model = ts.models.linen(net, net.init(jax.random.key(0), BATCH["image"]))
@@ -256,6 +273,7 @@ def test_values_that_gradients_replace_are_the_maximum_of_all_micro_batches():
     assert_trees_close(cut["_overwrite_with_gradient"], whole["_overwrite_with_gradient"], rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_convolutions_stay_fast_in_the_loop():
     x = normal(8, 6, 6, 3)
     params = {"w": normal(3, 3, 3, 4)}

@@ -325,7 +325,9 @@ def _ruled(
             given[name] = checks.accepting(given[name], given)
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **given)
-    lacks_rows = lambda: mean is grads and _errors().without_rows(lambda g: update(g)[0], params)
+    lacks_rows = lambda: (
+        mean is grads and _errors().without_rows(lambda g: (opt_state, *update(g)), params)
+    )
     try:
         updates, new = update(grads)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 

@@ -65,7 +65,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
-    if takes_rows(lambda grads: _traced(rule, params, grads)[1], params):
+    if takes_rows(lambda grads: _traced(rule, params, grads), params):
         return
     if complex_ and not isinstance(cause, TsunaxError):
         where, leaf = complex_[0]
@@ -81,11 +81,13 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
 def takes_rows(update: Function, params: PyTree) -> bool:
     """Whether `update(grads)` makes updates like params of the gradients of rows.
 
-    `optax.contrib.differentially_private_aggregate` does.
+    It returns the state before, updates, and the state after.
+    `optax.contrib.differentially_private_aggregate` does so.
     """
     rows = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
     try:
-        return not _unlike(jax.eval_shape(update, rows), params, "updates")
+        before, updates, after = jax.eval_shape(update, rows)
+        return not (_unlike(updates, params, "updates") or _unlike(after, before, "opt_state"))
     except Exception:
         return False
 
