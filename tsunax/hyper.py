@@ -114,7 +114,7 @@ def thaw(state: TrainState, where: Where = "**") -> TrainState:
     return _set_frozen(state, where, False)
 
 
-# ----------------------------------------------------------------------------------------- freezing
+# Freezing
 
 
 def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
@@ -151,7 +151,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
     return PatternError("leaf", where, got, "a trained leaf", fix)
 
 
-# ---------------------------------------------------------------------------------- hyperparameters
+# Hyperparameters
 
 
 def _is_names(where: Where, known: Sequence[str]) -> bool:

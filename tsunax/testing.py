@@ -366,7 +366,7 @@ def check_recompiles(
     return found
 
 
-# ------------------------------------------------------------------------------ checks of arguments
+# Checks of arguments
 
 
 def _check(step: Any, state: Any, where: str, *given: Any) -> None:
@@ -422,7 +422,7 @@ def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
     return losses
 
 
-# --------------------------------------------------------------------------------------- comparing
+# Comparing
 
 
 def _copy(state):

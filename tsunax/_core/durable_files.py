@@ -88,7 +88,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def _flags(*names: str) -> int:
-    """Flags of `os.open`, as far as the system has them."""
+    """Those flags of `os.open` that the system has."""
     return sum(getattr(os, f"O_{name}", 0) for name in names)
 
 
@@ -120,7 +120,6 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
     fd = os.open(path, _flags("RDONLY", "NOFOLLOW"))
     try:
         os.fsync(fd)
@@ -180,7 +179,7 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    """Close the locks in a forked child, which would otherwise hold them as long as it lives."""
+    """Close the locks in a forked child, which would hold them as long as it lives."""
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)

@@ -77,7 +77,7 @@ class Plan:
         return self
 
 
-# ------------------------------------------------------------------------------------------- fields
+# Fields
 #
 # The declaration of a field says what a step does with it. Donation, assembly, the choice of the
 # verdict, sharding, printing and `replace` are derived from it. No other code lists the fields.
@@ -130,7 +130,7 @@ def averages_of(state: Any) -> dict[str, Average]:
     return {name: found for name in names if (found := getattr(state, name)) is not None}
 
 
-# --------------------------------------------------------------------------------------- frozen bits
+# Frozen bits
 
 
 def trained_count(state: Any) -> int:

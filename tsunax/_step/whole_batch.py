@@ -136,7 +136,7 @@ def _named(part: LossFn, keywords: Extra) -> Extra:
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if trees.is_inexact(x) else x
+    return x.astype(trees.wide_dtype(x)) if trees.is_inexact(x) else x
 
 
 def _each(params: PyTree, overwritten: Function, other: Function) -> PyTree:

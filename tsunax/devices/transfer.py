@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -29,11 +28,11 @@ def _has_to_move(x: Any, place: Sharding) -> bool:
 
     An uncommitted array would follow the next committed one to another device.
     """
-    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
-    if not trees.is_array(x) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+    if not trees.is_array(x) or not checks.is_numeric(x):
         return False
-    is_committed = isinstance(x, jax.Array) and not trees.is_traced(x) and x.committed
-    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
+    return not (trees.is_placed(x) and x.committed) or not x.sharding.is_equivalent_to(
+        place, x.ndim
+    )
 
 
 def _is_leaf(x: Any) -> bool:
@@ -101,7 +100,7 @@ def device_of(tree: PyTree) -> Device | None:
     """
     first: tuple[str, Device] | None = None
     for at, leaf in trees.leaves_at("tree", tree):
-        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+        if not trees.is_placed(leaf):
             continue
         if len(leaf.sharding.device_set) > 1:
             got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."

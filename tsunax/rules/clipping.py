@@ -68,11 +68,8 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     bound = as_scalar(max_norm)
 
     def report(params, values):
-        whats = (
-            f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
-            for at, x in trees.leaves_at("grads", params)
-        )
-        return RuleReport(values, tuple(whats))
+        what = lambda at, x: f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
+        return RuleReport(values, tuple(what(*leaf) for leaf in trees.leaves_at("grads", params)))
 
     def init(params):
         n = len(jax.tree.leaves(params))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tsunax._core import Function, PyTree, trees
@@ -38,8 +39,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
 
     It is traced for shapes. A missing extra argument is no fault yet: `ts.update` may be given it.
     """
-    is_complex = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.complexfloating)
-    complex_ = [pair for pair in trees.leaves_at("params", params) if is_complex(pair[1])]
+    named = trees.leaves_at("params", params)
+    complex_ = [(at, x) for at, x in named if trees.is_a(x, np.complexfloating)]
     if not complex_ and _is_ours(rule.update):
         return
     cause = None
