@@ -97,6 +97,7 @@ def test_dropped_micro_batches_are_not_in_it():
     np.testing.assert_allclose(info.noise_scale, by_hand(of_rows(), np.arange(ROWS) % N != 1), rtol=1e-4)
 
 
+@pytest.mark.medium
 def test_over_devices_of_a_population_and_in_the_history():
     step = ts.train_step(loss_fn, accumulate=2, noise_scale=True)
     batch = np.tile(X, (2, 1))[:16], np.tile(Y, 2)[:16]
@@ -109,6 +110,7 @@ def test_over_devices_of_a_population_and_in_the_history():
     np.testing.assert_allclose(history["noise_scale/trace"], [float(alone.noise_scale.trace)] * 3, rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_inside_shard_map_it_is_that_of_all_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec

@@ -93,6 +93,7 @@ def test_each_row_has_a_key_however_the_batch_is_cut():
     assert len({float(x) for x in grads["scale"]}) > 3
 
 
+@pytest.mark.medium
 def test_precision_loss_scale_and_frozen_leaves():
     exact = by_row(loss_fn)
     _, grads = gradient(loss_fn, setup(precision="float16", loss_scale=512.0), per_example=True)
@@ -103,6 +104,7 @@ def test_precision_loss_scale_and_frozen_leaves():
     np.testing.assert_array_equal(grads["w"], exact["w"])
 
 
+@pytest.mark.medium
 def test_statistics_of_gradients_are_a_line():
     norms = jax.jit(jax.vmap(optax.tree.norm))(gradient(loss_fn, per_example=True)[1])
     norm = jax.jit(lambda row: optax.tree.norm(jax.grad(loss_fn)(PARAMS, row)))
@@ -141,6 +143,7 @@ def test_private_sgd_is_plain_optax_to_the_bit(module):
     np.testing.assert_allclose(info.grad_norm, optax.tree.norm(mean), rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_one_rule_starts_two_runs_also_with_a_key_of_its_own():
     rule = private(ts.rules, jax.random.key(3))
     step = ts.train_step(loss_fn, per_example=True)
@@ -173,6 +176,7 @@ def test_a_rejected_step_is_rejected():
     assert_trees_equal(state.params, PARAMS)
 
 
+@pytest.mark.medium
 def test_over_many_devices_they_are_those_of_one():
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:4]]), BATCH)
     step = ts.train_step(loss_fn, per_example=True)
@@ -207,6 +211,7 @@ def test_the_function_sees_gradients_without_the_loss_scale():
     assert_trees_close(*grads, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_inside_shard_map_they_are_averaged():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     put = functools.partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")))

@@ -67,7 +67,9 @@ def relative(a, b):
 # ------------------------------------------------------------------------------------------------------ equivalences
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.medium), 5, 24])
+@pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=pytest.mark.medium), 5, pytest.param(24, marks=pytest.mark.medium)]
+)
 def test_micro_batches_have_the_gradient_of_the_whole_batch(n):
     """Also if the rows do not divide (5); with a mask, a learned temperature, and metrics."""
     loss, grads = gradient(CLIP, n)
@@ -106,6 +108,7 @@ def test_both_passes_of_a_micro_batch_draw_the_same_numbers():
     np.testing.assert_allclose(loss.compute(), whole.compute(), rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_the_loss_has_a_key_of_its_own():
     seen = {}
     look = lambda name, key: seen.setdefault(name, jax.random.key_data(key))
@@ -154,6 +157,7 @@ def test_each_micro_batch_has_the_model_state_of_the_one_before():
     assert float(ts.eval_step(fn)(new, BATCH).compute()) > 0
 
 
+@pytest.mark.medium
 def test_a_mask_reaches_both_parts():
     def masked_embed(params, rows, mask):
         assert mask.shape == rows["image"].shape[:1]
@@ -175,7 +179,7 @@ def test_a_mask_reaches_both_parts():
     ("options", "tolerance"),
     [
         ({"precision": "bfloat16"}, 2**-7),
-        ({"precision": "float16", "loss_scale": 1024.0}, 2**-9),
+        pytest.param({"precision": "float16", "loss_scale": 1024.0}, 2**-9, marks=pytest.mark.medium),
         pytest.param(
             {"precision": ts.precision.Policy(param="bfloat16", compute="bfloat16")}, 2**-7, marks=pytest.mark.medium
         ),
@@ -216,6 +220,7 @@ def test_over_many_devices_it_is_that_of_one(explicit):
     assert_trees_close(spread.params, alone.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.medium
 def test_inside_shard_map_the_loss_gathers_the_embeddings():
     def gathered(z, batch, params):
         z, batch = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), (z, batch))
@@ -251,6 +256,7 @@ def test_a_member_of_a_population_is_a_single_run():
     np.testing.assert_allclose(infos.loss[0], info.loss, rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_only_trained_and_thawed_leaves_have_a_gradient():
     state = setup(trainable=["**", "!text"], freezable=True)
     _, grads = gradient(CLIP, 4, state)
@@ -316,6 +322,10 @@ def test_the_warning_for_mixed_rows_names_the_way_and_the_way_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.eval_shape(ts.value_and_grad(CLIP, accumulate=4), setup(), BATCH)
+
+
+@pytest.mark.medium
+def test_the_check_of_accumulation_passes():
     assert ts.testing.check_accumulation(ts.train_step(CLIP), setup(), BATCH, n=4) <= 1e-5
 
 
