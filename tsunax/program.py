@@ -398,8 +398,8 @@ class EvalStep:
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
         read = "clock", "params", "model_state", average
-        none = dict.fromkeys(f.name for f in state._fields if f.name not in read)
-        return dataclasses.replace(state, plan=plan, **none)
+        none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
+        return dataclasses.replace(state, **{**none, "plan": plan})
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         run = lambda *args: self._compiled(self._read(state), *args)
