@@ -65,10 +65,14 @@ def whole_batch(embed: Function, loss: Function) -> Function:
 
     >>> import tsunax as ts
     >>> def embed(params, rows):
-    ...     return rows["image"] @ params["image"], rows["text"] @ params["text"]
-    >>> def loss(embeddings, batch, params):
-    ...     image, text = embeddings
-    ...     return ts.losses.ntxent(jnp.concatenate([image, text]), jnp.tile(jnp.arange(len(text)), 2))
+    ...     return rows @ params["w"]
+    >>> def loss(embeddings, batch):  # each row against all others
+    ...     return jnp.mean(jax.nn.logsumexp(embeddings @ embeddings.T, axis=1))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.eye(3)})
+    >>> step = ts.train_step(ts.losses.whole_batch(embed, loss), accumulate=4)
+    >>> state, info = step(state, jnp.eye(8, 3))
+    >>> print(f"{info.loss:.4f}")
+    2.1524
     """
     from tsunax._step.whole_batch import WholeBatch
 
