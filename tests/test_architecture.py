@@ -32,7 +32,7 @@ TIER = {room: tier for tier, rooms in TIERS.items() for room in rooms.split()}
 
 # Functions that are called from below and stand above, so that their public name is where users look for it. Each is
 # imported when it is called.
-UPWARD = {("averages", "_step"), ("rules", "_step")}
+UPWARD = {("averages", "_step"), ("losses", "_step"), ("rules", "_step")}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
 LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()

@@ -277,7 +277,7 @@ def test_the_table_has_every_optimizer_of_optax():
         "scale_by_rprop",
         "scale_by_madgrad",
         "schedule_free",  # takes another rule: ts.rules.live(optax.contrib.schedule_free) works
-        "dpsgd",  # takes one gradient per example
+        "dpsgd",  # differentially_private_aggregate in a chain; its argument `seed` is deprecated
     }
     found = set()
     for module in (optax, optax.contrib):
@@ -978,10 +978,6 @@ ahead = lambda tx: optax.lookahead(tx, 2, 0.5, reset_state=True)
 CANNOT = {
     "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'"),
     "in a chain": (lambda: rules.chain(rules.clip(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
-    "one gradient a row": (
-        lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
-        r"rule differentially_private_aggregate at.*batch dimension",
-    ),
     "sam in optax.chain": (
         lambda: optax.chain(ASKS["sam, opaque"](optax)),
         r"got an unexpected keyword argument 'step'.*join them with ts.rules.chain",

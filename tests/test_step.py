@@ -173,6 +173,50 @@ def test_at_evaluates_elsewhere():
     assert_trees_equal((loss.compute(), grads), (value, expected))
 
 
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.medium)])
+def test_sharpness_aware_steps_are_two_gradients_and_one_update(accumulate):
+    """As written by hand; one clock, one verdict, the same random numbers in both gradients; in `fit`, too."""
+
+    def noisy(params, batch, key):
+        return loss_fn(params, batch | {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
+
+    gradient = ts.value_and_grad(noisy, accumulate=accumulate)
+    away = lambda grads: optax.tree.scale(0.05 / optax.tree.norm(grads), grads)
+
+    def sam(state, batch):
+        loss, grads = gradient(state, batch)
+        _, grads = gradient(state, batch, at=optax.tree.add(ts.trainable(state), away(grads)))
+        return ts.update(state, grads, loss=loss)
+
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    @jax.jit
+    def by_hand(params, opt_state, batch, i):
+        def mean(params):
+            key, n = jax.random.fold_in(KEY, i), accumulate
+            keys = [key] if n == 1 else [jax.random.fold_in(key, j) for j in range(n)]
+            rows = lambda j: jax.tree.map(lambda x: x[j::n], batch)
+            return sum(noisy(params, rows(j), key) for j, key in enumerate(keys)) / n
+
+        at = optax.tree.add(params, away(jax.grad(mean)(params)))
+        updates, opt_state = tx.update(jax.grad(mean)(at), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, mean(params)
+
+    setup = lambda: ts.setup(ts.rules.sgd(0.1, momentum=0.9), make_params(), key=KEY)
+    (params, opt_state), batches = (make_params(), tx.init(make_params())), [make_batch(i) for i in range(3)]
+    values = []
+    for i, batch in enumerate(batches):
+        params, opt_state, value = by_hand(params, opt_state, batch, i)
+        values.append(value)
+    state, history = ts.fit(sam, setup(), batches, epochs=1, log_every=1, progress=False)
+    assert_trees_close(state.params, params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(history["loss"], values, rtol=1e-5)
+    assert int(state.step) == int(state.calls) == 3
+    bad, info = jax.jit(sam)(state, batch | {"x": batch["x"].at[0, 0].set(jnp.nan)})
+    assert not info.applied and int(bad.rejected) == 1
+    assert_trees_equal(bad.params, state.params)
+
+
 @pytest.mark.parametrize("remat", medium_if(callable, [True, jax.checkpoint_policies.dots_saveable]))
 def test_remat_changes_no_number(remat):
     a, _ = our_steps(ts.rules.sgd(0.1), make_params(), 3, remat=remat)

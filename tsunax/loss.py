@@ -46,6 +46,7 @@ class Loss:
     dropped: jax.Array | None = None
     # the new values of leaves that their gradient replaces (flax's fp8), in the tree of params
     overwritten: PyTree = None
+    noise_scale: Any = None  # a `microbatches.NoiseScale`, if it was asked for
 
     # the mask that `mean` was given and its number of values; no program returns it
     _where: ClassVar[tuple[Any, int] | None] = None

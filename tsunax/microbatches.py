@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,44 @@ from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
+class NoiseScale(NamedTuple):
+    """How gradients scatter from row to row: what a larger batch would average out.
+
+    Both numbers are unbiased estimates from the micro-batches of one step. Of their gradients `g_i`
+    and weights `w_i` (rows or tokens), with `W = Σ w_i`, `g = Σ w_i g_i / W`:
+
+        trace = Σ w_i |g_i - g|² / (n - 1)        squared_norm = |g|² - trace / W
+
+    If they weigh the same, that is appendix A.1 of McCandlish et al. 2018 (arXiv:1812.06162). The
+    numbers of one step scatter widely, and `squared_norm` may be negative: average each over many
+    steps, then divide. The mean of ratios is another number. NaN if fewer than two micro-batches
+    have weight. Each unit of weight is taken for an independent draw: tokens of one text are none.
+    """
+
+    trace: jax.Array  # f32: of the covariance of the gradient of one row (one unit of weight)
+    squared_norm: jax.Array  # f32: |G|², of the gradient over all data
+
+    def compute(self) -> jax.Array:
+        """The simple noise scale `trace / squared_norm`, in rows (units of weight)."""
+        return self.trace / self.squared_norm
+
+    @classmethod
+    def of(cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array) -> NoiseScale:
+        """From `Σ w_i |g_i|²` over `count` micro-batches, and `W` and `|g|²` of all of them."""
+        trace = (squares - weight * square) / (count - 1)
+        return cls(trace, square - trace / weight)
+
+
+def check_rows(batch: PyTree) -> None:
+    """Raise LossError for leaves that have no rows, or another number of them."""
+    for where, leaf in trees.leaves_at("batch", batch):
+        if not np.shape(leaf):
+            fix = "Give it as an extra argument: step(state, batch, name=...)."
+            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
+    if found := uneven(batch):
+        raise LossError(found)
+
+
 def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
@@ -32,12 +70,7 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
     number of them.
     """
-    for where, leaf in trees.leaves_at("batch", batch):
-        if not np.shape(leaf):
-            fix = "Give it as an extra argument: step(state, batch, name=...)."
-            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
-    if found := uneven(batch):
-        raise LossError(found)
+    check_rows(batch)
     rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
@@ -60,6 +93,28 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     return batch, apart(mask, nothing)
 
 
+def _part(parts: PyTree, i: Any) -> PyTree:
+    """Micro-batch i of what `strided_micro_batches` made.
+
+    Sliced in a loop, and not by the scan: that would need the whole batch a second time, transposed.
+    """
+    part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
+    return jax.tree.map(part, parts)
+
+
+def in_turn(
+    f: Callable[[Any, Any, Any], tuple[Any, Any]], n: int, carry: PyTree, rows: PyTree
+) -> tuple[Any, Any]:
+    """`carry, out = f(carry, rows of micro-batch i, i)` of n of them; `out` for all rows in order.
+
+    Rows that do not divide are padded with copies of the last one, whose results are cut off.
+    """
+    size = rows_of(rows)
+    parts, _ = strided_micro_batches(rows, n, np.ones(size, np.float32))
+    carry, out = jax.lax.scan(lambda carry, i: f(carry, _part(parts, i), i), carry, np.arange(n))
+    return carry, jax.tree.map(lambda x: placement.rows_in_order(x, size), out)
+
+
 def over_micro_batches(
     gradient: Callable[[Any, dict[str, Any]], tuple[Loss, Any]],
     n: int,
@@ -70,6 +125,7 @@ def over_micro_batches(
     *,
     drop: bool,
     axes: _axes.Axes = (),
+    square: Callable[[Any], jax.Array] | None = None,
 ) -> tuple[Loss, Any]:
     """`(loss, grads)` of the whole batch, from one micro-batch after the other.
 
@@ -78,7 +134,8 @@ def over_micro_batches(
     rows of `mask`, a key of its own, and the model state that the one before it left. Gradients
     have the structure and dtypes of `like`. `loss.overwritten` is the maximum over micro-batches.
     With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight and
-    its model state, and `loss.dropped` has its weight (0 for all others).
+    its model state, and `loss.dropped` has its weight (0 for all others). With `square`, the squared
+    norm of a gradient, `loss.noise_scale` has the sum of weight times that, and its count.
     """
     batch, mask = strided_micro_batches(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
@@ -88,9 +145,7 @@ def over_micro_batches(
 
     def micro_batch(i: Any) -> tuple[PyTree, dict[str, Any]]:
         """Its rows, and the keywords of its own."""
-        # sliced here: the scan would need the whole batch a second time, transposed
-        part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
-        rows, given = jax.tree.map(part, (batch, {} if mask is None else {"mask": mask}))
+        rows, given = _part((batch, {} if mask is None else {"mask": mask}), i)
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
         return rows, given
@@ -117,18 +172,20 @@ def over_micro_batches(
             model_state = guard.choose(take, loss.model_state, model_state)
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
-        return (sums, most, model_state), (take, _mergeable(loss, weight))
+        squares = None if square is None else jnp.where(take, weight * square(grads), 0)
+        return (sums, most, model_state), (take, _mergeable(loss, weight), squares)
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
-    (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
-    loss = _merged_losses(take, losses)
+    (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
+    loss = merged_losses(take, losses)
     grads = weighted_sums.divided(sums, loss.weight, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, overwritten)
+    scatter = None if squares is None else (jnp.sum(squares), jnp.sum(take, dtype=jnp.float32))
     more = {"model_state": model_state, "dropped": dropped, "overwritten": most}
-    return dataclasses.replace(loss, **more), grads
+    return dataclasses.replace(loss, **more, noise_scale=scatter), grads
 
 
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
@@ -152,13 +209,16 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
     each = _axes.gathered(_mergeable(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
-    merged = _merged_losses(each.weight != 0, each)
+    merged = merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
     dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
     most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))
-    return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
+    scatter = jax.tree.map(lambda x: jax.lax.psum(x, axes), _axes.vary(loss.noise_scale, axes))
+    return dataclasses.replace(
+        merged, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
+    )
 
 
 def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
@@ -166,7 +226,7 @@ def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
     return Loss(loss.total, weight, loss.metrics)
 
 
-def _merged_losses(take: jax.Array, losses: Loss) -> Loss:
+def merged_losses(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))

@@ -166,6 +166,8 @@ class TrainStep:
     norms: bool = True
     axis_name: AxisName = None
     at_once: int | None = None
+    per_example: bool | Function = False
+    noise_scale: bool = False
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, norms=self.norms)
@@ -175,8 +177,8 @@ class TrainStep:
 
     @functools.cached_property
     def gradient(self) -> Function:
-        given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite
-        return gradient_of(*given, "train_step()", self.axis_name)
+        given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite, "train_step()"
+        return gradient_of(*given, self.axis_name, self.per_example, self.noise_scale)
 
     @functools.cached_property
     def masks(self) -> bool:
@@ -291,6 +293,8 @@ def train_step(
     norms: bool = True,
     axis_name: AxisName = None,
     at_once: int | None = None,
+    per_example: bool | Function = False,
+    noise_scale: bool = False,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -308,7 +312,8 @@ def train_step(
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
         one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
         loss that compares rows, uses batch statistics, or is a sum over rows changes, with a
-        warning. A batch that does not divide is padded if loss_fn names `mask`.
+        warning: give it in two parts, `losses.whole_batch`. A batch that does not divide is padded
+        if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
         see `update`; or "drop" such micro-batches, and skip the step if none is left.
       donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
@@ -321,6 +326,12 @@ def train_step(
         and model states averaged. () for none: combine them yourself. Sharded arrays need none, and
         refuse one.
       at_once: how many members of a population are computed together, for the memory of so many.
+      per_example: True for a rule that takes the gradient of each row, along a new first axis, such
+        as `optax.contrib.differentially_private_aggregate`. Or a function: it is given the gradient
+        of one row, a tree like `trainable(state)`, and returns another one like it (clipped, for
+        example). The rule gets their mean over rows, in the memory of one micro-batch.
+      noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), how gradients scatter
+        from micro-batch to micro-batch. It takes an `accumulate` of at least 2.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -341,7 +352,8 @@ def train_step(
     2.0250
     1.6402
     """
-    return TrainStep(loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name, at_once)
+    given = loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name, at_once
+    return TrainStep(*given, per_example, noise_scale)
 
 
 @dataclass(frozen=True)

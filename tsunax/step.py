@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ from tsunax.state import (
     with_rest,
 )
 
+if TYPE_CHECKING:
+    from tsunax.microbatches import NoiseScale
+
 
 @suggests_names
 def value_and_grad(
@@ -53,6 +56,8 @@ def value_and_grad(
     remat: bool | str | Function | None = None,
     on_nonfinite: str = "skip",
     axis_name: AxisName = None,
+    per_example: bool | Function = False,
+    noise_scale: bool = False,
 ) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
@@ -63,6 +68,10 @@ def value_and_grad(
     only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
     goes downhill, as in PyTorch: JAX's own do not.
 
+    With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
+    0))` over batches of one row, each with a key of its own. A row without weight has zeros. The
+    Loss is that of all rows. With `noise_scale=True` it has a `noise_scale`.
+
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
     trained leaf moves; see `train_step`.
 
@@ -72,7 +81,8 @@ def value_and_grad(
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    return gradient_of(loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()", axis_name)
+    given = loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()"
+    return gradient_of(*given, axis_name, per_example, noise_scale)
 
 
 class StepInfo(NamedTuple):
@@ -91,6 +101,7 @@ class StepInfo(NamedTuple):
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
     loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
+    noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
     numbers: Numbers | None  # the live hyperparameters that it used
 
@@ -189,7 +200,7 @@ def update_unchecked(
     thawed = _thawed(state)
     grads = _without_frozen(grads, thawed)
     measures = norms or on_nonfinite != "ignore"
-    grad_norm = guard.global_norm(grads) if measures else None
+    grad_norm = guard.global_norm(_mean(grads, trained_part(state))) if measures else None
 
     def applied() -> tuple[TrainState, PyTree, Any]:
         """The state if the step is taken, the rule's updates, and whether the call moves params."""
@@ -238,6 +249,7 @@ def _info(
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
+        noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
@@ -255,11 +267,24 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
+    rows = _rows_in(grads, params)
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        fits = trees.is_inexact(g) and np.shape(g) == np.shape(p) and not trees.is_gone(g)
+        shape = (*rows, *np.shape(p))
+        fits = trees.is_inexact(g) and np.shape(g) == shape and not trees.is_gone(g)
         if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
             raise _errors().wrong_gradient(grads, i, p)
     return grads, loss
+
+
+def _rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
+    """`(rows,)` for the gradients of rows (`per_example=True`), else ()."""
+    g, p = jax.tree.leaves(grads)[0], jax.tree.leaves(params)[0]
+    return np.shape(g)[:1] if np.ndim(g) == np.ndim(p) + 1 else ()
+
+
+def _mean(grads: PyTree, params: PyTree) -> PyTree:
+    """The mean of the gradients of rows; others as they are."""
+    return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
 
 
 def _errors() -> Any:
@@ -291,23 +316,30 @@ def _ruled(
     """The updates and the new state of the rule."""
     params = base(state)
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
+    mean = _mean(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given: dict[str, Any] = {"grad": trees.conjugated(grads), "step": state.step, "weight": weight}
+    given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    update = lambda grads: state.plan.update(grads, opt_state, params, **given)
+    lacks_rows = lambda: (
+        mean is grads and _errors().without_rows(lambda g: (opt_state, *update(g)), params)
+    )
     try:
-        updates, opt_state = state.plan.update(grads, opt_state, params, **given)
-    except (TypeError, ValueError) as error:
-        if lacks := _errors().lacking(error, given):
+        updates, new = update(grads)
+    except Exception as error:
+        if lacks := _errors().lacking(error, given) or lacks_rows():
             raise lacks from error
         raise
     for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
         if np.shape(u) != np.shape(p):
-            raise _errors().other_shape(updates, i, p)
-    return updates, opt_state
+            raise lacks_rows() or _errors().other_shape(updates, i, p, mean is not grads)
+    if mean is not grads:
+        _errors().check_no_rows(new, opt_state)
+    return updates, new
 
 
 def _with_params(state: TrainState, seen: PyTree) -> TrainState:

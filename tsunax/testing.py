@@ -54,7 +54,7 @@ from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.run.info_columns import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
-from tsunax.step import StepInfo, gradient_of
+from tsunax.step import StepInfo
 
 __all__ = [
     "check_accumulation", "check_donation", "check_frozen", "check_fused", "check_population",
@@ -469,7 +469,7 @@ def _params(state: Any) -> Any:
 
 def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:
     """Loss and gradients of a step, in float32 at least."""
-    run = gradient_of(step.loss_fn, step.accumulate, step.remat, "ignore", "testing", None)
+    run = dataclasses.replace(step, on_nonfinite="ignore", axis_name=None).gradient
     loss, grads = jax.jit(run)(_copy(state), batch, **extra)
     return loss.compute(), grads
 

@@ -268,6 +268,16 @@ def strided_rows(x, n: int):
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
+def rows_in_order(x, rows: int):
+    """The first `rows` of a stack of the n parts that `strided_rows` made: (n, rows / n, ...)."""
+    x = x.swapaxes(0, 1)
+    shape, sharding = (x.shape[0] * x.shape[1], *x.shape[2:]), jax.typeof(x).sharding
+    if not is_explicit(sharding.mesh) or not any(sharding.spec[:2]):
+        return x.reshape(shape)[:rows]
+    spec = PartitionSpec(sharding.spec[0], *sharding.spec[2:])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))[:rows]
+
+
 def is_on(tree, mesh) -> bool:
     """Whether all arrays of a tree are on a mesh."""
     return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))

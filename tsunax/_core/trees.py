@@ -220,6 +220,11 @@ def names(path: Sequence[Any]) -> Names:
     return tuple(map(key_name, without_marks(path)))
 
 
+def is_overwritten(path: Sequence[Any]) -> bool:
+    """Whether the gradient of a leaf at this path is its next value, as of flax's fp8 scales."""
+    return "_overwrite_with_gradient" in names(path)
+
+
 def path_str(path: Sequence[Any]) -> str:
     """Key entries or names, joined: "encoder/0/kernel"; "" for a bare array."""
     return "/".join(names(path))

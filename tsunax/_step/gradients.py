@@ -40,14 +40,25 @@ def gradient_of(
     on_nonfinite: str,
     where: str,
     axis_name: AxisName = None,
+    per_example: bool | Function = False,
+    noise_scale: bool = False,
 ) -> Function:
     """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
     check_policy(on_nonfinite, where)
     checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
+    whole: Any = loss_fn if hasattr(loss_fn, "in_micro_batches") else None  # `losses.whole_batch`
+    if per_example is not False or noise_scale is not False:
+        from tsunax._step.loss_fn_errors import check_options
 
-    def f(state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any):
+        check_options(where, accumulate, per_example, noise_scale, whole)
+    if whole:
+        fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
+
+    def f(
+        state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
+    ) -> tuple[Loss, PyTree]:
         check_state(state, "value_and_grad()", batch)
         now = trained_part(state)
         if at is not None:
@@ -57,12 +68,18 @@ def gradient_of(
         if axes := around():
             from tsunax._core import axes as named_axes
 
+            if per_example is True:
+                raise _stacked_over(axes, where)
             parts = named_axes.vary(parts, axes)
+            if whole and "model_state" in keywords:  # its loop carries it
+                keywords["model_state"] = named_axes.vary(keywords["model_state"], axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
         inputs: list[Any] = []  # found once for all micro-batches
 
-        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = parts[1]):
+        def objective(
+            trained: PyTree, batch: PyTree, keywords: Extra, others: Any = parts[1], fn: LossFn = fn
+        ):
             params = with_overwritten(state, with_rest(state, trained), others)
             return loss_objective(fn, state, batch, keywords, inputs)(params)
 
@@ -70,20 +87,42 @@ def gradient_of(
             of_parts = lambda trained, others: objective(trained, batch, keywords, others)
             return _differentiated(fn, checkpoint, of_parts, parts)
 
-        if accumulate == 1:
-            loss, grads = gradient(batch, keywords)
+        finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
+        run, rows, given = gradient, batch, keywords
+        if per_example:
+            from tsunax._step.per_example import apart
+
+            run, rows, given = apart(gradient, batch, keywords, per_example, finish, accumulate)
+            finish = lambda grads: grads
+        square = _square_of(state) if noise_scale else None
+        if accumulate == 1 or per_example is True:
+            loss, grads = run(rows, given)
+        elif whole:
+            from tsunax._core.cpu.convolutions import fast
+
+            loss, grads = fast(lambda: run(rows, given))()  # it has loops
         else:
-            from tsunax._step.row_mixing import warn_of_mixed_rows
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), parts[1])
-            warn_of_mixed_rows(objective, parts[0], batch, keywords, accumulate, name)
+            loss, grads = of_all(run, accumulate, rows, given, base(state), parts[1], square=square)
+        if accumulate > 1 or per_example:
+            from tsunax._step.row_mixing import warn_of_mixed_rows
+
+            of_embed = {"fn": dataclasses.replace(fn, fn=whole.mean_embedding)} if whole else {}
+            looked_at, n = (
+                functools.partial(objective, **of_embed),
+                0 if per_example else accumulate,
+            )
+            warn_of_mixed_rows(looked_at, parts[0], batch, keywords, name, n, bool(whole))
         if axes:
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
-        return loss, trees.conjugated(_unscaled(state, grads))
+        grads = finish(grads)
+        if square is not None:
+            loss = _with_noise_scale(state, loss, square(grads))
+        return loss, grads
 
     return f
 
@@ -122,6 +161,39 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
         return grads
     unscale = lambda g: g.astype(trees.wide_dtype(g)) / scale.scale
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
+
+
+def _stacked_over(axes: tuple[str, ...], where: str) -> WrongTypeError:
+    fix = "Give a function of the gradient of one row, or axis_name=() and take no mean."
+    got, expected = f"True over axis {axes!r}", "gradients with a mean"
+    return WrongTypeError("per_example", where, got, expected, fix)
+
+
+def _square_of(state: TrainState) -> Function:
+    """The squared norm of a gradient, in float32, over what is not frozen."""
+    flags: Any = None
+    if state.frozen is not None:
+        from tsunax._step.frozen_leaves import thawed_flags
+
+        flags = thawed_flags(state)
+
+    def square(grads: PyTree) -> jax.Array:
+        squares = guard.square_sums(grads)
+        if flags is not None:
+            squares = [jnp.where(on, x, 0) for on, x in zip(flags, squares, strict=True)]
+        return jnp.float32(sum(squares))
+
+    return square
+
+
+def _with_noise_scale(state: TrainState, loss: Loss, square: jax.Array) -> Loss:
+    from tsunax.microbatches import NoiseScale
+
+    squares, count = loss.noise_scale
+    if state.loss_scale is not None:
+        squares = squares / state.loss_scale.scale**2
+    noise_scale = NoiseScale.of(squares, count, loss.weight, square)
+    return dataclasses.replace(loss, noise_scale=noise_scale)
 
 
 def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:

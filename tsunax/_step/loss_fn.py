@@ -44,14 +44,16 @@ class LossFn:
     takes_any: bool
 
     @classmethod
-    def of(cls, fn: Any, where: str = "train_step()") -> LossFn:
-        expected = "a function loss_fn(params, batch, ...)"
+    def of(
+        cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
+    ) -> LossFn:
+        name, expected = form.partition("(")[0], f"a function {form}"
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError("loss_fn", where, got, expected)
+            raise WrongTypeError(name, where, got, expected)
         if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
             got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
-            raise WrongTypeError("loss_fn", where, got, expected, fix)
+            raise WrongTypeError(name, where, got, expected, fix)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -63,7 +65,7 @@ class LossFn:
         if are_exchanged or (len(positional) < 2 and not starred):
             got = trees.describe_call(fn)
             fix = f"After these two it may name {', '.join(_OFFERED)}."
-            raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
+            raise LossError("signature", where, f"{got:.120}", form, fix)
         rest = positional[2:] + of_kind("KEYWORD_ONLY")
         optional = frozenset(p.name for p in rest if p.default is not p.empty)
         return cls(fn, tuple(p.name for p in rest), optional, bool(of_kind("VAR_KEYWORD")))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import checks, trees
 from tsunax._core.source_lines import LIBRARIES, OURS
 from tsunax.errors import LossError, WrongTypeError, unknown
 from tsunax.loss import Loss
@@ -29,6 +29,26 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
         return LossError(what, "loss_fn", "a state without one", "one", fix)
     fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
+
+
+def check_options(
+    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any
+) -> None:
+    """Raise WrongTypeError for `per_example` and `noise_scale` that are none, or do not go together."""
+    is_function = callable(per_example) and not isinstance(per_example, type)
+    if not (is_function or isinstance(per_example, bool)):
+        expected = "True, or a function of the gradient of one row"
+        raise WrongTypeError("per_example", where, trees.describe(per_example), expected)
+    checks.check_flags(where, noise_scale=noise_scale)
+    if whole and (per_example or noise_scale):
+        what = "per_example" if per_example else "noise_scale"
+        fix = "The loss of the whole batch has one gradient, none of parts of it."
+        raise WrongTypeError(what, where, "a whole_batch loss", "a mean over rows", fix)
+    if noise_scale and (accumulate < 2 or per_example):
+        got = "per_example beside it" if per_example else f"accumulate={accumulate}"
+        expected = "accumulate=2 or more, and no per_example"
+        fix = "It compares the gradients of micro-batches."
+        raise WrongTypeError("noise_scale", where, got, expected, fix)
 
 
 A_STEP = "a function (state, batch) -> (state, info)"

@@ -71,8 +71,10 @@ _KINDS = {
 }
 _FIXES = {
     "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
-    "whole batch does. Use accumulate=1, with remat= if memory is short, or give the loss the other "
-    "rows as an extra argument.",
+    "whole batch does. Give it in two parts, ts.losses.whole_batch(embed, loss), or give the loss the "
+    "other rows as an extra argument.",
+    "alone": "Each row is alone in its gradient, so that this is another loss than that of the batch.",
+    "embed": "Each of the {n} micro-batches has only its own rows: do it in loss(embeddings, batch).",
     "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
     "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
     "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
@@ -96,19 +98,29 @@ _OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
 _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
 
 
-def warn_of_mixed_rows(objective: Callable, params, batch, keywords, n: int, name: str) -> None:
-    """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows."""
+def warn_of_mixed_rows(
+    objective: Callable, params, batch, keywords, name: str, n: int = 0, in_embed: bool = False
+) -> None:
+    """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows.
+
+    It is computed in n micro-batches, 0: row by row; `in_embed`: as the first part of a whole_batch.
+    """
     try:
         found = mixing(objective, params, batch, keywords)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # of a jax to come
         found = None
-    if found is not None:
-        line, text = source_line((found.source,))
-        got = f"a loss that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-        fix = _FIXES.get(found.kind, _FIXES[""]).format(n=n)
-        where = f"{name}, {line}" if line else name
-        expected = f"a mean over rows under accumulate={n}"
-        warn(message("loss", where, got, expected, fix))
+    kind = "embed" if in_embed else "" if n else "alone"
+    if found is None or (kind and found.kind in ("sums", "beside")):
+        return
+    line, text = source_line((found.source,))
+    what, form = ("embed", "rows that are apart") if in_embed else ("loss", "a mean over rows")
+    got = (
+        f"{'one' if in_embed else 'a loss'} that {_KINDS[found.kind]} (`{text or found.primitive}`)"
+    )
+    fix = (_FIXES[kind] if kind else _FIXES.get(found.kind, _FIXES[""])).format(n=n)
+    where = f"{name}, {line}" if line else name
+    expected = f"{form} under {f'accumulate={n}' if n else 'per_example'}"
+    warn(message(what, where, got, expected, fix))
 
 
 def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixing | None:

@@ -59,7 +59,7 @@ def without_overwritten(
     Gradients replace flax's fp8 scales and amax histories: no rule is given those.
     """
     pairs = zip(trees.paths(params), flags, strict=True)
-    found = tuple(on and "_overwrite_with_gradient" in trees.names(path) for path, on in pairs)
+    found = tuple(on and trees.is_overwritten(path) for path, on in pairs)
     if not any(found):
         return flags, None
     flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
@@ -96,7 +96,8 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
     Averaging rules start from the params themselves: such leaves are copied, because a buffer that
-    is donated twice is an error. An exception of `init` becomes the cause of a RuleError.
+    is donated twice is an error. So are keys, which a rule may hold for another setup. An exception
+    of `init` becomes the cause of a RuleError.
     """
     try:
         opt_state = rule.init(trained)
@@ -110,7 +111,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     def fresh(x):
         if trees.is_traced(x):
             return x
-        if id(x) in seen:
+        if id(x) in seen or trees.is_key(x) or trees.dtype_of(x) == np.uint32:
             x = trees.own(x)
         seen.add(id(x))
         return trees.strong(x)

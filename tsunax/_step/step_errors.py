@@ -6,6 +6,7 @@ A step that succeeds does not run this file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 from tsunax import guard, losses
 from tsunax._core import checks, trees
 from tsunax._step import members
-from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.errors import NonFiniteError, StateError, TsunaxError, WrongTypeError
@@ -127,7 +127,7 @@ def _again(step) -> Any:
         _, grads = step.gradient(state, batch, **extra)
         if step.accumulate == 1:
             return grads, None
-        dropping = gradient_of(step.loss_fn, step.accumulate, step.remat, "drop", "train_step()")
+        dropping = dataclasses.replace(step, on_nonfinite="drop").gradient
         return grads, dropping(state, batch, **extra)[0].dropped
 
     return jax.jit(look)

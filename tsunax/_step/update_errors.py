@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,11 +37,34 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     return StateError("gradient", where, got, expected)
 
 
-def other_shape(updates: Any, i: int, p: Any) -> RuleError:
+def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
     """The error for a rule whose update of a parameter has another shape."""
     where, u = list(trees.leaves_at("params", updates))[i]
     got, fix = f"shape {np.shape(u)}", "The rule changes it."
+    if of_rows and np.shape(u)[1:] == np.shape(p):
+        fix = "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
+        fix += "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
     return RuleError("update", where, got, f"{np.shape(p)}", fix)
+
+
+def without_rows(update: Any, params: Any) -> RuleError | None:
+    """The error for gradients without the axis of rows that a rule asks for; None for others."""
+    if not inspecting.takes_rows(update, params):
+        return None
+    got, expected = "that of the batch", "one for each row, which this rule asks for"
+    fix = "Give train_step(loss_fn, per_example=True), or value_and_grad(..., per_example=True)."
+    return RuleError("gradient", "update()", got, expected, fix)
+
+
+def check_no_rows(new: Any, old: Any) -> None:
+    """Raise RuleError for a rule that adds gradients of rows to its state, as in `accumulate`."""
+    for (where, x), y in zip(trees.leaves_at("opt_state", new), jax.tree.leaves(old), strict=False):
+        if np.shape(x) != np.shape(y):
+            fix = (
+                "Put the rule that takes gradients of rows first: chain(that one, accumulate(...))."
+            )
+            got = f"shape {np.shape(x)}"
+            raise RuleError("optimizer state", where, got, f"{np.shape(y)}", fix)
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:

@@ -23,7 +23,6 @@ from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, place_state
 from tsunax.state import TrainState, check_state, trained_part
-from tsunax.step import gradient_of
 
 __all__ = ["ReplayReport", "replay"]
 
@@ -95,7 +94,7 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)
     given = state, batch, extra
-    gradient = gradient_of(step.loss_fn, step.accumulate, step.remat, "skip", where, step.axis_name)
+    gradient = dataclasses.replace(step, on_nonfinite="skip").gradient
 
     def look(state, batch, extra):
         loss, grads = gradient(state, batch, **extra)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import PyTree, trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.live_factory import LiveFactory
@@ -66,6 +66,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
+    if takes_rows(lambda grads: _traced(rule, params, grads), params):
+        return
     if complex_ and not isinstance(cause, TsunaxError):
         where, leaf = complex_[0]
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
@@ -77,16 +79,34 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
 
-def _traced(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> tuple[Any, Any, Any]:
+def takes_rows(update: Function, params: PyTree) -> bool:
+    """Whether `update(grads)` makes updates like params of the gradients of rows.
+
+    It returns the state before, updates, and the state after.
+    `optax.contrib.differentially_private_aggregate` does so.
+    """
+    rows = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
+    try:
+        before, updates, after = jax.eval_shape(update, rows)
+        return not (_unlike(updates, params, "updates") or _unlike(after, before, "opt_state"))
+    except Exception:
+        return False
+
+
+def _traced(
+    rule: optax.GradientTransformationExtraArgs, params: PyTree, grads: PyTree = None
+) -> tuple[Any, Any, Any]:
     """The shapes of the state before an update, of the updates, and of the state after it."""
     wide = lambda x: x.astype(trees.wide_dtype(x))
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
+    given = lambda p, step, x: dict(step=step, weight=x, value=x, grad=p, **extra)
+    run = lambda g, s, p, step, x: rule.update(g, s, p, **given(p, step, x))
     numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     before = jax.eval_shape(rule.init, params)
-    return before, *jax.eval_shape(run, params, before, *numbers)
+    grads = params if grads is None else grads
+    return before, *jax.eval_shape(run, grads, before, params, *numbers)
 
 
 _IN_OPTAX = (

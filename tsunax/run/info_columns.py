@@ -74,6 +74,8 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     if isinstance(infos, StepInfo):
         names = "loss grad_norm update_norm loss_scale dropped weight".split()
         found = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
+        noise = {} if infos.noise_scale is None else infos.noise_scale._asdict()
+        found |= {f"noise_scale/{name}": x for name, x in noise.items()}
     elif isinstance(infos, Mapping):
         found = {}
         for name, part in infos.items():

@@ -1,0 +1,153 @@
+"""A loss of the whole batch in two parts: `embed`, which works row by row, and `loss`.
+
+Under `accumulate=n` the embeddings are computed in micro-batches that store no activations; the
+gradient computes those of one micro-batch after the other again (gradient caching,
+arXiv:2101.06983). That is a checkpoint in a scan: for the rest of a step it is one loss function
+like any other, of one batch.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax._core import Extra, Function, PyTree, trees
+from tsunax._step.loss_fn import LossFn
+from tsunax.errors import LossError
+from tsunax.loss import Loss, check_model_state, check_scalar, rows_of
+from tsunax.microbatches import check_rows, in_turn
+
+_LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batches with their index
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What `losses.whole_batch` returns: a loss function `(params, batch, ...)`.
+
+    It compares by value.
+    """
+
+    embed: Function
+    loss: Function
+
+    def __post_init__(self) -> None:
+        parts, kinds = (self._embed, self._loss), inspect.Parameter
+        first = next(iter(inspect.signature(self.loss).parameters))
+        if first == "params" or any(part.names.count("batch") for part in parts):
+            got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
+            fix = "After these two, both may name what a loss function may; loss may name params."
+            expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
+            raise LossError("signatures", "whole_batch()", got, expected, fix)
+        named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
+        needed = {name for part in parts for name in part.names if name not in part.optional}
+        default = lambda name: kinds.empty if name in needed else None
+        given = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
+        given += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
+        given += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
+        # what a step asks of a loss function
+        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(given))
+
+    @functools.cached_property
+    def _embed(self) -> LossFn:
+        return LossFn.of(self.embed, "whole_batch()", "embed(params, rows, ...)")
+
+    @functools.cached_property
+    def _loss(self) -> LossFn:
+        return LossFn.of(self.loss, "whole_batch()", "loss(embeddings, batch, ...)")
+
+    def __call__(self, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
+        return self.in_micro_batches(1)(params, batch, **keywords)
+
+    def in_micro_batches(self, n: int) -> Function:
+        """The same loss function, with the memory of one of n micro-batches."""
+        return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
+
+    def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
+        """A mean over rows, unless `embed` mixes them."""
+        state, out = self._embedded(params, batch, _named(self._embed, keywords))
+        means = [jnp.mean(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
+        mean = sum(map(jnp.real, means), jnp.float32(0))
+        return Loss(mean, mean_value=mean, model_state=state)
+
+    def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
+        embedded = self._embedded if n == 1 else functools.partial(self._in_turn, n)
+        state, embeddings = embedded(params, batch, _named(self._embed, keywords))
+        given = _named(self._loss, keywords | {"params": params})
+        if "key" in given:
+            given["key"] = jax.random.fold_in(given["key"], _LOSS)
+        if state is None:
+            return self.loss(embeddings, batch, **given)
+        out = self.loss(embeddings, batch, **given | _named(self._loss, {"model_state": state}))
+        if not isinstance(out, Loss):
+            check_scalar("result", "loss_fn", out)
+            out = Loss(out, mean_value=out)
+        return out._with(model_state=state) if out.model_state is None else out
+
+    def _in_turn(self, n: int, params: PyTree, batch: PyTree, keywords: Extra) -> tuple[Any, Any]:
+        """The model state after the last micro-batch, and the embeddings of all rows.
+
+        Gradients are summed in float32, those of leaves that they replace by their maximum.
+        """
+        check_rows(batch)
+        of_rows = {name: x for name, x in keywords.items() if name == "mask"}
+        wide = _each(params, lambda x: _copies(x, n), _wide)
+
+        def part(state: PyTree, rows: Any, i: Any) -> tuple[Any, Any]:
+            given = keywords | rows[1] | ({} if state is None else {"model_state": state})
+            if "key" in given:
+                given["key"] = jax.random.fold_in(given["key"], i)
+            own = trees.cast_like(_each(wide, lambda x: x[i], lambda x: x), params)
+            new, embeddings = self._embedded(own, rows[0], given)
+            return jax.lax.stop_gradient(trees.cast_like(new, state)), embeddings
+
+        part = jax.checkpoint(part, prevent_cse=False)
+        return in_turn(part, n, keywords.get("model_state"), (batch, of_rows))
+
+    def _embedded(self, params: PyTree, rows: PyTree, keywords: Extra) -> tuple[Any, Any]:
+        """The new model state, None if it names none, and the embeddings of these rows."""
+        state, out, n = None, self.embed(params, rows, **keywords), rows_of(rows)
+        if "model_state" in keywords:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                expected = "(embeddings, model_state), because embed names model_state"
+                raise LossError("result", "embed", trees.describe(out), expected)
+            out, state = out
+            check_model_state(state, keywords["model_state"])
+        leaves = list(trees.leaves_at("embeddings", out))
+        for where, x in leaves or [("embeddings", out)]:
+            if not leaves or jnp.shape(x)[:1] != (n,):
+                expected = f"an array with a first axis of the {n} rows given to embed"
+                fix = "What all rows share, such as a temperature, belongs into loss: it may name params."
+                raise LossError("leaf", where, trees.describe(x), expected, fix)
+        return state, out
+
+
+def _named(part: LossFn, keywords: Extra) -> Extra:
+    """The keywords that one of the two functions is given."""
+    if part.takes_any:
+        return dict(keywords)
+    return {name: x for name, x in keywords.items() if name in part.names}
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(trees.wide_dtype(x)) if trees.is_inexact(x) else x
+
+
+def _each(params: PyTree, overwritten: Function, other: Function) -> PyTree:
+    one = lambda path, x: (overwritten if trees.is_overwritten(path) else other)(x)
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(x: jax.Array, n: int) -> jax.Array:
+    """n copies of a leaf whose gradient is its next value: the next one is their maximum."""
+    return jnp.broadcast_to(x, (n, *jnp.shape(x)))
+
+
+_copies.defvjp(lambda x, n: (_copies(x, n), None), lambda n, _, new: (new.max(0),))
