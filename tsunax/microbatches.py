@@ -33,6 +33,8 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     number of them.
     """
     named = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not named and mask is None:  # n draws of a loss function that takes a key and no batch
+        return batch, None
     for path, leaf in named:
         if not np.shape(leaf):
             fix = (

@@ -11,8 +11,9 @@ by place.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tsunax._step.members import members_of
 from tsunax._step.roles import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
-from tsunax.errors import StateError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
@@ -35,10 +36,12 @@ from tsunax.rules.combining import PartitionState
 from tsunax.rules.cuts import recut as recut_numbers
 from tsunax.rules.owners import owners_of
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
+from tsunax.states import States
 
 __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
+_State = TypeVar("_State", bound=TrainState | States)
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class _Slot(NamedTuple):
 
 
 def migrate(
-    state: TrainState,
-    rule: optax.GradientTransformation,
+    state: _State,
+    rule: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
     *,
     params: PyTree = KEEP,
     trainable: Where = KEEP,
@@ -100,7 +103,7 @@ def migrate(
     loss_scale: ArrayLike | LossScale | str | None = KEEP,
     model_state: PyTree = KEEP,
     key: Maybe = KEEP,
-) -> tuple[TrainState, Report]:
+) -> tuple[_State, Report]:
     """The state under another rule, and a report of kept, new and dropped arrays.
 
     Options that are not given stay as they were. Arrays are matched by their field, the name of
@@ -130,6 +133,22 @@ def migrate(
     (1, 1.0)
     """
     where = "migrate()"
+    if isinstance(state, States):
+        first = next(iter(state.members))
+        if not isinstance(rule, Mapping) or not rule:
+            got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
+            raise WrongTypeError("rule", where, got, "a rule by member", fix)
+        options: dict[str, Any] = {"params": params, "trainable": trainable, "ema": ema}
+        options |= {"precision": precision, "loss_scale": loss_scale}
+        options |= {"model_state": model_state, "key": key}
+        at = {name: state.member_at(name, where)[0] for name in rule}
+        found = {name: migrate(state.members[at[name]], rule[name], **options) for name in rule}
+        named = lambda name, kind: [f"{name}/{x}" for x in getattr(found[name][1], kind)]
+        kinds = (field.name for field in dataclasses.fields(Report))
+        parts = (tuple(x for name in found for x in named(name, kind)) for kind in kinds)
+        new = state.replace(**{name: member for name, (member, _) in found.items()})
+        return cast(_State, new), Report(*parts)
+    assert not isinstance(rule, Mapping)
     check_state(state, where)
     if members_of(state) is not None:
         fix = "Each alone: ts.populations.member(runs, i)."

@@ -27,6 +27,8 @@ from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, joined
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
+# a loss function whose first argument after params is one of these takes no batch
+_OF_THE_STATE = frozenset({"key", "model_state", "step", "ema"})
 # what the step gives to loss_fn or to the rule itself: no name for what a user gives
 _TAKEN = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
@@ -42,6 +44,7 @@ class LossFn:
     names: tuple[str, ...]
     optional: frozenset[str]
     takes_any: bool
+    takes_batch: bool = True  # `loss_fn(params, key)` draws its own
 
     @classmethod
     def of(cls, fn: Any, where: str = "train_step()") -> LossFn:
@@ -63,16 +66,19 @@ class LossFn:
         ]
         starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
         are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
-        if are_exchanged or (len(positional) < 2 and not starred):
+        rest = positional[1:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        takes_batch = starred or not rest or rest[0].name not in _OF_THE_STATE
+        if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
             got = trees.describe_call(fn)
             fix = f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
-        rest = positional[2:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        rest = rest[takes_batch and len(positional) > 1 :]
         return cls(
             fn,
             tuple(p.name for p in rest),
             frozenset(p.name for p in rest if p.default is not kinds.empty),
             any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+            takes_batch,
         )
 
     def keywords(
@@ -123,8 +129,11 @@ class LossFn:
         keywords = jax.tree.map(lambda x: x, keywords)
         if isinstance(mask, np.ndarray):
             keywords["mask"] = jnp.asarray(mask)
+        if not self.takes_batch and jax.tree.leaves(batch):
+            got, fix = "a batch", "Let it take one, loss_fn(params, batch, ...); or give None."
+            raise LossError("batch", trees.describe_call(self.fn), got, "none", fix)
         try:
-            out = self.fn(params, batch, **keywords)
+            out = self.fn(params, *[batch][: self.takes_batch], **keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
                 error.add_note(_explaining().note(self.fn, batch, error))

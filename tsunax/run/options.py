@@ -22,9 +22,14 @@ from tsunax.state import TrainState, check_state
 class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
-    def __init__(self, where: str, steps: int | None, epochs: int | None) -> None:
+    def __init__(
+        self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
+    ) -> None:
         given = {"steps": steps, "epochs": epochs}
         check_whole(where, **{name: x for name, x in given.items() if x is not None})
+        if not has_data and steps is None:
+            got = "no data" if epochs is None else f"epochs={epochs} without data"
+            raise WrongTypeError("goal", where, got, "steps=, if there are no data")
         if (steps is None) == (epochs is None):
             both = f"steps={steps} and epochs={epochs}"
             got = "neither steps nor epochs" if steps is None else both
