@@ -90,7 +90,6 @@ def test_it_is_a_pytree_with_readable_paths_that_prints_copies_and_pickles():
         assert jax.tree.structure(same) == jax.tree.structure(run)
         assert_trees_equal(same.critic.params, run.critic.params)
     assert jax.jit(lambda run: run)(run).members.keys() == run.members.keys() == {"generator": 0, "critic": 0}.keys()
-    assert "donated" in repr(jax.jit(lambda run: (repr(run), run)[1], donate_argnums=0)(run)) or True
 
 
 def test_a_key_that_two_members_share_is_copied_so_that_both_can_be_donated():
@@ -194,7 +193,7 @@ def test_sharded_over_devices_it_is_as_on_one():
     mesh = ts.mesh(fsdp=2)
     rules = {"carry/**": jax.sharding.PartitionSpec("data"), "generator/**": None}
     many = ts.shard(wide(), mesh, rules)
-    assert many.carry["buffer"].sharding.spec == jax.sharding.PartitionSpec("data")
+    assert many.carry["buffer"].sharding.spec[0] == "data"
     assert many.critic.opt_state[0].mu["v"].sharding.spec == many.critic.params["v"].sharding.spec
     assert "fsdp" in str(many.critic.params["v"].sharding.spec)
     made = ts.shard(wide, mesh, rules)
@@ -233,7 +232,7 @@ def test_adjust_freeze_and_thaw_begin_with_the_member_and_compile_nothing():
     with count_compiles() as counts:
         run = ts.freeze(ts.adjust(run, "critic", learning_rate=0.2), "critic/w")
         before = run.critic.params["w"] + 0
-        run, infos = ts.loop.run_steps(step, run, X.reshape(4, 16, 3))
+        run, _ = ts.loop.run_steps(step, run, X.reshape(4, 16, 3))
     assert "train_steps" not in counts.traced
     assert ts.hyperparams(run)["critic/learning_rate"] == 0.2
     assert_trees_equal(run.critic.params["w"], before)
@@ -247,7 +246,7 @@ def test_a_callback_may_adjust_a_member_or_replace_it():
         state = ts.adjust(run.state, "critic", learning_rate=0.05)
         return state.replace(generator=ts.freeze(state.generator, "w"))
 
-    run, history = fits(gan(), 6, callbacks=ts.callbacks.every(3, change), log_every=1)
+    _, history = fits(gan(), 6, callbacks=ts.callbacks.every(3, change), log_every=1)
     assert history["critic/learning_rate"].tolist() == [0.1] * 3 + [0.05] * 3
     assert history.names.count("generator/learning_rate") == 1
     np.testing.assert_allclose(history["generator/learning_rate"], [RATE(i) for i in range(6)], 1e-6)
@@ -337,7 +336,7 @@ def test_a_cadence_is_a_scan_of_ones_own():
             c, info = critic_step(c, x, generator=run.generator.params)
             return c, info
 
-        c, infos = jax.lax.scan(critic, run.critic, jnp.split(x, 4) and x.reshape(4, 4, 3))
+        c, infos = jax.lax.scan(critic, run.critic, x.reshape(4, 4, 3))
         g, g_info = generator_step(run.generator, x, critic=c.params)
         last = jax.tree.map(lambda x: x[-1], infos)
         return run.advance(generator=g, critic=c), {"generator": g_info, "critic": last}
@@ -366,29 +365,29 @@ STATE = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
 REFUSED = {
     "empty": (lambda: ts.States(), StateError, "got none, expected a training state by name"),
     "only a carry": (lambda: ts.States(carry=jnp.ones(2)), StateError, "got none"),
-    "no state": (lambda: ts.States(a=jnp.ones(2)), WrongTypeError, "member 'a' at States(): got float32[2], expected a TrainState"),
+    "no state": (lambda: ts.States(a=jnp.ones(2)), WrongTypeError, "'a' at States(): got float32[2], expected a TrainState"),
     "a pair": (lambda: ts.States(a=(STATE(), 1)), WrongTypeError, "A step returns two things"),
-    "a slash": (lambda: ts.States(**{"a/b": STATE()}), StateError, "got 'a/b', expected a name that can be an attribute"),
+    "a slash": (lambda: ts.States(**{"a/b": STATE()}), StateError, "got 'a/b', expected a name that can be"),
     "a taken name": (lambda: ts.States(step=STATE()), StateError, "got 'step'"),
     "one twice": (lambda: (lambda s: ts.States(a=s, b=s))(STATE()), StateError, "one state for 'a' and 'b'"),
-    "sizes": (lambda: ts.States(a=STATE(), b=ts.population(lambda key: STATE(), 2)), StateError, "populations of one size"),
+    "sizes": (lambda: ts.States(a=STATE(), b=ts.population(lambda key: STATE(), 2)), StateError, "of one size"),
     "unknown": (lambda: gan().critc, AttributeError, "Did you mean 'critic'?"),
     "assigned": (lambda: setattr(gan(), "critic", 1), AttributeError, "run.replace(critic=...)"),
-    "replaced": (lambda: gan().replace(critc=STATE()), StateError, "member at replace(): got 'critc', expected one of generator, critic, carry"),
+    "replaced": (lambda: gan().replace(critc=STATE()), StateError, "expected one of generator, critic, carry"),
     "advanced": (lambda: gan().advance(critic=3), WrongTypeError, "member 'critic' at advance(): got 3 (int)"),
-    "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), HyperparameterError, "Say whose: ts.adjust(run, 'generator', ...)"),
+    "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), HyperparameterError, "ts.adjust(run, 'generator', ...)"),
     "of nobody": (lambda: ts.adjust(gan(), "head", learning_rate=0.1), StateError, "expected one of generator, critic"),
     "frozen": (lambda: ts.freeze(gan(), ["w"]), StateError, "Give a member, or 'member/pattern'."),
     "averaged": (lambda: ts.averaged(gan()), WrongTypeError, "Give one of its members: run.generator."),
     "called": (lambda: critic_step(gan(), X), WrongTypeError, "Give one of its members"),
     "migrated": (lambda: ts.migrate(gan(), ts.rules.sgd(0.1)), WrongTypeError, "ts.migrate(run, {'generator': rule})"),
-    "described": (lambda: ts.describe(critic_step, gan(), X), WrongTypeError, "expected the function (run, batch) -> (run, info)"),
+    "described": (lambda: ts.describe(critic_step, gan(), X), WrongTypeError, "the function (run, batch) -> (run, info)"),
     "not counted": (lambda: fits(gan(), step=lambda run, x: (run, {})), StateError, "return run.advance(...), info"),
-    "counted twice": (lambda: fits(gan(), step=lambda run, x: (run.advance().advance(), {})), StateError, "one run.advance() a call"),
-    "a member": (lambda: fits(gan(), step=lambda run, x: (run.critic, {})), StateError, "got TrainState, expected a run"),
-    "epochs of nothing": (lambda: ts.fit(own_draw, STATE(), epochs=3), WrongTypeError, "epochs=3 without data, expected steps="),
+    "counted twice": (lambda: fits(gan(), step=lambda run, x: (run.advance().advance(), {})), StateError, "one run.advance()"),
+    "a member": (lambda: fits(gan(), step=lambda run, x: (run.critic, {})), StateError, "expected a run"),
+    "epochs of nothing": (lambda: ts.fit(own_draw, STATE(), epochs=3), WrongTypeError, "expected steps="),
     "no goal": (lambda: ts.fit(own_draw, STATE()), WrongTypeError, "got no data, expected steps="),
-    "a batch for none": (lambda: own_draw(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, key=0), X), LossError, "got a batch, expected none"),
+    "a batch for none": (lambda: own_draw(drawing(), X), LossError, "got a batch, expected none"),
 }  # fmt: skip
 
 
@@ -416,7 +415,7 @@ def drawing(**options):
 
 def test_a_loss_that_takes_a_key_and_no_batch_needs_no_data():
     state = drawing()
-    for i in range(20):
+    for _ in range(20):
         state, info = own_draw(state)
     plain = {"w": jnp.ones(2)}
     grad = jax.jit(jax.grad(draws))
@@ -429,7 +428,7 @@ def test_a_loss_that_takes_a_key_and_no_batch_needs_no_data():
     np.testing.assert_allclose(fitted.params["w"], plain["w"], 1e-6)
     assert history["step"].tolist() == [1, 10, 20]
     # n draws of a call
-    parted, info = ts.train_step(draws, accumulate=4)(drawing())
+    _, info = ts.train_step(draws, accumulate=4)(drawing())
     keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), i) for i in range(4)]
     np.testing.assert_allclose(info.loss, np.mean([draws({"w": jnp.ones(2)}, key) for key in keys]), 1e-6)
 
@@ -466,7 +465,7 @@ def test_what_lives_beside_the_state_is_carried_saved_and_resumed(tmp_path):
     ts.fit(walked, walking(), steps=17, progress=False, checkpoint=checkpoints)
     again, _ = ts.fit(
         walked, walking(), steps=30, progress=False, checkpoint=checkpoints,
-        evaluate=lambda run: seen.append(int(run.step)) or {"far": float(jnp.max(run.carry["place"]))}, evaluate_every=10,
+        evaluate=lambda run: seen.append(int(run.step)) or {"far": jnp.max(run.carry["place"])}, evaluate_every=10,
     )  # fmt: skip
     assert_trees_equal(again, run)
     assert seen == [20, 30] and checkpoints.steps() == [25, 30]

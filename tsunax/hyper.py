@@ -103,7 +103,9 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     for given, x in values.items():
         if "/" not in given:
             fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            raise HyperparameterError(unknown("hyperparameter", "adjust()", given, hyperparams(run), fix))
+            raise HyperparameterError(
+                unknown("hyperparameter", "adjust()", given, hyperparams(run), fix)
+            )
         name, inside = run.member_at(given, "adjust()")
         of.setdefault(name, {})[inside] = x
     return run.replace(**{name: adjust(run.members[name], **x) for name, x in of.items()})

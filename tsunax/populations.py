@@ -35,9 +35,7 @@ _State = TypeVar("_State", bound=TrainState | States)
 __all__ = ["each", "member", "population", "select"]
 
 
-def population(
-    make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **values: Any
-) -> _State:
+def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **values: Any) -> _State:
     """A state of n members: `make(key, **values)` for each, with its key and its entry of `values`.
 
     Args:
@@ -72,13 +70,13 @@ def population(
     if one is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
     keys = jax.random.split(one, n)
-    runs = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
+    runs: Any = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...)."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
-    return runs
+    return runs  # pyright: ignore[reportReturnType]
 
 
 def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> Any:

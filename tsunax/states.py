@@ -181,7 +181,7 @@ class States:
             raise StateError(unknown("member", by, shown, self.members, fix))
         return name, inside or "**"
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[GetAttrKey, Any]], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         """The clock, the carry and each member, by name; called by JAX."""
         parts = {"clock": self.clock, "tally": self.tally, "carry": self.carry, **self.members}
         return [(GetAttrKey(name), x) for name, x in parts.items()], tuple(self.members)
@@ -189,7 +189,8 @@ class States:
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> States:
         """The inverse; called by JAX."""
-        return _made(*parts[:3], dict(zip(names, parts[3:], strict=True)))
+        clock, tally, carry, *members = parts
+        return _made(clock, tally, carry, dict(zip(names, members, strict=True)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.clock, self.tally, self.carry, dict(self.members))
@@ -284,6 +285,6 @@ def assemble_any(kind: Any, moving: PyTree, still: PyTree) -> Any:
         return moving
     if isinstance(kind[0], type):
         return assemble(kind, moving, still)
-    *rest, parts = moving
+    clock, tally, carry, parts = moving
     rows = zip(kind, parts, still, strict=True)
-    return _made(*rest, {k[0]: assemble(k[1:], new, old) for k, new, old in rows})
+    return _made(clock, tally, carry, {k[0]: assemble(k[1:], new, old) for k, new, old in rows})

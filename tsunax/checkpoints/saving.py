@@ -184,7 +184,7 @@ class Checkpoints:
         """Copy `state` to the host and write it in the background.
 
         Later changes and donations of `state` do not change what is saved. The step is the state's
-        own, of `States` that of the run, of the first TrainState in another tree; a tree without one needs `step=`. A step
+        own, of the first TrainState in a tree of several; a tree without one needs `step=`. A step
         that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings,
         arrays, and lists, tuples and dicts of them. Waits for the save before it, if that is not
         done.

@@ -201,7 +201,9 @@ class _Choice:
         carry = {"carry": state.carry} if jax.tree.leaves(state.carry) else {}
         parts = carry | {name: s.params for name, s in state.members.items()}
         specs = iter(self.of_params(parts))  # one tree, so that a pattern may match several
-        found = {name: [next(specs) for _ in jax.tree.leaves(parts[name])] for name in sorted(parts)}
+        found = {
+            name: [next(specs) for _ in jax.tree.leaves(parts[name])] for name in sorted(parts)
+        }
         whole = [P()] * 2  # clock and tally
         members = (self.of_state(s, found[name]) for name, s in state.members.items())
         return sum(members, whole + found.get("carry", []))

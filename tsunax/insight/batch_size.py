@@ -224,7 +224,7 @@ def _found(
     """The largest of these sizes that fits; with `whole`, the micro-batches that it is cut into."""
     state, example, extra = arguments
     checks.check_count(max_trials, where, "max_trials")
-    step = fused_loop.lowerable(step, state) if callable(step) else step
+    step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         got = trees.describe(margin)
         raise HyperparameterError("margin", where, got, "a number from 0 to below 1")

@@ -57,14 +57,7 @@ from tsunax.guard import leaves_apart
 from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
-from tsunax.states import (
-    COUNTED,
-    States,
-    assemble_any,
-    numbers_of,
-    split_any,
-    training_states,
-)
+from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
 from tsunax.step import StepInfo
 
 
@@ -391,9 +384,9 @@ def _check_same(old, new) -> None:
     checks.check_like("state", new, old, fix)
 
 
-def lowerable(step: Step, state: PyTree) -> Any:
+def lowerable(step: Any, state: PyTree) -> Any:
     """The step of a state, with `lower` and `trace`; one of `States`, as `fit` would call it."""
-    if not isinstance(state, States) or hasattr(step, "lower"):
+    if not isinstance(state, States) or not callable(step) or hasattr(step, "lower"):
         return step
 
     def call(state: PyTree, batch: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

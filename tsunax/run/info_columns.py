@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.errors import StateError
-from tsunax.rules.number_table import Numbers
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
 from tsunax.state import TrainState, donated

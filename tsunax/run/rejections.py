@@ -46,13 +46,16 @@ class Rejections:
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
         """What a call rejected: (name, state, info) of it, as far as the infos say whose they are."""
-        infos = info.info if isinstance(info, Told) else {"": info}
+        info = info.info if isinstance(info, Told) else info
+        infos = info if isinstance(self.run.state, States) else {"": info}
         if self.is_population or not isinstance(infos, Mapping):
             return []
         states = training_states(self.run.state).items()
         parts = [(at[:-1], s, infos.get(at[:-1])) for at, s in states]
-        is_bad = lambda x: isinstance(x, StepInfo) and np.ndim(x.verdict) == 0 and x.verdict
-        return [part for part in parts if is_bad(part[2]) and part[2].verdict > 0]
+        parts = [
+            (at, s, x) for at, s, x in parts if isinstance(x, StepInfo) and not np.ndim(x.verdict)
+        ]
+        return [part for part in parts if part[2].verdict is not None and part[2].verdict > 0]
 
     def note(
         self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
@@ -112,8 +115,7 @@ class Rejections:
         elif self.max_bad > 1:
             limit = f"the last of {self.max_bad} in a row, {limit}"
         known = self._is_known(run.info)
-        info = run.info if known else Told(run.info, np.zeros(4), {})
-        why = _why(self._rejected_parts(info)) or "not finite"
+        why = _why(self._rejected_parts(run.info)) or "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
