@@ -192,9 +192,6 @@ class States:
         clock, tally, carry, *members = parts
         return _made(clock, tally, carry, dict(zip(names, members, strict=True)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.clock, self.tally, self.carry, dict(self.members))
-
     def __repr__(self) -> str:
         concrete = trees.is_array(self.clock) and not trees.is_traced(self.clock)
         concrete = concrete and jnp.ndim(self.clock) == 1 and not trees.is_gone(self.clock)

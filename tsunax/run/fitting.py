@@ -279,7 +279,8 @@ class Fit:
         def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                found |= info_columns.scheduled(infos, state, at)
+                stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[at]))
+                found |= fused_loop.scheduled(infos, state, stack)
             return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)

@@ -39,6 +39,7 @@ import numpy as np
 from tsunax._core import (
     Device,
     Extra,
+    Function,
     PyTree,
     Scalar,
     Step,
@@ -318,20 +319,6 @@ def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
-def with_schedules(info: PyTree, state: PyTree) -> list[tuple[str, Numbers, Any]]:
-    """(prefix of names, numbers, steps) of infos whose state has scheduled hyperparameters.
-
-    Of a run those of the members that a dict of infos names.
-    """
-    parts = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
-    found = []
-    for at, numbers in numbers_of(state).items():
-        part = parts.get(at.removesuffix("/"))
-        if isinstance(part, StepInfo) and numbers is not None and numbers.scheduled:
-            found.append((at, numbers, part.step))
-    return found
-
-
 def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     """An info with the numbers of its state; of a run, those that a dict of infos names."""
     if isinstance(info, Told):
@@ -345,16 +332,32 @@ def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
 
+def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
+    """Columns of the hyperparameters that a schedule moves, in stacked infos, by `mapped(f, steps)`.
+
+    Of a run those of the members that a dict of infos names.
+    """
+    info = info.info if isinstance(info, Told) else info
+    parts = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
+    columns: dict[str, Any] = {}
+    for at, numbers in numbers_of(state).items():
+        part = parts.get(at.removesuffix("/"))
+        if not isinstance(part, StepInfo) or numbers is None or not numbers.scheduled:
+            continue
+        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
+            moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
+            columns |= dict(c for name, x in moved.items() for c in by_member(at + name, x))
+    return columns
+
+
+def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
+    held = numbers.named(None)
+    return {name: x for name, x in numbers.named(step).items() if name not in held}
+
+
 def _with_scheduled(infos: Infos, state: PyTree) -> Infos:
     """The infos with the scheduled hyperparameters of every step as further columns."""
-    columns: dict[str, jax.Array] = {}
-    for at, numbers, steps in with_schedules(infos.stacked(state), state):
-        held = numbers.named(None)
-        moving = lambda step, own=numbers, held=held: {
-            k: x for k, x in own.named(step).items() if k not in held
-        }
-        moved = jax.vmap(moving)(steps) if np.ndim(steps) == 1 + np.ndim(state.step) else {}
-        columns |= dict(column for name, x in moved.items() for column in by_member(at + name, x))
+    columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
     if not columns:
         return infos
     more = [x.astype(jnp.float32)[:, None] for x in columns.values()]

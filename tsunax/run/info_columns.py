@@ -115,23 +115,6 @@ def _still(state) -> dict[str, float]:
     return found
 
 
-def scheduled(infos: PyTree, state: PyTree, at: np.ndarray) -> dict[str, np.ndarray]:
-    """Those that one moves, for a few of the steps of these infos."""
-    infos = infos.info if isinstance(infos, fused_loop.Told) else infos
-    found: dict[str, np.ndarray] = {}
-    for prefix, numbers, steps in fused_loop.with_schedules(infos, state):
-        if np.ndim(steps) != 1 + np.ndim(state.step):
-            continue
-        held = numbers.named(None)
-        rows = [numbers.named(step) for step in np.asarray(steps)[at]]
-        names = [name for name in (rows[0] if rows else {}) if name not in held]
-        moved = {name: np.array([row[name] for row in rows]) for name in names}
-        found |= dict(
-            c for name, x in moved.items() for c in fused_loop.by_member(prefix + name, x)
-        )
-    return found
-
-
 def counts_of(state: TrainState | States) -> np.ndarray:
     """What the clock of a state holds, read once: int (4,), or (members, 4)."""
     if trees.is_gone(state.clock):
