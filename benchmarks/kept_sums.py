@@ -1,7 +1,7 @@
 """Gradients with and without sums of cotangents kept in memory: CPU seconds of a step and of its compilation.
 
 Both are the same jitted, donated step of plain JAX and optax (Adam): one of `value_and_grad`, one of
-`kept(value_and_grad)`.
+`keep_sums(value_and_grad)`.
 CPU seconds (all threads) and not the clock: the ratio is that of the work.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from tsunax._core.kept_sums import kept
+from tsunax._core.cpu.kept_sums import keep_sums
 
 from benchmarks._common import save, table
 
@@ -138,7 +138,7 @@ MODELS = {
 def measured(make, bursts=7):
     loss_fn, params, batch = make()
     rule, runs = optax.adam(1e-3), {}
-    for name, wrapper in {"plain": lambda f: f, "kept": kept}.items():
+    for name, wrapper in {"plain": lambda f: f, "kept": keep_sums}.items():
         gradient = wrapper(jax.value_and_grad(loss_fn))
 
         def step(params, state, batch, gradient=gradient):

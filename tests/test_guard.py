@@ -230,7 +230,7 @@ def test_a_spike_is_no_overflow():
 
 def test_the_verdict_is_the_first_place_of_all():
     """2 · place, + 1 for a NaN, in the order loss, norm, clock, reports."""
-    report = lambda *values: guard.Report(np.float32(values), tuple(f"value {v}" for v in values))
+    report = lambda *values: guard.RuleReport(np.float32(values), tuple(f"value {v}" for v in values))
     inf, nan = np.float32(np.inf), np.float32(np.nan)
     judge = jax.jit(guard.judge)
     for loss, norm, calls, reports, expected in (

@@ -14,9 +14,8 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
-from tsunax.devices import _preference, kinds
-from tsunax.devices.kinds import (
-    DeviceError,
+from tsunax.devices import (
+    _preference,
     device,
     device_info,
     device_of,
@@ -24,12 +23,13 @@ from tsunax.devices.kinds import (
     is_available,
     prefer,
     preferred,
+    selection,
     simulate,
     supported_devices,
     to_device,
     to_host,
 )
-from tsunax.errors import ConfigError, WrongTypeError
+from tsunax.errors import ConfigError, DeviceError, WrongTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = jax.devices("cpu")
@@ -65,7 +65,7 @@ def present(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(kinds, "_find", find)
+        monkeypatch.setattr(selection, "_find", find)
 
     return make
 
@@ -98,7 +98,7 @@ def test_the_cpu_is_always_there():
     assert device() == device("cpu") == CPU[0]
     assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
     assert is_available("cpu") and not is_available("gpu")
-    assert supported_devices() == _preference.KINDS[1:] == tuple(kinds._PLATFORMS)
+    assert supported_devices() == _preference.KINDS[1:] == tuple(selection._PLATFORMS)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_is_absent_says_why(present, everywhere, monkeypatch):
 
 
 def test_another_platform_is_taken_and_none_is_an_error(present, monkeypatch):
-    monkeypatch.setattr(kinds, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
+    monkeypatch.setattr(selection, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
     assert device() == Fake("npu")
     present(cuda=AssertionError())
     with pytest.raises(DeviceError, match=r"devices: got .*, expected a backend"):
@@ -238,9 +238,9 @@ def test_info_reads_what_the_device_says(present):
             raise RuntimeError("not implemented")
 
     present(cuda=[Card()])
-    assert device_info("gpu") == kinds.DeviceInfo("gpu", "H100", 64, 3, "cuda 13000")
+    assert device_info("gpu") == selection.DeviceInfo("gpu", "H100", 64, 3, "cuda 13000")
     present(cuda=[Silent()])
-    assert device_info("gpu") == kinds.DeviceInfo("gpu", "H100", None, None, "cuda 13000")
+    assert device_info("gpu") == selection.DeviceInfo("gpu", "H100", None, None, "cuda 13000")
     with pytest.raises(WrongTypeError, match=r"device at device_info\(\): got 0 \(int\), expected a kind"):
         device_info(0)
 
@@ -249,7 +249,7 @@ def test_info_reads_what_the_device_says(present):
 def test_simulated_devices_do_not_deadlock(tmp_path):
     source = """
 import os
-from tsunax.devices.kinds import devices, simulate
+from tsunax.devices.selection import devices, simulate
 simulate(3)
 simulate(8)
 assert int(os.environ["NPROC"]) >= 16
@@ -359,11 +359,11 @@ def test_wrong_files(text, found):
 
 @pytest.mark.medium
 def test_the_preference_reaches_the_next_process(tmp_path):
-    first = "import tsunax.devices.kinds as h; h.prefer('gpu'); print(h._started())"
+    first = "import tsunax.devices.selection as h; h.prefer('gpu'); print(h._started())"
     done = run(first, tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
     second = """
-import os, tsunax.devices.kinds as h
+import os, tsunax.devices.selection as h
 h.device(verbose=True)
 os.environ["TSUNAX_DEVICE"] = "cpu"
 h.device(verbose=True)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tsunax._step import traces
+from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost
 from tsunax.insight.description import describe
@@ -290,7 +290,7 @@ def test_why_it_recompiled():
         lambda params, batch: jnp.mean((batch["x"] @ params["w"] + params["b"][None]) ** 2) + 0 * batch.get("y", 0)
     )
     fresh = lambda rule=None, **options: state_of(params, ts.rules.sgd(0.1) if rule is None else rule, **options)
-    reasons = lambda: list(traces.why(step.traces, [("step", device) for device in step.programs.devices]))
+    reasons = lambda: list(retrace_reasons(step.traces, [("step", device) for device in step.programs.devices]))
     step(fresh(), {"x": x})
     step(fresh(), {"x": x})
     assert reasons() == []

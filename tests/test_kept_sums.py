@@ -8,7 +8,7 @@ import tsunax as ts
 from jax import export
 from jax.extend import core
 from tests.helpers import assert_trees_equal, medium_if
-from tsunax._core import kept_sums
+from tsunax._core.cpu import kept_sums
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(DRAW.standard_normal((3, 128, 128)) / 12, jnp.float32), "g": jnp.ones((3, 128))}
@@ -120,11 +120,11 @@ def test_a_step_can_be_differentiated():
 def test_not_finite_sums_stay_as_they_are():
     f = lambda x: jnp.sum(jnp.sin(x) * jnp.exp(x) * x)
     x = jnp.asarray(X).at[0, 0].set(jnp.nan).at[3, 3].set(jnp.inf)
-    np.testing.assert_array_equal(jax.jit(kept_sums.kept(jax.grad(f)))(x), jax.jit(jax.grad(f))(x))
+    np.testing.assert_array_equal(jax.jit(kept_sums.keep_sums(jax.grad(f)))(x), jax.jit(jax.grad(f))(x))
 
 
 def test_other_platforms_meshes_and_small_sums_have_the_program_of_before():
-    f = jax.jit(kept_sums.kept(jax.grad(unrolled)))
+    f = jax.jit(kept_sums.keep_sums(jax.grad(unrolled)))
     text = lambda platform: f.trace(PARAMS, X).lower(lowering_platforms=(platform,)).as_text()
     assert "bitcast_convert" in text("cpu") and "bitcast_convert" not in text("cuda") + text("tpu")
     step = ts.train_step(unrolled)

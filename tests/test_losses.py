@@ -18,7 +18,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import medium_if
 from tsunax import losses
-from tsunax._step import failures
+from tsunax._step import step_errors
 from tsunax.errors import LossError
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -308,7 +308,7 @@ def test_labels_that_are_no_class():
     expected, right = jax.value_and_grad(mean(theirs, good))(logits)
     assert value == expected
     np.testing.assert_array_equal(slope, right)
-    with failures.label_faults() as found:
+    with step_errors.label_faults() as found:
         ours(logits, good), jax.jit(ours)(logits, bad), ours(logits, bad)
     assert found == ["2 of 4 labels are none of the 3 classes, first label -1 at [1]"]
 

@@ -335,8 +335,10 @@ def test_a_large_batch_is_copied_once(dtype):
     for home in (None, NamedSharding(mesh, P())):
         copies = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(placement, "copied", lambda x, f=placement.copied, own=copies: own.append(f(x)) or own[-1])
-            placed = jax.block_until_ready(placement.put(x, home))
+            patch.setattr(
+                placement, "aligned_copy", lambda x, f=placement.aligned_copy, own=copies: own.append(f(x)) or own[-1]
+            )
+            placed = jax.block_until_ready(placement.put_rows(x, home))
         (own,) = copies
         where = range(own.ctypes.data, own.ctypes.data + own.nbytes)
         assert all(shard.data.unsafe_buffer_pointer() in where for shard in placed.addressable_shards)

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from tsunax import errors, guard
 from tsunax._core import checks, patterns, trees
 from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError, unknown
-from tsunax.rules import owners
+from tsunax.rules import leaf_owners
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -203,7 +203,7 @@ def test_how_are_paths_written():
     assert trees.names(path) == ("encoder", "0", "kernel")
     assert trees.path_str(path) == trees.path_str(("encoder", "0", "kernel")) == "encoder/0/kernel"
     assert trees.access_str("params", path) == "params['encoder'][0].kernel"
-    assert (trees.path_str(()), trees.show(()), trees.access_str("params", ())) == ("", "<root>", "params")
+    assert (trees.path_str(()), trees.shown_path(()), trees.access_str("params", ())) == ("", "<root>", "params")
 
 
 def test_are_leaves_in_flatten_order_with_the_paths_of_jax(tree):
@@ -924,7 +924,7 @@ OWNERS = {
 @pytest.mark.parametrize("case", OWNERS)
 def test_whose_parameter_is_each_leaf_of_the_state(case):
     rule, params, expected = OWNERS[case]
-    shapes, found_paths, found = owners.owners(rule.init, params)
+    shapes, found_paths, found = leaf_owners.owners(rule.init, params)
     assert found == expected
     plain = jax.eval_shape(rule.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(plain)
@@ -934,19 +934,19 @@ def test_whose_parameter_is_each_leaf_of_the_state(case):
 def test_do_owners_know_the_parameters_of_every_container(tree):
     tree, _ = trees.partition(tree, good(tree))
     n = len(jax.tree.leaves(tree))
-    assert owners.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
+    assert leaf_owners.owners(optax.adam(1e-3).init, tree)[2] == [None, *range(n), *range(n)]
 
 
 def test_do_owners_work_under_jit_and_inside_each_other():
     seen = []
 
     def init(params):
-        seen.append(owners.owners(FACTORED.init, params)[2])
+        seen.append(leaf_owners.owners(FACTORED.init, params)[2])
         return optax.sgd(1e-3, 0.9).init(params)
 
-    jax.jit(lambda p: owners.owners(init, p) and p)(SAME)
+    jax.jit(lambda p: leaf_owners.owners(init, p) and p)(SAME)
     assert len(seen) == 2 and seen[0] == seen[1] == [None, 0, 1, 0, 1, 0, 1]
-    assert owners.owners(init, SAME)[2] == [0, 1]
+    assert leaf_owners.owners(init, SAME)[2] == [0, 1]
 
 
 def test_do_our_own_patterns_work_in_an_init_under_marks():
@@ -977,18 +977,18 @@ def failing(params):
 @pytest.mark.parametrize(("init", "expected"), [(by_hand, [0, 1, N]), (deeper, [0, 1]), (failing, [N, N])])
 def test_is_the_end_of_the_path_asked_where_marks_do_not_work(init, expected):
     # BIAS in order: bias, w; `by_hand` in order: m/bias, m/w, n; the last one has other shapes
-    assert owners.owners(init, BIAS)[2] == expected
+    assert leaf_owners.owners(init, BIAS)[2] == expected
 
 
 def test_is_the_longest_end_of_the_path_taken():
     params = {"w": leaf(), "a": {"w": leaf()}}
     init = lambda p: {"m": {"a": {"w": p["a"]["w"] * 0}, "w": p["w"] * 0}}
-    assert owners.owners(init, params)[2] == [0, 1]
+    assert leaf_owners.owners(init, params)[2] == [0, 1]
 
 
 def test_does_a_failing_init_fail_with_its_own_error():
     with pytest.raises(KeyError, match="missing"):
-        owners.owners(lambda p: p["missing"], SAME)
+        leaf_owners.owners(lambda p: p["missing"], SAME)
 
 
 # Errors

@@ -1,8 +1,8 @@
 """Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight
 averaging).
 
-An average is a float32 tree beside the parameters, moved once per applied step and never swapped
-in: what evaluates takes `averaged(state)`. It knows nothing of states.
+An average is a float32 tree beside the parameters, moved once per applied step. Evaluate with
+`averaged(state)`. This file knows nothing of states.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -42,12 +42,9 @@ class Average:
 
     def of(self, params: PyTree) -> Average:
         """The average at the start of a run with these params."""
-        wide = jax.tree.map(
-            lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params
-        )
-        return dataclasses.replace(
-            self, params=wide, count=jnp.int32(0), rate=jnp.asarray(self.rate, jnp.float32)
-        )
+        wide = jax.tree.map(lambda x: jnp.array(x, trees.wide_dtype(x), copy=True), params)
+        rate = jnp.asarray(self.rate, jnp.float32)
+        return dataclasses.replace(self, params=wide, count=jnp.int32(0), rate=rate)
 
     def moved(self, params: PyTree, step: jax.Array) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
@@ -67,17 +64,13 @@ class Average:
 
 
 def _average(
-    where: str,
-    start: int,
-    every: int,
-    *,
-    rate: Any = 0.0,
-    uniform: bool = False,
-    warmup: bool = False,
+    where: str, start: int, every: int, rate: Scalar | None = None, warmup: bool = False
 ) -> Average:
+    """An average before its start; without a rate, a uniform one."""
     checks.check_count(start, where, "start", 0)
     checks.check_count(every, where, "every")
-    return Average(None, 0, rate, uniform, warmup, int(start), int(every))
+    uniform = rate is None
+    return Average(None, 0, 0.0 if uniform else rate, uniform, warmup, int(start), int(every))
 
 
 def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
@@ -96,9 +89,8 @@ def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: i
         raise WrongTypeError("decay", "ema()", trees.describe(decay), "a number in [0, 1)")
     if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
         raise HyperparameterError("decay", "ema()", decay, "a number in [0, 1)")
-    if not isinstance(warmup, bool):
-        raise WrongTypeError("warmup", "ema()", trees.describe(warmup), "True or False")
-    return _average("ema()", start, every, rate=1 - decay, warmup=warmup)
+    checks.check_flags("ema()", warmup=warmup)
+    return _average("ema()", start, every, 1 - decay, warmup)
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
@@ -106,7 +98,7 @@ def polyak(*, start: int = 0, every: int = 1) -> Average:
 
     Polyak and Juditsky 1992.
     """
-    return _average("polyak()", start, every, uniform=True)
+    return _average("polyak()", start, every)
 
 
 def swa(start: int, every: int) -> Average:
@@ -114,7 +106,7 @@ def swa(start: int, every: int) -> Average:
 
     Izmailov et al. 2018.
     """
-    return _average("swa()", start, every, uniform=True)
+    return _average("swa()", start, every)
 
 
 def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema") -> Average | None:
@@ -122,9 +114,8 @@ def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema")
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or trees.dtype_of(given) is None:
-        raise WrongTypeError(
-            name, where, trees.describe(given), "a decay in [0, 1), or ts.averages.ema(...)"
-        )
+        expected = "a decay in [0, 1), or ts.averages.ema(...)"
+        raise WrongTypeError(name, where, trees.describe(given), expected)
     return ema(given)
 
 

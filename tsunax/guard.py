@@ -1,10 +1,10 @@
 """One verdict per step, and one choice: was everything finite, and which of two states goes on.
 
 A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the
-first value that is not finite (the loss, the gradient's norm, or what a rule reported). It travels
-with the info, so that nobody has to wait for the device to be told, and `explain` turns it into
-words on the host. Which gradient leaf it was is not in it: a map of 200 leaves would cost every
-step what only a bad one needs. `locate` finds it by looking at the gradients again.
+first value that is not finite (the loss, the norm of the gradient, or a number that a rule
+reported). It is part of the info, so that no step waits for the device; `explain` turns it into
+words on the host. It does not say which leaf of the gradient was bad, because a map of 200 leaves
+would cost every step what only a bad one needs: `locate` looks at the gradients again.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -17,7 +17,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -94,20 +94,18 @@ def global_norm(tree: PyTree) -> jax.Array:
 # ------------------------------------------------------------------------------------- the verdict
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("whats",)
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Report:
+class RuleReport:
     """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
 
     values: jax.Array  # f32 of shape (n,)
-    # what each of them is, with path and shape; "{}" stands for "nan" or "inf"
-    whats: tuple[str, ...]
+    # a text for each, with path and shape; "{}" stands for "nan" or "inf"
+    whats: tuple[str, ...] = field(metadata={"static": True})
 
 
 def _is_report(x: object) -> bool:
-    return isinstance(x, Report) or hasattr(type(x), "whats")  # a state of a rule that reports
+    return isinstance(x, RuleReport) or hasattr(type(x), "whats")  # a state of a rule that reports
 
 
 def reports(opt_state: PyTree) -> list[Any]:
@@ -142,9 +140,8 @@ def judge(
 
 def _code(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
     """LIMIT if the value at this place is finite, else the verdict that it leads to."""
-    return jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value)).astype(
-        jnp.int32
-    )
+    code = jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value))
+    return code.astype(jnp.int32)
 
 
 def overflowed(verdict: Scalar) -> Scalar:
@@ -171,14 +168,13 @@ def count(
     Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
     """
     now = jnp.minimum(clock, LIMIT - 1)
-    taken = now * np.array([1, 1, 1, 0], np.int32) + (
-        _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
-    )
+    more = _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
+    taken = now * np.array([1, 1, 1, 0], np.int32) + more
     return taken if verdict is None else jnp.where(verdict == 0, taken, now + _REJECTED)
 
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
-    """What a verdict says, in words, with the optimizer state of the same setup.
+    """A verdict in words, from the optimizer state of the same setup.
 
     Given the gradients, it names the leaf that was not finite.
     """
@@ -186,41 +182,31 @@ def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
         return "applied"
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
-    clock = f"clock, at its limit of {LIMIT} calls"
-    update = f"update that the rule made of finite gradients: {GOT}"
-    places = [
-        f"loss: {GOT}",
-        f"{norm}: {GOT}",
-        clock,
-        *(what for r in reports(opt_state) for what in r.whats),
-        update,
-    ]
+    places = [f"loss: {GOT}", f"{norm}: {GOT}", f"clock, at its limit of {LIMIT} calls"]
+    places += [what for report in reports(opt_state) for what in report.whats]
+    places += [f"update that the rule made of finite gradients: {GOT}"]
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 
 def locate(grads: PyTree) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
-    named, squares = jax.tree_util.tree_flatten_with_path(grads)[0], square_sums(grads)
-    for (path, leaf), square in zip(named, squares, strict=True):
+    squares = square_sums(grads)
+    for (at, leaf), square in zip(trees.leaves_at("params", grads), squares, strict=True):
         if not bool(jnp.isfinite(square)):
             what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
-            return f"{what} of {trees.access_str('params', path)}, shape {jnp.shape(leaf)}"
+            return f"{what} of {at}, shape {jnp.shape(leaf)}"
     return "gradient norm"
 
 
 def in_batch(batch: PyTree) -> str:
     """The first leaf of a batch that is not finite, in words; "" if all are finite."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for at, leaf in trees.leaves_at("batch", batch):
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
         if count := int(jnp.sum(bad)):
             first = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), np.shape(leaf))]
-            found = f"{trees.access_str('batch', path)} has {count} of {np.size(leaf)} not finite"
+            found = f"{at} has {count} of {np.size(leaf)} not finite"
             return f"{found}, the first at {first}" if first else found
     return ""
-
-
-def _waits(x: object) -> bool:
-    return getattr(type(x), "waits", False)  # `rules.accumulate` does, for the end of its window
 
 
 def emitted(opt_state: PyTree) -> jax.Array | None:
@@ -229,7 +215,7 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
     for any of its rules if all of them have a window.
     """
-    if _waits(opt_state):
+    if getattr(type(opt_state), "waits", False):  # the window of `rules.accumulate`
         return opt_state.emitted
     if type(opt_state) is tuple:
         return emitted(opt_state[-1]) if opt_state else None
@@ -259,9 +245,9 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
 # `shard_map` that may decide differently, keep the selects too.
 #
 # Both ways compute the same. Their bits are the same if a gradient ends in a product or a sum over
-# rows, as that of a weight does. If it ends element by element (a penalty, scaled or tanh weights),
-# XLA fuses that end into the update where both are in one computation, as in a plain optax step
-# with selects, and rounds once less; a cond stands between them (`docs/live-rules.md`).
+# rows, as the gradient of a weight does. If it ends element by element (a penalty, scaled or tanh
+# weights), XLA fuses that end into the update and rounds once less, as in a plain optax step. A
+# cond keeps the two apart (`docs/live-rules.md`).
 
 BYTES = 1 << 14  # of a trained leaf, on average
 
@@ -276,11 +262,10 @@ _CHEAP = frozenset(
 
 
 def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
-    """Leaf by leaf `new` if `take` is true, else `old`.
+    """Leaf by leaf `new` if `take` is true, else `old`, in the dtypes of `new` as in plain optax.
 
     `take` is one scalar bool, or a list with one for each leaf. Selects, never multiplies: 0 · NaN
-    is NaN. Dtypes are those of `new`, so that a rule that changes the dtype of its state does here
-    what it does in plain optax.
+    is NaN.
     """
     new, treedef = jax.tree.flatten(new)
     old = treedef.flatten_up_to(old)
@@ -300,8 +285,8 @@ def candidate(
 ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]] | None]:
     """The result of `applied()`, and a function that computes it again.
 
-    The function is None if recomputing would cost too much for these trained leaves, or if it is to
-    be computed only `once`. Leaves of `state` in the result stay the same objects.
+    The function is None under `once`, and if these trained leaves are too large for a second run.
+    Leaves of `state` in the result stay the same objects.
     """
     large = sum(x.size * x.dtype.itemsize for x in trained) > BYTES * len(trained)
     if large or once or any(map(is_over_mesh, trained)) or not trees.is_tracing():

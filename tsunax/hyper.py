@@ -1,7 +1,7 @@
 """Change a run while it runs: read and set hyperparameters, freeze and thaw. State in, state out.
 
-Every function edits arrays of the state (`numbers`, `frozen`), so the step keeps its program. Only
-the first cut of a new subtree and the first freeze compile the step again.
+Every function edits arrays of the state (`numbers`, `frozen`), so that the step keeps its program.
+Only the first cut of a subtree and the first freeze compile the step again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import PyTree, Where, patterns, trees
+from tsunax._core import Where, patterns, trees
 from tsunax._core.placement import beside
-from tsunax._step.roles import frozen_words
+from tsunax._step.state_fields import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
-from tsunax.rules import number_table
-from tsunax.rules import numbers as _numbers
-from tsunax.rules.cuts import Cut, recut
-from tsunax.rules.live_rules import LiveState
+from tsunax.rules import number_checks, number_table
+from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
+from tsunax.rules.subtree_numbers import Cut, recut
 from tsunax.state import TrainState, check_state, trainable, trained_part
 from tsunax.states import States, training_states
 
@@ -34,12 +33,12 @@ _State = TypeVar("_State", bound=TrainState | States)
 def hyperparams(state: TrainState | States) -> dict[str, Any]:
     """Every live hyperparameter that the next step will use, by flat name.
 
-    `learning_rate` where the name is unique; `learning_rate@encoder/**` in a group of rules or a
-    subtree that `adjust` cut; `0.max_norm` where a chain repeats it. Python floats, as they were
-    given; arrays under tracing. Waits for the device only where a schedule needs the step. A
-    schedule in a wrapper that does not pass it on (`optax.MultiSteps`) runs on its own count and is
-    read there; `info.hyperparams` has none of those. Those of `States` begin with the member:
-    `critic/learning_rate`.
+    The name is `learning_rate` if it is unique, `learning_rate@encoder/**` in a group of rules or a
+    subtree that `adjust` cut, and `0.max_norm` if a chain repeats it. Values are Python floats, as
+    they were given, and arrays under tracing. Only a schedule waits for the device, to read the
+    step. Schedules in a wrapper that does not pass the step on (`optax.MultiSteps`) run on their own
+    count; `info.hyperparams` leaves them out. Those of `States` begin with the
+    member: `critic/learning_rate`.
 
     >>> import tsunax as ts
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
@@ -57,13 +56,12 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
 def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
 
-    A value is a number (float, int, numpy or jax scalar, traced or not); `None` gives a scheduled
-    one back to its schedule. A value never compiles the step again; the first cut of a subtree
-    does, once, and `adjust(state, where)` without values is that cut alone.
-    `adjust(a, hyperparams(b))` copies into cuts that `a` has: make others first by
-    `a = adjust(a, where)`. The result shares its arrays with `state`: a step that is given one of
-    them donates both. Of `States`, `where` begins with the member: `adjust(run, "critic/head",
-    learning_rate=0.1)`; or the names do: `adjust(run, **hyperparams(other))`.
+    A value is a number, traced or not; `None` gives a number back to its schedule. A new value
+    never compiles the step again. The first cut of a subtree does, once: `adjust(state, where)`
+    without values is that cut alone. `adjust(a, hyperparams(b))` copies into cuts that `a` has. The
+    result shares its arrays with `state`: a step that is given one of them donates both. Of
+    `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or the
+    names do, `adjust(run, **hyperparams(other))`.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
     name that a chain repeats; PatternError if `where` matches nothing.
@@ -82,14 +80,13 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
         got = "one without live numbers"
         raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
-    if isinstance(where, str) and where == "**" and is_flat:
-        return _assign(state, _by_flat_name(state, values), _table(state).values)
-    if _is_names(where, _known(state)):
+    if is_names := _is_names(where, _flat_names(state)):
         values = {**cast(Mapping, where), **values}
+    if is_names or (isinstance(where, str) and where == "**" and is_flat):
         return _assign(state, _by_flat_name(state, values), _table(state).values)
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
-    cut = _cut(state, where, matched, targets)
+    cut = _with_cut(state, where, matched, targets)
     return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
@@ -114,11 +111,11 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
 def freeze(state: _State, where: Where) -> _State:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
-    Their gradients count as zero, so norms and global clipping are over what is not frozen. The
-    gradient is still computed (`setup(trainable=...)` saves it). The first freeze of a state
-    compiles the step once (`setup(freezable=True)`: not even that); later ones and thaws never do,
-    and work under jit, scan and vmap, too. The result shares its arrays with `state`: a step that is
-    given one of them donates both. Of `States`, `where` begins with the member: "critic/head".
+    Their gradients are still computed (`setup(trainable=...)` saves that), but count as zero in
+    norms and global clipping. The first freeze of a state compiles the step again, unless
+    `setup(freezable=True)` made room for it; later freezes and thaws never do, also under jit, scan
+    and vmap. The result shares its arrays with `state`: a step that is given one of them donates
+    both. Of `States`, `where` begins with the member: "critic/head".
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -139,8 +136,7 @@ def thaw(state: _State, where: Where = "**") -> _State:
 
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
     take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
-    A warm-up of their rate avoids that. The result shares its arrays with `state`: a step that is
-    given one of them donates both.
+    Warm up their rate to avoid that. The result shares its arrays with `state`, as in `freeze`.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
@@ -166,8 +162,8 @@ def _set_frozen(state: _State, where: Where, on: bool) -> _State:
     if outside and not everything and (not on or not any(trained)):
         fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
         raise _left_out(state, outside[0], fix)
-    memory = lambda x: isinstance(x, optax.ScaleByLBFGSState)
-    mixes = any(map(memory, jax.tree.leaves(state.opt_state, is_leaf=memory)))
+    is_lbfgs = lambda x: isinstance(x, optax.ScaleByLBFGSState)
+    mixes = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
     if on and mixes and not all(trained):
         fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
         raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
@@ -185,7 +181,7 @@ def _set_frozen(state: _State, where: Where, on: bool) -> _State:
 
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
-    where = trees.access_str("params", jax.tree_util.tree_flatten_with_path(state.params)[0][i][0])
+    where = trees.access_str("params", trees.paths(state.params)[i])
     got = "one that setup(trainable=...) left out"
     return PatternError("leaf", where, got, "a trained leaf", fix)
 
@@ -194,7 +190,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 
 def _is_names(where: Where, known: Sequence[str]) -> bool:
-    """A mapping of hyperparameter names, as `hyperparams` gives it, rather than a tree of bools."""
+    """Whether it maps hyperparameter names to values, as `hyperparams` does: no tree of bools."""
     if not isinstance(where, Mapping):
         return False
     is_bool = lambda x: isinstance(x, (bool, np.bool_))
@@ -213,15 +209,11 @@ def _matched(state: TrainState, where: Where) -> frozenset[Any]:
     flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
-    pairs = zip(_paths(state.params), flags, strict=True)
+    pairs = zip(trees.paths(state.params), flags, strict=True)
     matched = frozenset(path for path, flag in pairs if flag)
-    if not matched.issuperset(_paths(trained_part(state))):
+    if not matched.issuperset(trees.paths(trained_part(state))):
         return matched
     return matched.union(*(s.paths for _, s in _table(state).layout.lives))
-
-
-def _paths(tree: PyTree) -> list[tuple[Any, ...]]:
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _table(state: TrainState) -> Numbers:
@@ -229,13 +221,13 @@ def _table(state: TrainState) -> Numbers:
     return state.numbers
 
 
-def _known(state: TrainState) -> list[str]:
+def _flat_names(state: TrainState) -> list[str]:
     return [name for groups in _table(state).layout.names for names in groups for name in names]
 
 
 def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
-    """Whether each name stands once in the table: nobody asks then which leaves it is for."""
-    known = _known(state)
+    """Whether each name is in the table once, whatever the leaves."""
+    known = _flat_names(state)
     plain = [name.partition("@")[0].rpartition(".")[2] for name in known]
     return all(name in known and plain.count(name) == 1 for name in names)
 
@@ -252,11 +244,8 @@ class _Hit(NamedTuple):
 def _targets(
     state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
 ) -> dict[int, dict[str, str]]:
-    """The live states to adjust: `{place: {name given: name there}}`.
-
-    Without values, all live states of the matched leaves.
-    """
-    lives, seen = _table(state).layout.lives, matched.union(_paths(trained_part(state)))
+    """The live states to adjust, `{place: {name given: name there}}`; all if no values are given."""
+    lives, seen = _table(state).layout.lives, matched.union(trees.paths(trained_part(state)))
     hits, indices = [], number_table.chain_indices(lives)
     for at, (_, s) in enumerate(lives):
         leaves = matched.intersection(s.paths)
@@ -289,11 +278,8 @@ def _targets(
     return targets
 
 
-def _cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states.
-
-    States in which they have such groups already stay as they are.
-    """
+def _with_cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
+    """Give the matched leaves groups of values of their own in the targeted live states."""
     cuts = {}
     for at, (_, s) in enumerate(_table(state).layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
@@ -332,7 +318,7 @@ def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None
 
 
 def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
-    """What to set for the matched leaves: {column of the numbers: (live, index, value)}."""
+    """The values to set for the matched leaves: {column of the numbers: (live, index, value)}."""
     out = {}
     for at, s, group, start in _table(state).columns():
         of = s.cut.of if s.cut else (0,) * len(s.paths)
@@ -344,7 +330,7 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
 
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
-    """What to set for flat names: {column of the numbers: (live, index, value)}."""
+    """The values to set for flat names: {column of the numbers: (live, index, value)}."""
     columns = {}
     for at, s, group, start in _table(state).columns():
         names = _table(state).layout.names[at][group]
@@ -357,44 +343,45 @@ def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tup
     return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
 
 
-def _like(old: Any, host: np.ndarray) -> jax.Array:
-    """Put `host` on the devices of `old`.
-
-    It is committed to them only if `old` is, because the step would compile again otherwise.
-    """
+def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
+    """Put `host` on the devices of `old`, committed if `old` is: else the step compiles again."""
     if not getattr(old, "committed", False):
         return jax.device_put(host)
     return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
 
 
+def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> None:
+    name, where = live.names[i], f"{live.title}()"
+    if value is None:
+        if live.schedules[i] is None:
+            expected = "a number: it has no schedule to go back to"
+            raise HyperparameterError(name, where, "None", expected)
+        return
+    each = [value]
+    if np.ndim(value) and members:  # a population takes one value per member
+        if np.shape(value) != members:
+            got, expected = f"shape {np.shape(value)}", f"one number, or shape {members}"
+            raise HyperparameterError(name, where, got, f"{expected}: one for each member")
+        if not trees.is_traced(value):
+            each = np.ravel(np.asarray(value)).tolist()
+    for number in each:
+        number_checks.check_number(where, name, number, "a number")
+
+
 def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> TrainState:
-    """Write values into columns, on the devices of `old`; numbers without waiting for a step."""
+    """Write values into columns, on the devices of `old`, without waiting for a step."""
     values = _table(state).values
     members = np.shape(values)[:-2]
     for live, i, value in cells.values():
-        name, where = live.names[i], f"{live.title}()"
-        each = [value]
-        if value is None:
-            if live.schedules[i] is None:
-                expected = "a number: it has no schedule to go back to"
-                raise HyperparameterError(name, where, "None", expected)
-            continue
-        if np.ndim(value) and members:  # a population takes one value per member
-            if np.shape(value) != members:
-                got, expected = f"shape {np.shape(value)}", f"one number, or shape {members}"
-                raise HyperparameterError(name, where, got, f"{expected}: one for each member")
-            if not trees.is_traced(value):
-                each = np.ravel(np.asarray(value)).tolist()
-        for number in each:
-            _numbers.check_number(where, name, number, "a number")
+        _check_value(live, i, value, members)
     given = {column: value for column, (_, _, value) in cells.items()}
     concrete = not any(map(trees.is_traced, [values, *given.values()]))
     values: Any = np.array(values) if concrete else values
     if not concrete and isinstance(values, np.ndarray):
-        values = _like(old, values)
+        values = _on_devices_of(old, values)
     for column, value in given.items():
         new = {2: value is not None}
-        if value is not None:  # with its complement: `rules/live_rules.py`
+        if value is not None:  # with its complement: `rules/number_table.py`
             exact = np.asarray(value, np.float64) if concrete else jnp.asarray(value, values.dtype)
             new |= {0: exact, 1: 1 - exact}
         for row, x in new.items():
@@ -402,6 +389,6 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
                 values[..., row, column] = x
             else:
                 values = values.at[..., row, column].set(x)
-    values = _like(old, values) if concrete else values
+    values = _on_devices_of(old, values) if concrete else values
     numbers = dataclasses.replace(_table(state), values=values)
     return dataclasses.replace(state, numbers=numbers)

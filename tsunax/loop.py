@@ -65,9 +65,9 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     if k == 1:  # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
         twice = lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0)
         batches = jax.tree.map(twice, batches)
-    home = placement.home_of(state)
+    home = placement.state_sharding(state)
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
-    state, infos = _loop_of(step)(state, feed, n, placement.whole(extra, home))
+    state, infos = _loop_of(step)(state, feed, n, placement.replicate(extra, home))
     return state, _stacked(state, infos, slice(k))
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,33 +20,19 @@ from tsunax._core.checks import as_array
 from tsunax.errors import LossError, message
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "total",
-        "weight",
-        "metrics",
-        "model_state",
-        "mean_value",
-        "dropped",
-        "overwritten",
-    ),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class Loss:
     """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
 
-    `Loss.mean(values, where)` is the usual way to make one. The raw form is for sums of your own:
-    `Loss(total, weight)` stands for the loss `total / weight`, and any number of micro-batches,
-    devices and batches add up to exactly that. Weights and masks are data: no gradient flows
-    through them. A mean with weights that are learned is a scalar of your own,
-    `jnp.sum(w * values) / jnp.sum(w)`.
+    `Loss.mean(values, where)` is the usual way to make one. `Loss(total, weight)` is for sums of
+    your own: the loss is `total / weight`, over any number of micro-batches, devices and batches.
+    Weights and masks are data: no gradient flows through them. If weights are learned, return a
+    scalar, `jnp.sum(w * values) / jnp.sum(w)`.
 
-    It adds and multiplies as the mean loss would: `loss + penalty` and `0.5 * loss` keep the
-    weight. `float(loss)` and `f"{loss:.3f}"` are those of the mean. Two losses can be added if they
-    have the same weight: the same number of values without masks, or the same array as mask or
-    weights.
+    `loss + penalty` and `0.5 * loss` change the mean and keep the weight. `float(loss)` and
+    `f"{loss:.3f}"` show the mean. Two losses can be added if they have the same weight: the same
+    number of values without masks, or the same array as mask or weights.
 
     Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
     """
@@ -56,16 +41,15 @@ class Loss:
     weight: Scalar = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
     metrics: Mapping[str, Any] = field(default_factory=dict)
     model_state: PyTree = None
-    mean_value: Scalar = None  # the mean itself, where the loss function returned it as a scalar
-    # f32[micro-batches]: the weights of those that were left out, under "drop"
+    mean_value: Scalar = None  # the mean itself, if the loss function returned a scalar
+    # f32[micro-batches]: the weight of each one that was left out under "drop", else 0
     dropped: jax.Array | None = None
-    # the new values of leaves that their gradient replaces (flax's fp8), like those of params
+    # the new values of leaves that their gradient replaces (flax's fp8), in the tree of params
     overwritten: PyTree = None
 
-    # the array that was the mask of `mean`, and how many values it had; forgotten by every program
+    # the mask that `mean` was given and its number of values; no program returns it
     _where: ClassVar[tuple[Any, int] | None] = None
 
-    # `mean` the constructor; `compute` the result.
     @classmethod
     def mean(
         cls,
@@ -88,23 +72,20 @@ class Loss:
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
         if values.size == 0:
-            fix = "A mean over nothing is NaN: leave empty batches out."
-            raise LossError(
-                "values", "Loss.mean()", f"shape {values.shape}", "at least one element", fix
+            got, fix = (
+                f"shape {values.shape}",
+                "A mean over nothing is NaN: leave empty batches out.",
             )
+            raise LossError("values", "Loss.mean()", got, "at least one element", fix)
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
         from tsunax.metrics import Mean, weighted_sum
 
         total, weight = weighted_sum(values, where)
-        merged = {
-            name: Mean.of(m, where)
-            if trees.is_array(m) and jnp.shape(m) == values.shape != ()
-            else m
-            for name, m in (metrics or {}).items()
-        }
-        loss = cls(total, weight, merged, model_state)
+        is_like = lambda m: trees.is_array(m) and jnp.shape(m) == values.shape != ()
+        metrics = {k: Mean.of(m, where) if is_like(m) else m for k, m in (metrics or {}).items()}
+        loss = cls(total, weight, metrics, model_state)
         return loss if where is None else loss._with(_where=(where, values.size))
 
     def _with(self, **fields: Any) -> Loss:
@@ -117,22 +98,18 @@ class Loss:
     def merge(self, other: Loss) -> Loss:
         """The loss of both batches together; the model state is the later one's."""
         if self.metrics.keys() != other.metrics.keys():
-            got, expected = (
-                f"metrics {', '.join(loss.metrics) or 'none'}" for loss in (other, self)
-            )
-            raise LossError("other", "Loss.merge()", got, expected)
+            told = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
+            raise LossError("other", "Loss.merge()", told(other), told(self))
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
-                fix = "Give ts.Loss(total, weight)."
-                raise LossError(name, "Loss.merge()", "a Loss without a weight", "one with", fix)
+                raise LossError(name, "Loss.merge()", *_NO_WEIGHT)
             for key, m in loss.metrics.items():
                 if not _is_metric(m):
                     expected = "an object with merge and compute"
                     raise LossError(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected)
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
-        return Loss(
-            self.total + other.total, self.weight + other.weight, metrics, other.model_state
-        )
+        total, weight = self.total + other.total, self.weight + other.weight
+        return Loss(total, weight, metrics, other.model_state)
 
     def compute(self) -> jax.Array:
         """The mean loss, an f32 scalar."""
@@ -163,7 +140,7 @@ class Loss:
         parts |= {} if self.weight is None else {"weight": self.weight}
         known = {} if is_abstract else self.metrics
         parts |= {name: m.compute() if _is_metric(m) else m for name, m in known.items()}
-        told = [f"{name}={_short(x)}".lstrip("=") for name, x in parts.items()]
+        told = [f"{name}={_number_text(x)}".lstrip("=") for name, x in parts.items()]
         return f"Loss({', '.join(told)})"
 
     def __add__(self, other: Loss | ArrayLike) -> Loss:
@@ -175,7 +152,10 @@ class Loss:
             new = self._plus(other.compute())
         elif self.weight is None:
             new = other._plus(self.compute())
-        elif self.weight is other.weight or _known(self.weight) == _known(other.weight) is not None:
+        elif (
+            self.weight is other.weight
+            or _known_weight(self.weight) == _known_weight(other.weight) is not None
+        ):
             means = self.mean_value, other.mean_value
             mean = None if None in means else self.mean_value + other.mean_value
             new = self._with(total=self.total + other.total, mean_value=mean)
@@ -203,7 +183,7 @@ class Loss:
         if self.weight is None and mean is None:
             raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
-            # for those who look whether it is a mean over other rows
+            # `row_mixing` looks by this name whether it is a mean over other rows
             x = checkpoint_name(x, BESIDE)
         total = mean if self.weight is None else self.total + x * self.weight
         return self._with(total=total, mean_value=mean)
@@ -247,12 +227,12 @@ def _check_number(x: Any, sign: str) -> None:
         raise LossError("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
 
 
-def _known(weight: Scalar) -> float | None:
+def _known_weight(weight: Scalar) -> float | None:
     """A weight that follows from the shapes; None for an array, which may have no value yet."""
     return None if isinstance(weight, jax.Array) else float(weight)
 
 
-def _short(x: Any) -> str:
+def _number_text(x: Any) -> str:
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
     if not is_number or isinstance(x, jax.ShapeDtypeStruct):
         return trees.describe(x)
@@ -277,14 +257,11 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     weight = np.float32(rows) if out.weight is None else out.weight
     weight = weight.astype(np.float32) if trees.is_array(weight) else np.float32(weight)
     weight = jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
-    mean = None if out.mean_value is None else _wide(out.mean_value)
+    mean = None if out.mean_value is None else jnp.asarray(out.mean_value)
+    mean = None if mean is None else mean.astype(trees.wide_dtype(mean))
     total = out.total if mean is None else _share(mean, weight)
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
     return Loss(total, weight, metrics, out.model_state, mean)
-
-
-def _wide(x: Scalar) -> jax.Array:
-    return jnp.asarray(x, jnp.promote_types(trees.dtype_of(x), jnp.float32))
 
 
 def check_scalar(what: str, where: str, x: Any) -> None:
@@ -305,7 +282,7 @@ def check_scalar(what: str, where: str, x: Any) -> None:
 
 
 def _check_weight(weight: Scalar) -> None:
-    """Raise LossError unless it is one number; where its value is known, a finite one above 0."""
+    """Raise LossError unless it is one number, finite and above 0 if its value is known."""
     if np.shape(weight) != () or not checks.is_real(weight):
         raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
     if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
@@ -343,21 +320,16 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
 
 def _share(mean: Scalar, weight: Scalar) -> Scalar:
     """Mean times weight, the part of a mean in a total; 0 for a weight of 0, even if it is 0/0."""
-    return (
-        jnp.where(weight != 0, mean * weight, 0) if isinstance(weight, jax.Array) else mean * weight
-    )
+    known = not isinstance(weight, jax.Array)
+    return mean * weight if known else jnp.where(weight != 0, mean * weight, 0)
 
 
 def uneven(batch: PyTree) -> str:
     """The message for a batch whose leaves differ in their rows or have none; "" if all agree."""
-    arrays = [
-        (path, np.shape(x))
-        for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]
-        if np.shape(x)
-    ]
+    arrays = [(at, np.shape(x)) for at, x in trees.leaves_at("batch", batch) if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
-    found = ", ".join(f"{trees.access_str('batch', path)} {shape}" for path, shape in arrays[:4])
+    found = ", ".join(f"{at} {shape}" for at, shape in arrays[:4])
     return message("rows", "batch", found or "no arrays", "the same number in every leaf")
 
 
@@ -374,8 +346,7 @@ def finished(loss: Loss | Maybe) -> Loss:
             check_scalar("loss", "update()", loss)
         return Loss(loss, mean_value=loss)
     if loss.weight is None and loss.mean_value is None:
-        got, fix = "a Loss without a weight", "Give ts.Loss(total, weight)."
-        raise LossError("loss", "update()", got, "one with", fix)
+        raise LossError("loss", "update()", *_NO_WEIGHT)
     is_traceable = loss.weight is None or trees.is_array(loss.weight)
     if is_traceable and all(hasattr(m, "compute") for m in loss.metrics.values()):
         return loss

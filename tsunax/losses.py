@@ -108,7 +108,7 @@ def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis
     return jnp.where(squares == 0, 0, root)
 
 
-# A function of labels and the number of classes, while `_step/failures.py` explains a rejected step.
+# A function of labels and the number of classes, while `_step/step_errors.py` explains a rejected step.
 label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], None] | None]
 label_watcher = contextvars.ContextVar("label_watcher", default=None)
 

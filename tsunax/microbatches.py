@@ -1,8 +1,7 @@
 """One gradient from many micro-batches, one after the other or one on each device.
 
-Sums of weight times gradient and of weight, in float32, divided once: the result does not depend on
-how a batch is cut, whatever the masks. A micro-batch that weighs nothing adds nothing, NaN
-included. Everything here selects and never multiplies by a flag: 0 · NaN is NaN.
+Weighted sums are divided once: the result does not depend on how a batch is cut, whatever the
+masks. A micro-batch that weighs nothing adds nothing, NaN included.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -18,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Maybe, PyTree, convolutions, placement, trees
+from tsunax._core import Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
+from tsunax._core.cpu import convolutions
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 
 
-def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
+def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
@@ -32,17 +32,12 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
     number of them.
     """
-    named = jax.tree_util.tree_flatten_with_path(batch)[0]
-    if not named and mask is None:  # n draws of a loss function that takes a key and no batch
+    if not jax.tree.leaves(batch) and mask is None:  # n draws of a loss_fn that takes no batch
         return batch, None
-    for path, leaf in named:
+    for where, leaf in trees.leaves_at("batch", batch):
         if not np.shape(leaf):
-            fix = (
-                "It has no rows to cut. Give it as an extra argument: step(state, batch, name=...)."
-            )
-            raise LossError(
-                "leaf", trees.access_str("batch", path), "a scalar", "an array of rows", fix
-            )
+            fix = "Give it as an extra argument: step(state, batch, name=...)."
+            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
     if found := uneven(batch):
         raise LossError(found)
     rows = rows_of(batch)
@@ -50,15 +45,13 @@ def cut(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
     if padding and mask is None:
-        fix = "Name `mask` in loss_fn, and the batch is padded."
-        raise LossError(
-            "batch", "train_step()", f"{rows} rows", f"a multiple of accumulate={n}", fix
-        )
+        fix, expected = "Name `mask` in loss_fn, and the batch is padded.", "a multiple of"
+        raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
 
     def apart(x: Any, fill: Any):
         x = jnp.asarray(x)
         x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return placement.cut(x, n)
+        return placement.strided_rows(x, n)
 
     last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
     nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
@@ -82,21 +75,16 @@ def over_micro_batches(
 ) -> tuple[Loss, Any]:
     """`(loss, grads)` of the whole batch, from one micro-batch after the other.
 
-    `gradient(micro-batch, keywords)` gives its Loss and the gradients of its mean.
-
-    A scan of value-and-grad, never the gradient of a scan, which would store every micro-batch.
-    Each one gets its rows of `mask`, a key of its own, and the model state that the one before it
-    left. Gradients have the structure and dtypes of `like`. Of what gradients overwrite,
-    `loss.overwritten`, the maximum is taken. With `drop`, a micro-batch whose loss or gradient is
-    not finite is left out with its weight and its model state; `loss.dropped` has their weights, 0
-    for the others.
+    `gradient(micro-batch, keywords)` gives the Loss of a micro-batch and the gradients of its mean.
+    It runs in a scan: the gradient of a scan would store every micro-batch. A micro-batch gets its
+    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients
+    have the structure and dtypes of `like`. `loss.overwritten` is the maximum over micro-batches.
+    With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight and
+    its model state, and `loss.dropped` has its weight (0 for all others).
     """
-    batch, mask = cut(batch, n, keywords.get("mask"))
+    batch, mask = strided_micro_batches(batch, n, keywords.get("mask"))
     if "mask" in keywords and mask is None:
         keywords = keywords | {"mask": keywords["mask"][::n]}
-    start = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like
-    )
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
@@ -104,10 +92,10 @@ def over_micro_batches(
         sums, most, model_state = carry
         # sliced here, and not by the scan: that would need the whole batch a second time,
         # transposed
-        rows, part = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), (batch, mask)
-        )
-        given = {"mask": part, "model_state": model_state}
+        part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
+        rows, given = jax.tree.map(part, (batch, {} if mask is None else {"mask": mask}))
+        if model_state is not None:
+            given["model_state"] = model_state
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
 
@@ -117,31 +105,22 @@ def over_micro_batches(
             known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
             return loss if known is None else dataclasses.replace(loss, weight=None), grads
 
-        loss, grads = convolutions.fast(traced)(
-            rows, {k: v for k, v in given.items() if v is not None}
-        )
+        loss, grads = convolutions.fast(traced)(rows, given)
         weight = jnp.float32(loss.weight if known is None else known)
         take = weight != 0
         if drop:
             take &= jnp.isfinite(loss.total) & jnp.isfinite(guard.global_norm(grads))
-        after = _next_state(loss.model_state, model_state)
-        if after is not None:
-            after = guard.choose(take, after, model_state)
-        add = lambda sum, g: jnp.where(
-            take, sum + weight.astype(sum.dtype) * g.astype(sum.dtype), sum
-        )
+        if loss.model_state is not None:
+            check_model_state(loss.model_state, model_state)
+            model_state = guard.choose(take, loss.model_state, model_state)
+        sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
-        loss = dataclasses.replace(
-            loss, weight=weight, mean_value=None, model_state=None, overwritten=None
-        )
-        return (jax.tree.map(add, sums, grads), most, after), (take, loss)
+        return (sums, most, model_state), (take, _stacked(loss, weight))
 
-    carry = _axes.vary((start, lowest, keywords.get("model_state")), axes)
+    carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
-    loss = _merged(take, losses)
-    grads = jax.tree.map(
-        lambda sum, x: (sum / loss.weight.astype(sum.dtype)).astype(x.dtype), sums, like
-    )
+    loss = _merged_losses(take, losses)
+    grads = weighted_sums.mean(sums, loss.weight, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
@@ -162,21 +141,17 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
     share = weight / jax.lax.psum(weight, axes)
 
     def add(g: Any) -> PyTree:
-        wide = jnp.promote_types(g.dtype, jnp.float32)
-        return jax.lax.psum(
-            jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0), axes
-        ).astype(g.dtype)
+        wide = trees.wide_dtype(g)
+        part = jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0)
+        return jax.lax.psum(part, axes).astype(g.dtype)
 
     return loss_over_devices(loss, axes), jax.tree.map(add, grads)
 
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
-    each = dataclasses.replace(loss, weight=jnp.asarray(loss.weight, jnp.float32), mean_value=None)
-    each = _axes.gathered(
-        dataclasses.replace(each, model_state=None, dropped=None, overwritten=None), axes
-    )
-    merged = _merged(each.weight != 0, each)
+    each = _axes.gathered(_stacked(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
+    merged = _merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
@@ -185,15 +160,12 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
-def _next_state(new: PyTree, old: PyTree) -> PyTree:
-    """The model state for the next micro-batch: what loss_fn returned, else the last one."""
-    if new is None:
-        return old
-    check_model_state(new, old)
-    return new
+def _stacked(loss: Loss, weight: jax.Array) -> Loss:
+    """The parts of a loss that merge with those of other micro-batches."""
+    return Loss(loss.total, weight, loss.metrics)
 
 
-def _merged(take: jax.Array, losses: Loss) -> Loss:
+def _merged_losses(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
     at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
     rest = jax.tree.map(lambda x: x[1:], (take, losses))

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Maybe, PyTree, Where, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of, frozen_flags, frozen_words
+from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
 from tsunax.errors import StateError, WrongTypeError
@@ -33,8 +33,8 @@ from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
-from tsunax.rules.cuts import recut as recut_numbers
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_in, owners_of
+from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
 from tsunax.states import States
 
@@ -46,10 +46,9 @@ _State = TypeVar("_State", bound=TrainState | States)
 
 @dataclass(frozen=True)
 class Report:
-    """The fate of each array and number, by name (`ScaleByAdamState.mu of head/bias`).
+    """What became of each array and number, by name (`ScaleByAdamState.mu of head/bias`).
 
-    `leaf head/bias` is a leaf of params that is new or gone, or has another shape. Prints as a
-    list.
+    `leaf head/bias` is a leaf of params that is new or gone, or has another shape.
     """
 
     kept: tuple[str, ...]
@@ -60,8 +59,8 @@ class Report:
     def __repr__(self) -> str:
         lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
         for what, names in (("new", self.new), ("dropped", self.dropped), ("note", self.notes)):
-            shown = [*names[:20], *([f"... and {len(names) - 20} more"] if len(names) > 20 else [])]
-            lines += [f"  {what:<7}  {name}" for name in shown]
+            more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
+            lines += [f"  {what:<7}  {name}" for name in (*names[:20], *more)]
         return "\n".join(lines)
 
 
@@ -71,16 +70,13 @@ class _Found:
     def __init__(self) -> None:
         self.kept, self.new, self.dropped, self.notes = ([] for _ in range(4))
 
-    def report(self) -> Report:
-        return Report(*map(tuple, (self.kept, self.new, self.dropped, self.notes)))
-
 
 class _Slot(NamedTuple):
-    """An array of an optimizer state, with the facts that distinguish it from the others."""
+    """An array of an optimizer state, with what tells it from the other arrays."""
 
     what: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
-    home: tuple  # key path of the state that it is a field of
+    parent: tuple  # key path of the state that it is a field of
     value: Any
 
     @property
@@ -107,9 +103,9 @@ def migrate(
     """The state under another rule, and a report of kept, new and dropped arrays.
 
     Options that are not given stay as they were. Arrays are matched by their field, the name of
-    their parameter, shape and dtype; a count goes with the moments beside it. A live number is kept
-    if both rules were given the same one; else the new rule's is used, and reported. Frozen leaves
-    stay frozen, by name. An array that could be one of several begins anew, and is reported.
+    their parameter, shape and dtype; a count goes with the moments beside it. An array with several
+    matches begins anew, and is reported. A live number that was adjusted is kept if both rules were
+    given the same one; else that of the new rule is used, and reported. Frozen leaves stay frozen.
 
     Args:
       rule: the new rule, or the old one for a change of something else.
@@ -117,9 +113,9 @@ def migrate(
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
 
-    The old state is not consumed. Raises StateError for populations, traced and donated states, and
-    for new leaves if the old state trains only a part and `trainable=` is not given; and the errors
-    of `setup`.
+    The old state is not consumed. Raises the errors of `setup`, and StateError for populations,
+    traced and donated states, and for new leaves without `trainable=` if the old state trains only
+    a part.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(2)})
@@ -151,7 +147,7 @@ def migrate(
     assert not isinstance(rule, Mapping)
     check_state(state, where)
     if members_of(state) is not None:
-        fix = "Each alone: ts.populations.member(runs, i)."
+        fix = "Migrate each member: ts.populations.member(runs, i)."
         raise StateError("state", where, "a population", "one state", fix)
     if any(map(trees.is_traced, jax.tree.leaves(state))):
         fix = "Call it outside of jit."
@@ -165,7 +161,7 @@ def migrate(
     if trainable is KEEP:
         kept["trainable"] = _trained_by_name(given, state)
     options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh, found = setup(rule, _wide(given, state), **options), _Found()
+    fresh, found = setup(rule, _with_masters(given, state), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)
@@ -175,17 +171,14 @@ def migrate(
     fresh = _with_own_fields(state, fresh)
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, found)
-    return fresh, found.report()
+    return fresh, Report(*map(tuple, (found.kept, found.new, found.dropped, found.notes)))
 
 
 def _owners_of(state: TrainState) -> list[int | None]:
     """The index of the parameter of each leaf of the whole optimizer state, tables included."""
-    owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
     if state.numbers is None:
-        return owners
-    layout, known = state.numbers.layout, iter(owners)
-    gone = {*layout.tables, *layout.clocks}
-    return [None if i in gone else next(known) for i in range(layout.full.num_leaves)]
+        return owners_of(state.plan.init, state.opt_state, None, base(state))
+    return owners_in(state.plan.init, state.numbers.layout.skeleton, base(state))
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
@@ -202,26 +195,26 @@ def _slots(state: TrainState) -> dict[int, _Slot]:
 
 
 def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
-    node, what, home = full, "state", ()
+    node, what, parent = full, "state", ()
     for i, entry in enumerate(path):
         if live_rules.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
-                what, home = f"{node.live.title}.count", path[:i]
+                what, parent = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
             if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
-            what, home = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
+            what, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
         node = trees.child(node, entry)
-    return _Slot(what, owner, home, value)
+    return _Slot(what, owner, parent, value)
 
 
 # ----------------------------------------------------------------------------------- the new state
 
 
-def _wide(params, known: TrainState):
+def _with_masters(params, known: TrainState):
     """Params with master copies in place of the rounded ones."""
     if known.masters is None:
         return params
@@ -235,7 +228,10 @@ def _trained_by_name(params, old: TrainState) -> Any:
     selected = old.plan.selected
     if selected is None:
         return "**"
-    trained, here = dict(zip(_names(old.params), selected, strict=True)), _names(params)
+    trained, here = (
+        dict(zip(_leaves_by_name(old.params), selected, strict=True)),
+        _leaves_by_name(params),
+    )
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
@@ -261,34 +257,30 @@ def _match_parameters(
     old: list[_Slot], slots: dict[int, _Slot], report: _Found
 ) -> dict[int, _Slot]:
     """The old array of each new one that belongs to a parameter; ambiguous ones are left out."""
-    there: dict[tuple, list[_Slot]] = {}
     here: dict[tuple, list[int]] = {}
-    for slot in old:
-        there.setdefault(slot.kind, []).append(slot)
     for i, slot in slots.items():
         if slot.owner is not None:
             here.setdefault(slot.kind, []).append(i)
     found = {}
     for kind, places in here.items():
-        known = there.get(kind, [])
+        known = [slot for slot in old if slot.kind == kind]
         if len(known) == len(places):
             found.update(zip(places, known, strict=True))
         elif known:
             counts = f"{len(known)} there and {len(places)} here"
-            names = (slots[i].name for i in places)
-            report.notes += [f"{name}: begins anew, {counts}" for name in names]
+            report.notes += [f"{slots[i].name}: begins anew, {counts}" for i in places]
     return found
 
 
 def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
     """Add counts and other arrays without a parameter, from the states that the moments came from."""
-    homes: dict[tuple, set] = {}  # the old states that the moments of each new state came from
+    origins: dict[tuple, set] = {}  # the old states that the moments of each new state came from
     for i, slot in found.items():
-        homes.setdefault(slots[i].home, set()).add(slot.home)
-    owned = {slot.home for slot in slots.values() if slot.owner is not None}
+        origins.setdefault(slots[i].parent, set()).add(slot.parent)
+    owned = {slot.parent for slot in slots.values() if slot.owner is not None}
     for i, slot in [(i, slot) for i, slot in slots.items() if slot.owner is None]:
-        origin = homes.get(slot.home, set()) if slot.home in owned else None
-        same = [o for o in old if o.kind == slot.kind and (origin is None or o.home in origin)]
+        origin = origins.get(slot.parent, set()) if slot.parent in owned else None
+        same = [o for o in old if o.kind == slot.kind and (origin is None or o.parent in origin)]
         n = len({trees.on_host(o.value).tobytes() for o in same})
         alike = [j for j, s in slots.items() if s.kind == slot.kind]
         if n > 1 and len(same) == len(alike):
@@ -300,12 +292,11 @@ def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _S
 
 
 def _there(x, like):
-    """A copy of an array, on the devices of another one that is bound to devices."""
+    """A copy of an array, on the devices of `like` if that is committed to them."""
     x = own(x)
-    is_bound = isinstance(like, jax.Array) and like.committed
-    if not is_bound or x.sharding.device_set == like.sharding.device_set:
-        return x
-    return jax.device_put(x, like.sharding)
+    moves = isinstance(like, jax.Array) and like.committed
+    moves = moves and x.sharding.device_set != like.sharding.device_set
+    return jax.device_put(x, like.sharding) if moves else x
 
 
 # ------------------------------------------------------------------------------ beside the optimizer
@@ -314,13 +305,15 @@ def _there(x, like):
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     """The new state in the class of the old one, with the fields that this class adds.
 
-    Averages begin here; other fields are taken over if the leaves that they are like are the same.
-    Raises StateError if they are not.
+    Averages begin with the new params. Other fields keep their values: StateError if they follow
+    params that changed.
     """
     own_fields = [f for f in old._fields if f.name not in new.__dict__]
     values = {f.name: getattr(old, f.name) for f in own_fields}
     averages = averages_of(old)
-    shapes = lambda s: [(name, np.shape(x)) for name, x in _by_name(s, trained_part(s)).items()]
+    shapes = lambda s: [
+        (name, np.shape(x)) for name, x in _trained_by_name_of(s, trained_part(s)).items()
+    ]
     for f in own_fields:
         if f.name in averages:
             values[f.name] = averages[f.name].of(base(new))
@@ -333,10 +326,10 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
 
 def _compare_fields(old: TrainState, new: TrainState, report: _Found) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
-    shapes = lambda s: {name: np.shape(x) for name, x in _names(s.params).items()}
+    shapes = lambda s: {f"leaf {k}": np.shape(x) for k, x in _leaves_by_name(s.params).items()}
     here, there = shapes(new), shapes(old)
-    report.new += [f"leaf {name}" for name, shape in here.items() if there.get(name) != shape]
-    report.dropped += [f"leaf {name}" for name, shape in there.items() if here.get(name) != shape]
+    report.new += [name for name, shape in here.items() if there.get(name) != shape]
+    report.dropped += [name for name, shape in there.items() if here.get(name) != shape]
     for name in ("model_state", "key", "loss_scale"):
         x = getattr(old, name)
         if (x is None) != (getattr(new, name) is None):
@@ -345,10 +338,7 @@ def _compare_fields(old: TrainState, new: TrainState, report: _Found) -> None:
 
 def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
     """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
-    if old.numbers is None or not any(s.cut for _, s in old.numbers.layout.lives):
-        return new
-    there, numbers = [s for _, s in old.numbers.layout.lives], new.numbers
-    here = [] if numbers is None else [s for _, s in numbers.layout.lives]
+    there, here = ([s for _, s in x.numbers.layout.lives] if x.numbers else [] for x in (old, new))
     cuts = {}
     for s in (s for s in there if s.cut is not None):
         alike = lambda t, s=s: (t.live.title, t.paths) == (s.live.title, s.paths)
@@ -358,15 +348,15 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
         else:
             labels = ", ".join(s.cut.labels[1:])
             report.notes.append(f"{s.live.title}: the numbers of {labels} alone are gone")
-    if numbers is None or not cuts:
+    if new.numbers is None or not cuts:
         return new
-    recut = recut_numbers(new.opt_state, numbers, trained_part(new), cuts)
+    recut = recut_numbers(new.opt_state, new.numbers, trained_part(new), cuts)
     opt_state, numbers = (beside(new.params, tree) for tree in recut)
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
 
 def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainState:
-    """Live numbers by name, and those that the new rule changes or lacks."""
+    """Live numbers by name; notes on those that the new rule changes or lacks."""
     if old.numbers is None or new.numbers is None:
         return new
     then, now = (state_facts.facts_of(state) for state in (old, new))
@@ -385,19 +375,19 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
 
 
 def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainState:
-    """The averages of each leaf by name, if the average is of the same kind."""
+    """The averages of each leaf by name, if both states average alike."""
     before, now = averages_of(old), averages_of(new)
     carried = lambda name: _carry_average(old, new, name, before.get(name), now.get(name), report)
-    return dataclasses.replace(new, **{name: carried(name) for name in {**before, **now}})
+    return dataclasses.replace(new, **{name: carried(name) for name in before | now})
 
 
 def _carry_average(old, new, field: str, before, average, report: _Found):
     titled = lambda names: [f"{field} of {name}" for name in names]
-    there = {} if before is None else _by_name(old, before.params)
+    there = {} if before is None else _trained_by_name_of(old, before.params)
     if average is None:
         report.dropped += titled(there)
         return None
-    here = _by_name(new, average.params)
+    here = _trained_by_name_of(new, average.params)
     if before is not None and before.uniform != average.uniform:
         report.new += titled(here)
         report.notes.append(f"{field}: of another kind, begins anew")
@@ -413,22 +403,22 @@ def _carry_average(old, new, field: str, before, average, report: _Found):
 
 
 def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainState:
-    """Freezes by the names of leaves."""
+    """Frozen leaves, by name."""
     if old.frozen is None:
         return new
-    flags = dict(zip(_by_name(old, trained_part(old)), frozen_flags(old), strict=True))
-    here = _by_name(new, trained_part(new))
+    flags = dict(zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True))
+    here = _trained_by_name_of(new, trained_part(new))
     gone = [name for name, on in flags.items() if on and name not in here]
     report.notes += [f"{name}: frozen then, not trained now" for name in gone]
-    words = frozen_words([bool(flags.get(name, False)) for name in here])
+    words = frozen_words([bool(flags.get(name)) for name in here])
     return dataclasses.replace(new, frozen=beside(new.params, words))
 
 
-def _by_name(state: TrainState, tree) -> dict[str, Any]:
+def _trained_by_name_of(state: TrainState, tree) -> dict[str, Any]:
     """The leaves of a tree like the trained params, by their names."""
-    return dict(zip(_names(trained_part(state)), jax.tree.leaves(tree), strict=True))
+    return dict(zip(_leaves_by_name(trained_part(state)), jax.tree.leaves(tree), strict=True))
 
 
-def _names(params) -> dict[str, Any]:
+def _leaves_by_name(params) -> dict[str, Any]:
     """The leaves of params by name."""
     return {"/".join(name): x for name, _, x in trees.leaves_with_names(params)}

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Function, checks, trees
 from tsunax._step.members import each, members_of
-from tsunax._step.starting import as_key
+from tsunax._step.state_setup import as_key
 from tsunax.errors import StateError, WrongTypeError, remedy
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState

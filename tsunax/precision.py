@@ -1,8 +1,8 @@
 """Which numbers are computed in which dtype, and how float16 gradients are kept in range.
 
-Parameters, optimizer state, norms, losses and averages stay float32. A policy, part of the state,
-says what the loss function sees: params and the inputs of the model in `compute`, targets and
-weights as they are, and in an evaluation all in float32.
+Parameters, optimizer state, norms, losses and averages stay float32. In training, the policy of
+the state casts params and the inputs of the model to `compute`; targets and weights stay as they
+are. Evaluations compute in float32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Policy:
 
     `precision="bfloat16"` is short for that.
 
-    Inputs are the float leaves of the batch that reach a matrix product or convolution with params
-    in loss_fn. A leaf that is input and target at once, as of an autoencoder, is an input: name it
-    in the batch a second time to keep the target exact. If only other operations read the inputs
-    (`x * params["scale"]`), they are not found: name them with `batch=`.
+    Inputs are the float leaves of the batch that meet params in a matrix product or convolution of
+    loss_fn. If other operations read them (`x * params["scale"]`), name them with `batch=`. A leaf
+    that is input and target at once, as of an autoencoder, is an input: give it twice to keep the
+    target exact.
 
     >>> Policy(compute="bfloat16").to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
     dtype(bfloat16)
@@ -44,7 +44,7 @@ class Policy:
     compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
     evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
     output: str = "float32"  # for `to_output`, which a model's last line may call
-    # which leaves are inputs: a pattern over their paths; None: found, see below
+    # which leaves are inputs: a pattern over their paths; None: found in the loss function
     batch: Where = None
     rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
 
@@ -58,22 +58,22 @@ class Policy:
             except TypeError:
                 known = False
             if not known:
-                raise WrongTypeError(
-                    name, "Policy()", trees.describe(value), f"one of {', '.join(DTYPES)}"
-                )
+                expected = f"one of {', '.join(DTYPES)}"
+                raise WrongTypeError(name, "Policy()", trees.describe(value), expected)
             object.__setattr__(self, name, jnp.dtype(value).name)
         if not checks.is_one_of(self.rounding, ("nearest", "stochastic")):
             expected = "'nearest' or 'stochastic'"
             raise WrongTypeError("rounding", "Policy()", trees.describe(self.rounding), expected)
-        if self.rounding == "stochastic" and self.param != "bfloat16":
-            fix = "Stochastic rounding cuts float32 to bfloat16."
-            raise WrongTypeError(
-                "param", "Policy(rounding='stochastic')", self.param, "'bfloat16'", fix
+        if self.stochastic and self.param != "bfloat16":
+            where, fix = (
+                "Policy(rounding='stochastic')",
+                "Stochastic rounding cuts float32 to bfloat16.",
             )
+            raise WrongTypeError("param", where, self.param, "'bfloat16'", fix)
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
         if self.batch is not None:
-            patterns.compile_where(self._batch)
+            patterns.compile_where(self.batch)
 
     def to_param(self, tree: PyTree) -> PyTree:
         return cast(tree, self.param)
@@ -88,24 +88,19 @@ class Policy:
         """The dtype in which the loss function sees params and inputs."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
-    def seen_of(self, params: PyTree, train: bool) -> PyTree:
-        """What the loss function sees of params."""
-        return cast(params, self.seen(train))
-
     def batch_to_compute(
         self, batch: PyTree, train: bool, inputs: Callable[[Any], Sequence[bool]]
     ) -> PyTree:
         """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
 
-        Inputs are the float leaves that `batch` matches; by default those of `inputs(batch)`, which
-        is given a batch with all float leaves cast, and called only if a leaf has another dtype. It
-        answers as `_dataflow.multiplied`.
+        Without the pattern `self.batch`, inputs are the leaves for which `inputs(batch)` is true.
+        It is given the batch with all float leaves cast, and only called if that changes a leaf.
         """
         low = cast(batch, self.seen(train))
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
         if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch
-        flags = inputs(low) if self.batch is None else patterns.select(self._batch, batch)
+        flags = inputs(low) if self.batch is None else patterns.select(self.batch, batch)
         leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
@@ -117,10 +112,6 @@ class Policy:
         """The updated params, rounded stochastically for storage."""
         key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
         return round_stochastically(tree, key)
-
-    @property
-    def _batch(self) -> Where:
-        return list(self.batch) if isinstance(self.batch, tuple) else self.batch
 
     @property
     def masters(self) -> bool:
@@ -150,8 +141,9 @@ def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The real float leaves of a tree in another dtype; all others as they are."""
 
     def one(x: Any):
-        is_float = trees.dtype_of(x) is not None and jnp.issubdtype(trees.dtype_of(x), jnp.floating)
-        return jnp.asarray(x, dtype) if is_float and not isinstance(x, jax.ShapeDtypeStruct) else x
+        is_shape, old = isinstance(x, jax.ShapeDtypeStruct), trees.dtype_of(x)
+        is_float = old is not None and jnp.issubdtype(old, jnp.floating)
+        return jnp.asarray(x, dtype) if is_float and not is_shape else x
 
     return jax.tree.map(one, tree)
 
@@ -202,10 +194,7 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
-        """The scale after a step that was applied, overflowed, or was rejected for another reason.
-
-        A step can be neither applied nor overflowed: rejected for another reason.
-        """
+        """The scale after a step; one rejected for another reason neither applied nor overflowed."""
         if not self.dynamic:
             return self
         due = applied & (self.good + 1 >= self.interval)
@@ -221,28 +210,24 @@ def as_loss_scale(
 ) -> LossScale | None:
     """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
 
-    float16 gets a dynamic one by default: without it, training in float16 stops without a
-    warning.
+    float16 gets a dynamic one by default: its small gradients become zero without a warning.
     """
     if given is None:
-        given = "dynamic" if precision is not None and precision.compute == "float16" else None
-    if given is None:
-        return None
+        if precision is None or precision.compute != "float16":
+            return None
+        given = "dynamic"
     if isinstance(given, str) and given == "dynamic":
         given = LossScale()
     elif checks.is_real(given):
         given = LossScale(given, dynamic=False)
     if not isinstance(given, LossScale):
-        raise WrongTypeError(
-            "loss_scale", where, trees.describe(given), "'dynamic', a number or a LossScale"
-        )
+        expected = "'dynamic', a number or a LossScale"
+        raise WrongTypeError("loss_scale", where, trees.describe(given), expected)
     least, most = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
     low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
     # one scale, or those of a population
-    bad = not trees.is_traced(given.scale) and not np.all(
-        (low <= given.scale) & (given.scale <= high)
-    )
-    if bad or not least <= low <= high <= most or given.factor <= 1 or given.interval < 1:
+    fits = trees.is_traced(given.scale) or np.all((low <= given.scale) & (given.scale <= high))
+    if not fits or not least <= low <= high <= most or given.factor <= 1 or given.interval < 1:
         expected = f"{least:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {most:.3g}, factor > 1, interval ≥ 1"
         raise StateError("loss_scale", where, given, expected)
     scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)

@@ -2,7 +2,7 @@
 
     train_step(loss_fn)(state, batch)  =  jit(update ∘ value_and_grad)(state, batch)
 
-The formula is in `step.py`; here is only how it is called.
+The formula is in `step.py`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -27,22 +27,22 @@ from tsunax.errors import StateError, suggests_names
 from tsunax.guard import leaves_apart
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
-from tsunax.step import StepInfo, moved
+from tsunax.step import StepInfo, update_unchecked
 
 if TYPE_CHECKING:
-    from tsunax._core.placement import Home
+    from tsunax._core.placement import MeshShardings
 
 
-def home_of(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
-    """Where a state is placed on a mesh (None: on one device), and its two parts placed there.
+def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
+    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them.
 
-    The place is a `placement.Home`.
+    The shardings are `placement.MeshShardings`.
     """
     if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
         return None, moving, still
     from tsunax._step import on_mesh
 
-    return on_mesh.home_of(moving, still)
+    return on_mesh.place_state_on_mesh(moving, still)
 
 
 def _is_spread(x: Any) -> bool:
@@ -52,9 +52,9 @@ def _is_spread(x: Any) -> bool:
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
     """Raise the error in the arguments that made a program fail, if there is one."""
-    from tsunax._step import failures
+    from tsunax._step import step_errors
 
-    if fault := failures.fault(error, state, batch, extra):
+    if fault := step_errors.fault(error, state, batch, extra):
         raise fault from None
 
 
@@ -68,20 +68,19 @@ def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | No
 
 
 class Traced(NamedTuple):
-    """What one trace of a step was given: shapes and types, no values.
-
-    `_step/traces.py` says how two of them differ.
-    """
+    """What one trace of a step was given: shapes and types, no values."""
 
     kind: str  # "step", or "loop" for those that run fused
-    layout: PyTree  # on a mesh the sharding of each array that the step changes
+    shardings: PyTree  # on a mesh the sharding of each array that the step changes
     state: PyTree  # with a `jax.typeof` for each array
     given: dict[str, Any]  # {argument: a tree of those}
 
     @classmethod
-    def of(cls, kind: str, home: Home | None, state: TrainState, given: dict[str, Any]) -> Traced:
-        layout = None if home is None else home.layout
-        return cls(kind, layout, *jax.tree.map(jax.typeof, (state, given)))
+    def of(
+        cls, kind: str, shardings: MeshShardings | None, state: TrainState, given: dict[str, Any]
+    ) -> Traced:
+        of_leaves = None if shardings is None else shardings.of_leaves
+        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, given)))
 
 
 class Programs(dict[Any, Any]):
@@ -93,14 +92,14 @@ class Programs(dict[Any, Any]):
         self._sharding: Any = None  # of the clock of the last state that lay on one device
         self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
-    def __missing__(self, home: Hashable) -> Function:
-        self[home] = self._build(home)
-        return self[home]
+    def __missing__(self, shardings: Hashable) -> Function:
+        self[shardings] = self._build(shardings)
+        return self[shardings]
 
-    def home_of(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
-        """`home_of`, without a look at every leaf if the state is placed like the last one.
+    def place_state(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
+        """`place_state`, without a look at every leaf if the state is placed like the last one.
 
-        That is so if its clock has the same sharding object: all that a program returns share one.
+        Then its clock has the same sharding object: all arrays that a program returns share one.
         Raises StateError for a state that was donated.
         """
         clock = state.clock
@@ -111,23 +110,22 @@ class Programs(dict[Any, Any]):
         if any(map(trees.is_gone, jax.tree.leaves((moving, still)))):
             raise StateError(donated("step()"))
         checks.check_arrays(state, "state")
-        home, moving, still = home_of(moving, still)
+        shardings, moving, still = place_state(moving, still)
         is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
         self._sharding = None
-        if home is None and is_here and len(devices := clock.devices()) == 1:
+        if shardings is None and is_here and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
                 self.devices += devices
-        return home, moving, still
+        return shardings, moving, still
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _KnownWeight:
-    """A weight that follows from the shapes, on its way out of the program.
+    """A weight that follows from the shapes, as a static part of what the program returns.
 
-    No array: a constant that a program returns costs XLA:CPU a copy on another thread, 15 us a
-    step.
+    As an array it would cost XLA:CPU a copy on another thread, 15 us a step.
     """
 
     weight: np.ndarray | np.generic
@@ -178,14 +176,13 @@ class TrainStep:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
-        return moved(state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra})
+        return update_unchecked(
+            state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra}
+        )
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
-        """What each trace of this step was given, in order.
-
-        `ts.describe` says why there was more than one.
-        """
+        """What each trace of this step was given: `ts.describe` explains why there are several."""
         return []
 
     @functools.cached_property
@@ -196,18 +193,18 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: Home | None) -> Any:
+    def _compiled_on(self, shardings: MeshShardings | None) -> Any:
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
-            trace = Traced.of("step", home, state, {"batch": batch, **extra})
-            with leaves_apart(home is not None):
+            trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
+            with leaves_apart(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
             self.traces.append(trace)  # one that failed is none
             weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             # numbers are put back outside, and info is made there: faster
             return split(state)[0], (loss, weight, *seen)
 
-        out = None if home is None else (home.layout, home.whole)
+        out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         return jax.jit(
             train_step,
             static_argnums=0,
@@ -215,12 +212,12 @@ class TrainStep:
             out_shardings=out,
         )
 
-    def _placed(
-        self, state: TrainState, home: Home, batch: PyTree, extra: Extra
+    def _place_batch(
+        self, state: TrainState, shardings: MeshShardings, batch: PyTree, extra: Extra
     ) -> tuple[PyTree, dict[str, Any]]:
         from tsunax._step import on_mesh
 
-        return on_mesh.placed(self, state, home, batch, extra)
+        return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
         self, state: TrainState, batch: PyTree = None, **extra: Any
@@ -228,16 +225,18 @@ class TrainStep:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
-            # eager grad and vmap would donate what is not traced under the user's feet
+            # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
                 new, info = self._traced(state, batch, extra)
-                # what it only reads is the same array, so that a loop around it leaves it outside
+                # arrays that the step only reads stay the same ones: a loop does not carry them
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
             kind, (moving, still) = (type(state), state.plan), split(state)
-            home, moving, still = self.programs.home_of(state, moving, still)
-            if home is not None:
-                batch, extra = self._placed(state, home, batch, extra)
-            moving, (loss, weight, *seen) = self.programs[home](kind, moving, still, batch, extra)
+            shardings, moving, still = self.programs.place_state(state, moving, still)
+            if shardings is not None:
+                batch, extra = self._place_batch(state, shardings, batch, extra)
+            moving, (loss, weight, *seen) = self.programs[shardings](
+                kind, moving, still, batch, extra
+            )
         except Exception as error:
             raise_fault(error, state, batch, extra)
             raise
@@ -245,9 +244,9 @@ class TrainStep:
         weight = weight.weight if type(weight) is _KnownWeight else weight
         info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
-            from tsunax._step import failures
+            from tsunax._step import step_errors
 
-            failures.raise_if_rejected(self, state, info, batch, extra)
+            step_errors.raise_if_rejected(self, state, info, batch, extra)
         return state, info
 
     def lower(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Lowered:
@@ -257,10 +256,12 @@ class TrainStep:
     def trace(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Traced:
         """The traced program for these arguments, with its `.jaxpr`."""
         check_state(state, "lower()", batch)
-        home, moving, still = home_of(*split(state))
-        if home is not None:
-            batch, extra = self._placed(state, home, batch, extra)
-        return self.programs[home].trace((type(state), state.plan), moving, still, batch, extra)
+        shardings, moving, still = place_state(*split(state))
+        if shardings is not None:
+            batch, extra = self._place_batch(state, shardings, batch, extra)
+        return self.programs[shardings].trace(
+            (type(state), state.plan), moving, still, batch, extra
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -293,31 +294,29 @@ def train_step(
         `extra`; it gets what it names. `loss_fn(params, key)` and others whose second argument
         is `key`, `step`, `model_state` or `ema` take no batch: `step(state)`.
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
-        one: same loss and gradients, whatever the masks, if the loss is a mean over rows. One that
-        compares rows, uses batch statistics, or is a sum over rows is another loss then, and warned
-        of. A batch that does not divide is padded if loss_fn names `mask`.
+        one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
+        loss that compares rows, uses batch statistics, or is a sum over rows changes, with a
+        warning. A batch that does not divide is padded if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
-        see `update`; or "drop" the micro-batch that it comes from, and skip where none is left.
-      donate: whether the state given is consumed. Where the state is traced (inside jit, scan,
-        vmap, grad) nothing is.
+        see `update`; or "drop" such micro-batches, and skip the step if none is left.
+      donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
+        grad) is never consumed.
       remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
         recompute activations instead of storing them.
       norms: whether info has `grad_norm` and `update_norm`.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, where each device has rows of its own: the
-        axis, or axes, over which losses, metrics and gradients are combined (once, by weight) and
-        model states averaged; each device has a key of its own. () for none: then combine them
-        yourself. Not needed, and refused, on sharded arrays.
-      at_once: of a population so many members together, one group after the other, for the memory
-        of one group.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices that have rows
+        and keys of their own: losses, metrics and gradients are combined over it (once, by weight),
+        and model states averaged. () for none: combine them yourself. Sharded arrays need none, and
+        refuse one.
+      at_once: how many members of a population are computed together, for the memory of so many.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
 
-    Raises, before anything is compiled: WrongTypeError, LossError (what loss_fn returned, raised or
-    asks for; a loss that does not depend on what is trained).
-    When called: StateError for a donated state, NonFiniteError under "raise" (not where the state
-    is traced: nothing can wait there, and the step is skipped; nor while a dynamic loss scale is
-    still coming down).
+    Raises, before anything is compiled: WrongTypeError, and LossError for a loss_fn that cannot be
+    used or that no trained leaf moves. When called: StateError for a donated state, NonFiniteError
+    under "raise" (but a traced state is skipped, because nothing can wait there, and a dynamic loss
+    scale may come down).
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -335,10 +334,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`.
-
-    It compares by value.
-    """
+    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`."""
 
     loss_fn: Function
     axis_name: AxisName = None
@@ -373,10 +369,7 @@ class EvalStep:
         return jax.jit(self.pure)
 
     def _read(self, state: TrainState) -> TrainState:
-        """The part of the state that an evaluation reads.
-
-        The rule and the freezing are left out: changing them compiles no evaluation again.
-        """
+        """The part of the state that an evaluation reads: another rule or freeze compiles nothing."""
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
@@ -384,12 +377,12 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         check_state(state, "eval_step()", batch)
-        home = home_of(state.params)[0]
+        shardings = place_state(state.params)[0]
         try:
-            if home is not None:
+            if shardings is not None and not trees.is_tracing():
                 from tsunax._step import on_mesh
 
-                batch, extra = on_mesh.for_evaluation(state, home, batch, extra)
+                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=True)
             return self._compiled(self._read(state), batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)
@@ -405,9 +398,7 @@ def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
 
     `train` is False, there is no `key`, and `model_state` is read only; the precision is that of
     the state. Results of several batches merge: `a.merge(b).compute()` is the mean over all rows of
-    both. `axis_name` as in `train_step`.
-
-    Raises LossError for a loss_fn that cannot be used, as `train_step` does.
+    both. `axis_name` and errors are those of `train_step`.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts

@@ -27,7 +27,7 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     selected = trees.take(params, patterns.select(where, params))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
-        got = f"{patterns.show(where)}, which selects no floats"
+        got = f"{patterns.where_text(where)}, which selects no floats"
         raise PatternError("where", place, got, "at least one")
     for leaf in leaves:
         checks.check_alive(leaf, place)

@@ -2,8 +2,8 @@
 
     params, rule --setup--> TrainState --step--> TrainState --step--> ...
 
-Arrays are its leaves; functions are its static part (`Plan`). It knows nothing of losses, batches
-or loops.
+Arrays are its leaves; functions are its static part (`Plan`). This file knows nothing of losses,
+batches and loops.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Device, Function, Maybe, PyTree, Where, trees
 from tsunax._core.trees import own
-from tsunax._step.roles import COUNTS, Plan, averages_of, field, state_class
+from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown
 from tsunax.rules.number_table import Numbers
 
@@ -45,7 +45,7 @@ class TrainState:
     params: PyTree = field(moves="step", like="params", shows="params")
     # The rule's own, of the trained leaves
     opt_state: PyTree = field(moves="step", like="rule", shows="optimizer")
-    # What the model carries without a gradient (batch statistics)
+    # Arrays that the model updates without a gradient (batch statistics)
     model_state: PyTree = field(moves="step", like="free")
     # PRNG key, never advanced: a step folds `calls` into it
     key: jax.Array | None = field()
@@ -62,10 +62,10 @@ class TrainState:
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _moving: ClassVar[tuple[str, ...]]  # names of what a step changes, but params: see `split`
-    _still: ClassVar[tuple[str, ...]]  # names of what it only reads
-    _get_moving: ClassVar[Function]  # a state -> the values of the first, as a tuple
-    _get_still: ClassVar[Function]  # a state -> the values of the second
+    _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
+    _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
+    _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
+    _get_still: ClassVar[Function]  # a state -> the values of `_still`
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
@@ -73,94 +73,89 @@ class TrainState:
 
     @classmethod
     def of(cls, state: TrainState, **more: Any) -> TrainState:
-        """A state of this class with the fields of another one, and copies of more.
+        """A state of this class with the fields of another state, and copies of `more`.
 
-        An average is given as in `setup(ema=)`, and begins with the trained leaves. StateError for
-        other names, and for a field like the trained leaves that has others.
+        An average is given as in `setup(ema=)`, and begins with the trained leaves. Raises
+        StateError for other names, and for a field like the trained leaves that has other leaves.
         """
-        from tsunax._step import starting
+        from tsunax._step import state_setup
 
+        where = f"{cls.__name__}.of()"
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
         for name in [*own_names, *more]:
             if name not in more or name not in own_names:
                 got = f"none for {name!r}" if name in own_names else repr(name)
-                raise StateError(
-                    "field", f"{cls.__name__}.of()", got, ", ".join(own_names) or "no more"
-                )
+                raise StateError("field", where, got, ", ".join(own_names) or "no more")
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        more = starting.begun(more, roles, base(state), f"{cls.__name__}.of()")
-        kept = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-        return cls(**kept, **{name: jax.tree.map(own, value) for name, value in more.items()})
+        more = state_setup.begun(more, roles, base(state), where)
+        return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
 
     def only(self, *names: str) -> TrainState:
         """The state with None in all other fields."""
-        return type(self)(
-            **{f.name: getattr(self, f.name) if f.name in names else None for f in self._fields},
-            plan=self.plan,
-        )
+        none = dict.fromkeys(f.name for f in self._fields if f.name not in names)
+        return dataclasses.replace(self, **none)
 
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return counted(self.clock, 0)
+        return count_in(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return counted(self.clock, 1)
+        return count_in(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls whose step was rejected by its verdict."""
-        return counted(self.clock, 2)
+        return count_in(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: calls rejected since the last one that was not."""
-        return counted(self.clock, 3)
+        return count_in(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
-        """The state with some fields replaced.
+        """The state with some fields replaced, by copies of the given arrays.
 
-        The given arrays are copied, so that they survive donation of the state. Raises StateError
-        for unknown fields, for another structure, shape or dtype (but of `model_state`), and for a
-        state that was donated.
+        Raises StateError for unknown fields, for another structure, shape or dtype (except those
+        of `model_state`), and for a state that was donated.
         """
         from tsunax._core import placement
-        from tsunax._step import starting
+        from tsunax._step import state_setup
 
         known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
             if name not in known:
                 raise StateError(unknown("field", "replace()", name, known))
-            starting.check_field(self, name, value)
+            state_setup.check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
-            fields["key"] = starting.as_key(fields["key"], "replace()")
+            fields["key"] = state_setup.as_key(fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
             fields.setdefault("params", with_rest(self, rounded))
         elif self.masters is not None and "params" in fields:
-            trained = _part(fields["params"], self.plan.selected)
+            trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = trees.cast_like(trained, self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
-                # no scatter: on a mesh with explicit axes the sharding of its value must be given
+                # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {name: starting.like(x, getattr(self, name)) for name, x in fields.items()}
-        if "params" in fields:  # a step looks at the clock for where a state lies
-            clock = placement.beside(_part(fields["params"], self.plan.selected), clock)
+        fields = {name: state_setup.like(x, getattr(self, name)) for name, x in fields.items()}
+        if "params" in fields:  # a step reads from the clock on which devices a state is
+            clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
 
     def __repr__(self) -> str:
-        from tsunax._step.printing import describe
+        from tsunax._step.state_text import state_text
 
-        return describe(self)
+        return state_text(self)
 
 
-def counted(clock: Any, i: int) -> Any:
+def count_in(clock: Any, i: int) -> Any:
     """One of the counts in a clock, or its shape in the shape of one."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
@@ -186,20 +181,20 @@ def trainable(state: TrainState) -> PyTree:
 
 def trained_part(state: TrainState) -> PyTree:
     """`trainable` without its check of the state, for use in every step."""
-    return _part(state.params, state.plan.selected)
+    return _selected_part(state.params, state.plan.selected)
 
 
 def with_rest(state: TrainState, trained: PyTree) -> PyTree:
     """The full tree of params with `trained` in place of the trained leaves."""
-    return joined(trained, state.params, state.plan.selected)
+    return with_part(trained, state.params, state.plan.selected)
 
 
-def _part(params: PyTree, flags: trees.Flags | None) -> PyTree:
+def _selected_part(params: PyTree, flags: trees.Flags | None) -> PyTree:
     return params if flags is None else trees.partition(params, flags)[0]
 
 
-def joined(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
-    """`params` with the leaves of `part` where flags are true; None: everywhere."""
+def with_part(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
+    """`params` with those leaves of `part` whose flag is true; None: all."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 
@@ -208,16 +203,20 @@ def overwritten_part(state: TrainState) -> PyTree:
 
     They are model state, but flax keeps them in params.
     """
-    return None if state.plan.overwritten is None else _part(state.params, state.plan.overwritten)
+    return (
+        None
+        if state.plan.overwritten is None
+        else _selected_part(state.params, state.plan.overwritten)
+    )
 
 
 def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
-    """The full tree with new values of the leaves that their gradient replaces; None: as it is."""
-    return params if new is None else joined(new, params, state.plan.overwritten)
+    """The full tree with `new` values of the leaves that their gradients replace, if any."""
+    return params if new is None else with_part(new, params, state.plan.overwritten)
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a step changes (donated, and returned by its program), and what it only reads."""
+    """The arrays that a step changes (it donates and returns them), and those that it only reads."""
     params, rest = state.params, None
     if state.plan.moving is not None:
         params, rest = trees.partition(state.params, state.plan.moving)
@@ -254,8 +253,8 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 
-    If your own state class has several averages, `average` is the name of the field. Raises
-    StateError for a state without that average.
+    `average` is the name of a field, for state classes with several averages. Raises StateError for
+    a state without that average.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.75)
@@ -311,17 +310,15 @@ def setup(
       key: typed PRNG key or int seed, for loss functions that name `key`.
       model_state: any pytree that the model updates without a gradient (batch statistics).
       trainable: which leaves to train: a glob over paths (`"head/**"`), a list with `!` exclusions,
-        a predicate `f(path, leaf)`, or a tree of bools. What it leaves out has no gradient, moment,
-        copy or donation.
-      freezable: make room for run-time freezing now, so that not even the first `freeze` compiles.
+        a predicate `f(path, leaf)`, or a tree of bools. Other leaves have no gradient, moment, copy
+        or donation.
+      freezable: make room for freezing now, so that not even the first `freeze` compiles a step.
       ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a
         decay, or one of `averages.ema`, `polyak`, `swa`.
-      precision: what the loss function computes in while training: "bfloat16", "float16", "float32"
-        or a `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
-      loss_scale: "dynamic", a number or a `precision.LossScale`; float16 has a dynamic one if none
-        is given.
-      device: a `jax.Device` or `Sharding` to put the state on; by default it stays where params
-        are.
+      precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
+        `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
+      loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.
+      device: a `jax.Device` or `Sharding` to put the state on; by default that of the params.
       copy: False hands the arrays over: the first step donates them, and your own references die.
 
     Raises:
@@ -335,36 +332,39 @@ def setup(
     (0, 0.001)
     """
     from tsunax._core import placement
-    from tsunax._step import starting
-    from tsunax.rules import calling, inspecting, number_table
+    from tsunax._step import state_setup
+    from tsunax.averages import as_average
+    from tsunax.precision import as_loss_scale, as_policy
+    from tsunax.rules import extra_arguments, inspecting, number_table
 
     swapped = isinstance(params, optax.GradientTransformation)
     inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
-    rule = calling.with_extra(rule)
+    rule = extra_arguments.with_extra(rule)
     if isinstance(params, TrainState):
         fix = "Give state.params."
         raise WrongTypeError("params", "setup()", "a TrainState", "a pytree of arrays", fix)
-    key = starting.as_key(key, "setup()")
-    flags = starting.check_setup(params, device, model_state, trainable, copy, freezable)
+    key = state_setup.as_key(key, "setup()")
+    flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
     if device is not None:
         params, model_state = jax.device_put((params, model_state), device)
-    policy, average, scale = starting.parts_of(precision, ema, loss_scale)
+    policy, average = as_policy(precision, "setup()"), as_average(ema, "setup()")
+    scale = as_loss_scale(loss_scale, policy, "setup()")
 
     take = own if copy else trees.strong
-    params = starting.copied(params, flags, take)
-    flags, overwritten = starting.without_overwritten(params, flags, trainable)
+    params = state_setup.stored_params(params, flags, take)
+    flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
-    plan = Plan(calling.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = starting.stored(_part(params, selected), policy, key)
+    plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
+    trained, masters = state_setup.stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 
-    opt_state = starting.opt_state_of(rule, seen, (trained, masters))
+    opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))
     inspecting.check_update(rule, seen)
     opt_state, numbers = number_table.hoist(opt_state)
     place = functools.partial(placement.beside, trained)
     return TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),
-        params=joined(trained, params, selected),
+        params=with_part(trained, params, selected),
         opt_state=place(opt_state) if device is None else jax.device_put(opt_state, device),
         model_state=place(jax.tree.map(take, model_state)),
         key=place(key),
@@ -379,20 +379,12 @@ def setup(
 
 def donated(where: str) -> str:
     fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
-    return message(
-        "state",
-        where,
-        "one that was donated to an earlier step",
-        "one whose buffers are there",
-        fix,
-    )
+    got, expected = "one that was donated to an earlier step", "one whose buffers are there"
+    return message("state", where, got, expected, fix)
 
 
 def check_state(state: object, where: str, second: object = None) -> None:
-    """Raise unless `state` is a TrainState that was not donated.
-
-    If `second`, the argument after it, is a TrainState, the error says that the state comes first.
-    """
+    """Raise unless `state` is a TrainState that was not donated; `second` is the argument after it."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))

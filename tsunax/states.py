@@ -29,9 +29,9 @@ from jax.tree_util import GetAttrKey
 from tsunax import guard
 from tsunax._core import PyTree, placement, trees
 from tsunax._core.trees import own
-from tsunax._step.roles import COUNTS
+from tsunax._step.state_fields import COUNTS
 from tsunax.errors import StateError, WrongTypeError, unknown
-from tsunax.state import TrainState, assemble, counted, split
+from tsunax.state import TrainState, assemble, count_in, split
 
 __all__ = ["States"]
 
@@ -113,22 +113,22 @@ class States:
     @property
     def step(self) -> jax.Array:
         """int32: calls in which no update of a member was rejected."""
-        return counted(self.clock, 0)
+        return count_in(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call of the step."""
-        return counted(self.clock, 1)
+        return count_in(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls in which the update of a member was rejected."""
-        return counted(self.clock, 2)
+        return count_in(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: such calls since the last one that was none."""
-        return counted(self.clock, 3)
+        return count_in(self.clock, 3)
 
     def replace(self, **new: Any) -> States:
         """The run with some members, or its carry, replaced; not counted as a call.

@@ -27,7 +27,7 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._step.gradients import check_policy, gradient_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import RuleError, StateError, suggests_names
 from tsunax.loss import Loss, check_model_state, finished
 from tsunax.rules import number_table
@@ -106,7 +106,7 @@ class StepInfo(NamedTuple):
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
         parts |= (self.metrics or {}) | self.hyperparams
-        return f"StepInfo({', '.join(f'{name}={_short(x)}' for name, x in parts.items())})"
+        return f"StepInfo({', '.join(f'{name}={_six_digits(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class StepInfo(NamedTuple):
         return {} if self.numbers is None else self.numbers.named(self.step)
 
 
-def _short(x: Any) -> Any:
+def _six_digits(x: Any) -> Any:
     """A number that is known in six digits; all else as it is."""
     if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
         return x
@@ -164,10 +164,10 @@ def update(
     checks.check_flags("update()", norms=norms)
     if extra:
         _errors().check_extra(state, extra)
-    return moved(state, grads, loss, model_state, on_nonfinite, norms, extra)
+    return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
 
-def moved(
+def update_unchecked(
     state: TrainState,
     grads: PyTree,
     loss: Loss | Maybe,
@@ -176,17 +176,15 @@ def moved(
     norms: bool,
     extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
-    """`update`, its arguments checked."""
+    """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
         fix = "A loss scale lives from rejected steps."
         got, expected = "'ignore'", "another policy under a loss scale"
         raise StateError("on_nonfinite", "update()", got, expected, fix)
     grads, loss = _fitting(state, grads, finished(loss))
-    model_state = loss.model_state if model_state is None else model_state
     if model_state is None:
-        model_state = state.model_state
-    else:
-        check_model_state(model_state, state.model_state)
+        model_state = state.model_state if loss.model_state is None else loss.model_state
+    check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = _thawed(state)
     grads = _without_frozen(grads, thawed)
@@ -205,9 +203,9 @@ def moved(
         )
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
-        new = _kept(state, new, thawed, emitted)
-        new = dataclasses.replace(new, params=with_overwritten(state, new.params, loss.overwritten))
-        return new, updates, emitted
+        new = _with_unmoved(state, new, thawed, emitted)
+        params = with_overwritten(state, new.params, loss.overwritten)
+        return dataclasses.replace(new, params=params), updates, emitted
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
@@ -223,29 +221,30 @@ def moved(
         verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, judged)
         new = _chosen(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
+    shown = (grad_norm, update_norm) if norms else (None, None)
+    return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
+
+
+def _info(
+    state: TrainState, loss: Loss, value: Any, norms: tuple[Any, Any], verdict: Scalar
+) -> StepInfo:
     scale, numbers = state.loss_scale, state.numbers
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
-    shown: Any = (grad_norm, update_norm) if norms else (None, None)
-    info = StepInfo(
-        loss=mean,
-        weight=loss.weight,
-        grad_norm=shown[0],
-        update_norm=shown[1],
-        verdict=guard.with_gathered(verdict, emitted),
+    return StepInfo(
+        mean,
+        loss.weight,
+        *norms,
+        verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
-    return new, info
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """Gradients with the structure of `trainable(state)`, from those or from the full tree.
-
-    Raises StateError.
-    """
+    """The gradients in the structure of `trainable(state)`, given so or for the full tree."""
     params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
     if structure != jax.tree.structure(params):
         if not plan.selected or structure != jax.tree.structure(state.params):
@@ -264,7 +263,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
 
 
 def _errors() -> Any:
-    """The module that says what is wrong with the arguments of an update, loaded if something is."""
+    """The module with the errors of an update, imported only if there is one."""
     from tsunax._step import update_errors
 
     return update_errors
@@ -274,13 +273,13 @@ def _thawed(state: TrainState) -> list[Any] | None:
     """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
     if state.frozen is None:
         return None
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.thawed_flags(state)
+    return frozen_leaves.thawed_flags(state)
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
-    """Zero gradients where frozen, so that norms and clipping are over what is trained."""
+    """The gradients with zeros for frozen leaves, which count in no norm."""
     if thawed is None:
         return grads
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
@@ -289,10 +288,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 def _ruled(
     state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the rule.
-
-    Raises RuleError for an argument that it lacks, and for other shapes.
-    """
+    """The updates and the new state of the rule."""
     params = base(state)
     grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
@@ -315,7 +311,7 @@ def _ruled(
 
 
 def _with_params(state: TrainState, seen: PyTree) -> TrainState:
-    """The state with new trained params, rounded to the precision in which it stores them."""
+    """The state with new trained params, rounded as it stores them."""
     policy = state.plan.precision
     if state.masters is not None:
         trained = trees.cast_like(seen, trained_part(state))
@@ -333,18 +329,15 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _kept(
+def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+    """`new` with frozen leaves, and all params if the call only gathered a gradient, of `old`."""
     if thawed is None and emitted is None:
         return new
-    from tsunax._step import freezing
+    from tsunax._step import frozen_leaves
 
-    return freezing.kept(old, new, thawed, emitted)
+    return frozen_leaves.with_unmoved(old, new, thawed, emitted)
 
 
 def _chosen(

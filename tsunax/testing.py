@@ -31,8 +31,8 @@ from jax.sharding import Mesh
 from tsunax import guard
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of, frozen_flags
-from tsunax._step.traces import why
+from tsunax._step.retrace_reasons import retrace_reasons
+from tsunax._step.state_fields import averages_of, frozen_flags
 from tsunax.data.batching import Data
 from tsunax.data.prefetching import Prefetched
 from tsunax.devices.meshes import mesh as all_devices
@@ -51,7 +51,7 @@ from tsunax.loop import fit
 from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.run.info_columns import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
 from tsunax.step import StepInfo, gradient_of
@@ -140,9 +140,9 @@ def check_sharding(
     mesh = all_devices() if mesh is None else mesh
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
-    single, ones = _run(step, _copy(state), batch, extra, steps)
-    spread, many = _run(step, shard(_copy(state), mesh), batch, extra, steps)
-    _check_taken(_taken(ones, state), where, batch)
+    single, ones = _run_steps(step, _copy(state), batch, extra, steps)
+    spread, many = _run_steps(step, shard(_copy(state), mesh), batch, extra, steps)
+    _check_taken(_taken_steps(ones, state), where, batch)
     worst = 0.0
     for i, (one, found) in enumerate(zip(ones, many, strict=True), 1):
         far = _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
@@ -183,13 +183,13 @@ def check_resume(
     with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
         run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
         expected, rows = run(_copy(state), steps)
-        losses = _losses(rows, where)  # a checkpoint that is not finite would be refused
+        losses = _finite_losses(rows, where)  # a checkpoint that is not finite would be refused
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
         found, again = run(_copy(state), steps, checkpoint=path, resume="must")
     title = f"a run resumed at step {at}"
     _compared(title, found, expected, 0.0, "state")
-    _compared(f"losses of {title}", _losses(again, where), losses, 0.0, "losses")
+    _compared(f"losses of {title}", _finite_losses(again, where), losses, 0.0, "losses")
 
 
 def check_fused(
@@ -206,7 +206,7 @@ def check_fused(
     with _rereading(data, where, "A list is: list(data).") as anew:
         for n in (1, 4, "auto"):
             runs[n], rows = fit(step, _copy(state), anew(), steps_per_call=n, **options)
-            _losses(rows, where)
+            _finite_losses(rows, where)
         plain = _by_hand(step, _copy(state), anew(), steps)
     for n in (4, "auto"):
         _compared(f"steps_per_call={n!r}", runs[n], runs[1], 0.0, "state")
@@ -238,17 +238,17 @@ def check_frozen(
     _check(step, state, here, batch, extra)
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = _copy(before)
-    after, infos = _run(step, before, batch, extra, steps)
-    _check_taken(_taken(infos, state), here, batch)
+    after, infos = _run_steps(step, before, batch, extra, steps)
+    _check_taken(_taken_steps(infos, state), here, batch)
     frozen = frozen_flags(held)
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
 
     def leaves(s: TrainState) -> list[tuple[int | None, str, Any]]:
         """(index of the parameter, name, leaf) of params, averages and moments."""
         averages = {name: average.params for name, average in averages_of(s).items()}
-        named = _named((trained_part(s), averages), "state").items()
+        named = _leaves_by_path((trained_part(s), averages), "state").items()
         found: list[Any] = [(i % len(frozen), *pair) for i, pair in enumerate(named)]
-        moments = _named(s.opt_state, "opt_state").items()
+        moments = _leaves_by_path(s.opt_state, "opt_state").items()
         return found + [(i, *pair) for i, pair in zip(owners, moments, strict=True)]
 
     moved = []
@@ -277,13 +277,13 @@ def check_population(
     _check_live((), where, batch, values)
     runs = population(make, n, key=0, **values)
     _check(step, runs, where, batch)
-    runs, infos = _run(step, runs, batch, {}, steps)
-    _check_taken(_taken(infos, runs), where, batch)
+    runs, infos = _run_steps(step, runs, batch, {}, steps)
+    _check_taken(_taken_steps(infos, runs), where, batch)
     worst, sizes, keys = 0.0, None, jax.random.split(jax.random.key(0), n)
     for i in range(n):
         one = make(keys[i], **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
         sizes = _without_digits(step, one, batch, {}) if sizes is None else sizes
-        one, _ = _run(step, one, batch, {}, steps)
+        one, _ = _run_steps(step, one, batch, {}, steps)
         pair = _params(member(runs, i)), _params(one)
         found = _compared(f"member {i}", *pair, tolerance * steps, "params", sizes=sizes)
         worst = max(worst, found)
@@ -311,7 +311,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
                 raise
             got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
             raise CheckError("loss_fn", where, got, "values that are returned", fix) from error
-    _check_taken(_taken([info for _, info in ends], state), where, batch)
+    _check_taken(_taken_steps([info for _, info in ends], state), where, batch)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
             _compared("a second trace", found, expected, 0.0, root)
@@ -362,7 +362,9 @@ def check_recompiles(
     if not n:
         raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     if (found := len(anew.traces)) > most:
-        reasons = "; ".join(why(anew.traces, [("step", x) for x in anew.programs.devices]))
+        reasons = "; ".join(
+            retrace_reasons(anew.traces, [("step", x) for x in anew.programs.devices])
+        )
         raise CheckError("traces", f"{n} batches", found, f"at most {most}", reasons)
     return found
 
@@ -401,7 +403,7 @@ def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
         raise DataError("batch", where, got, "one step at least", fix.rstrip())
 
 
-def _taken(infos: list[Any], state: Any) -> Iterator[Any]:
+def _taken_steps(infos: list[Any], state: Any) -> Iterator[Any]:
     """For each step whether it was applied and its loss finite; all while a loss scale falls."""
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
     for info in infos:
@@ -412,7 +414,7 @@ def _taken(infos: list[Any], state: Any) -> Iterator[Any]:
         yield np.isfinite(np.asarray(info.loss)) & ~np.asarray(rejected)
 
 
-def _losses(rows: Any, where: str) -> dict[str, Any]:
+def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
     """The losses of a run by name. Raises DataError if there are some and none is finite."""
     losses = {name: rows[name] for name in rows.names if name.partition("/")[0] == "loss"}
     _check_taken(map(np.isfinite, losses.values()) if losses else [True], where)
@@ -426,7 +428,7 @@ def _copy(state):
     return jax.tree.map(own, state)
 
 
-def _run(step: Any, state: Any, batch: Any, extra: Any, steps: int) -> tuple[Any, list[Any]]:
+def _run_steps(step: Any, state: Any, batch: Any, extra: Any, steps: int) -> tuple[Any, list[Any]]:
     """The state after some steps with one batch, and their infos."""
     infos = []
     for _ in range(steps):
@@ -482,13 +484,13 @@ def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainStat
     return state
 
 
-def _size(x: Any) -> float:
+def _largest(x: Any) -> float:
     return float(np.max(np.abs(trees.on_host(x).astype(np.complex128)), initial=0))
 
 
 def _sizes_of_noise(grads: Any, root: str) -> dict[str, float]:
     """The largest size of all gradients, by the names of those that are rounding noise beside it."""
-    sizes = {name: _size(x) for name, x in _named(grads, root).items()}
+    sizes = {name: _largest(x) for name, x in _leaves_by_path(grads, root).items()}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
@@ -503,9 +505,8 @@ def _all_finite(tree: Any) -> bool:
     return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
 
 
-def _named(tree: Any, root: str) -> dict[str, Any]:
-    keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {trees.access_str(root, path): x for path, x in keyed}
+def _leaves_by_path(tree: Any, root: str) -> dict[str, Any]:
+    return dict(trees.leaves_at(root, tree))
 
 
 def _compared(
@@ -522,8 +523,8 @@ def _compared(
     """
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    found, theirs = [(0.0, "", "")], _named(expected, root)
-    for name, x in _named(got, root).items():
+    found, theirs = [(0.0, "", "")], _leaves_by_path(expected, root)
+    for name, x in _leaves_by_path(got, root).items():
         far, text = _distance(x, theirs[name], tolerance == 0, sizes.get(name))
         found.append((far, name, text))
     worst, name, text = max(found, key=lambda x: x[0])
@@ -547,6 +548,6 @@ def _distance(x: Any, y: Any, exact: bool, size: float | None) -> tuple[float, s
     if exact or not np.isfinite(gap).all():
         at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
-    size = _size(np.where(np.isfinite(b), b, 0)) if size is None else size
+    size = _largest(np.where(np.isfinite(b), b, 0)) if size is None else size
     far = float(np.max(gap, initial=0)) / size if size else np.inf * (not same.all())
     return far, f"a difference of {far:.2g} of its largest element"

@@ -1,7 +1,7 @@
 """Named device axes, for steps inside `jax.shard_map` and `jax.pmap`.
 
-A mean that was forgotten there lets the states of the devices drift apart. So a step inside such an
-axis raises unless it has an `axis_name`.
+Without a mean over such an axis the states of its devices drift apart: a step raises there unless
+it was given an `axis_name`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Axes = tuple[str, ...]
 
 
 def as_axes(axis_name: Any, where: str) -> Axes | None:
-    """Names as a tuple; None where nothing was said. Raises WrongTypeError."""
+    """The given names as a tuple; None if none were given."""
     if axis_name is None:
         return None
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -29,10 +29,7 @@ def as_axes(axis_name: Any, where: str) -> Axes | None:
 
 
 def around(given: Axes | None, where: str) -> Axes:
-    """The axes over which to take means here.
-
-    Raises StateError for one that is forgotten, or is not there.
-    """
+    """The axes over which to take means. Raises StateError for a forgotten or an absent one."""
     if given is None:
         if found := manual_axes():
             unnamed = not all(isinstance(name, str) and not name.startswith("_") for name in found)
@@ -97,7 +94,7 @@ def gathered(tree, axes: Axes):
 
 
 def mean(tree, axes: Axes):
-    """The mean over devices of what is inexact; of counts the greatest."""
+    """The mean over devices of inexact arrays, the maximum of others."""
     is_inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     one = lambda x: (jax.lax.pmean if is_inexact(x) else jax.lax.pmax)(x, axes)
     return jax.tree.map(one, vary(tree, axes))

@@ -17,7 +17,7 @@ from tsunax.errors import HyperparameterError, LossError, ParamsError, StateErro
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
     """Raise `ParamsError` for a generator, or a dict whose keys are not all str or all int.
 
-    To be called before anything that flattens: JAX's own error does not say where.
+    Call it before anything that flattens the tree: JAX's own error has no path.
     """
     if isinstance(params, Iterator):
         where, fix = trees.access_str(root, path), "Make it one, with list(...)."
@@ -60,10 +60,9 @@ def check_alive(leaf: Any, where: str) -> None:
 
 
 def check_all_alive(tree: Any, root: str) -> None:
-    """The same of every leaf, by its path."""
-    if any(map(trees.is_gone, jax.tree.leaves(tree))):
-        for where, leaf in trees.leaves_at(root, tree):
-            check_alive(leaf, where)
+    """Raise StateError for a tree with a deleted array."""
+    for where, leaf in trees.leaves_at(root, tree):
+        check_alive(leaf, where)
 
 
 def _is_numeric(leaf: Any) -> bool:
@@ -77,20 +76,19 @@ def _is_a(x: Any, *kinds: Any) -> bool:
 
 
 def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
-    """What makes a leaf impossible to train, as `what, got, expected, fix`."""
+    """The parts of an error for a leaf that cannot be trained: `what, got, expected, fix`."""
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
-        fix = "nnx.state(model, nnx.Param)"
-        fix = f"Give the tree of arrays: what a model's init returns, or {fix}."
+        fix = (
+            "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+        )
         if name:
             equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
             fix = f"Keep it outside of params; {equinox}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
-        fix = aside if name else ""
-        if trees.is_key(leaf):
-            fix = "A key belongs to setup(..., key=...)."
+        fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
     canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
@@ -118,7 +116,7 @@ def _count_nonfinite(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _nonfinite(leaves: list[Any]) -> list[int]:
-    """For each leaf the number of elements that are NaN or inf; 0 where there are no values yet."""
+    """For each leaf the number of elements that are NaN or inf; 0 for traced ones and shapes."""
     counts = [0] * len(leaves)
     elsewhere: dict[frozenset, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -127,7 +125,7 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
         devices = leaf.devices() if isinstance(leaf, jax.Array) else set()
         if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
             elsewhere.setdefault(frozenset(devices), []).append(i)
-        else:  # a view that is gone at once: one that stays would keep the leaf from being donated
+        else:  # a view of the buffer, dropped at once: as long as it lives, no step can donate
             counts[i] = np.size(leaf) - int(np.count_nonzero(np.isfinite(np.asarray(leaf))))
     for group in elsewhere.values():  # one program for each set of devices
         with jax.ensure_compile_time_eval():
@@ -138,7 +136,7 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
 
 
 def _model_fix(params: Any) -> str:
-    """How to give a model that was given in place of its parameters; "" for a tree that is none."""
+    """The fix for a model in place of its parameters; "" for other trees."""
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
     call = "setup(rule, model.params, model_state=model.model_state)."
     if "tsunax.models.Model" in kinds:
@@ -153,8 +151,7 @@ def _model_fix(params: Any) -> str:
 def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
 
-    Unselected leaves may be any arrays of numbers. Values are looked at only where there are some,
-    so not under jit or `eval_shape`.
+    Other leaves may be any arrays of numbers. Values of traced leaves are not checked.
     """
     named = trees.leaves_with_names(params)
     if not named:
@@ -178,9 +175,9 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
 
 
 def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
-    """Raise `ParamsError` where one array is two leaves, one selected: donation would free both.
+    """Raise `ParamsError` if one array is two leaves, one of them selected: donation frees both.
 
-    `donated` are trees by name that share the fate of the selected leaves.
+    `donated` are other trees, by name, of which all leaves are donated.
     """
     named = {root: params, **donated}
     found = [x for name, tree in named.items() for x in trees.leaves_at(name, tree)]
@@ -208,7 +205,7 @@ def is_real(x: Any) -> bool:
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
-    """Raise WrongTypeError unless it is an int, HyperparameterError where it is below `least`."""
+    """Raise WrongTypeError unless it is an int, HyperparameterError if it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
         raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
@@ -227,14 +224,14 @@ def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> Non
 
 
 def check_flags(where: str, **flags) -> None:
-    """Raise for what is not True or False: "no" would count as true."""
+    """Raise for a flag that is not True or False: "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
 
 
 def as_array(what: str, x: object, place: str) -> jax.Array:
-    """`x` as an array. Raises LossError for what is none."""
+    """`x` as an array, or LossError."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
@@ -245,14 +242,14 @@ def as_array(what: str, x: object, place: str) -> jax.Array:
 
 
 def parameters_of(f: Callable) -> list[inspect.Parameter]:
-    """Those of its signature; none for builtins without one."""
+    """The parameters of a function; none for builtins without a signature."""
     try:
         return list(inspect.signature(f).parameters.values())
     except (ValueError, TypeError):
         return []
 
 
-def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
+def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
     """The keywords that a function takes behind its first arguments; None: any."""
     known = parameters_of(f)
     if not known or any(p.kind == p.VAR_KEYWORD for p in known):
@@ -262,10 +259,10 @@ def names_of(f: Callable, first: int = 1) -> tuple[str, ...] | None:
 
 
 def accepting(f: Callable, names) -> Callable:
-    """The same function, which takes these keywords too and ignores them.
+    """The function, with a signature that has these keywords too; they are ignored.
 
-    optax's line searches give every extra argument that is not their own to the loss function, by
-    the names of its signature, and raise for the others.
+    optax's line searches pass every extra argument on to the loss function, and raise for one that
+    is not in its signature.
     """
     known = parameters_of(f)
     new = [name for name in names if name not in {p.name for p in known}]

@@ -1,8 +1,8 @@
-"""What reaches what in a traced function: facts about its arguments, carried through its jaxpr.
+"""Dataflow of a traced function: facts about its arguments, carried through its jaxpr.
 
 An analysis is a value for "nothing is known", a `join` of two facts, and a rule for primitives:
-`(equation, facts of its operands) -> facts of its results`. Common to all of them are the inner
-programs (jit, checkpoint, custom derivatives, cond, scan, while) and loops, which run until nothing
+`(equation, facts of its operands) -> facts of its results`. This file carries facts through inner
+programs (jit, checkpoint, custom derivatives, cond, scan, while), and through loops until nothing
 changes any more.
 """
 
@@ -29,8 +29,8 @@ class Analysis:
     nothing: Any  # of constants, and of what is made from them alone
     join: Callable[[Any, Any], Any]
     rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
-    one_of: Callable[[Any], Any] = lambda fact: fact  # of x[i], from that of x
-    # of a stack that a scan over values with these facts makes, from that of one trip
+    one_of: Callable[[Any], Any] = lambda fact: fact  # the fact of x[i], from that of x
+    # the fact of a stack that a scan over values with these facts makes, from that of one trip
     all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact
 
     def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
@@ -74,7 +74,7 @@ class Analysis:
 def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
-    Those are what a model reads. Targets, weights and masks meet its output only.
+    A model reads those. Targets, weights and masks meet its output only.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
@@ -88,8 +88,8 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
         nonlocal found
         if eqn.primitive.name in _PRODUCTS:
             for x, w in (given[:2], given[1::-1]):
-                # params alone: a product with what was made of them and of the batch may be a
-                # weighted mean. A convolution is none, and takes one dtype only
+                # params alone: a product with a value made of params and batch may be a weighted
+                # mean. A convolution is none, and takes one dtype only
                 if w == 1 or (w & 1 and eqn.primitive.name == "conv_general_dilated"):
                     found |= x & ~1
         return [union(given)] * len(eqn.outvars)
@@ -110,7 +110,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
     """The inner program of an equation and its constants: jit, checkpoint, custom derivatives.
 
-    With `parts` also that of `shard_map`, which sees a part of each array.
+    With `parts` also that of `shard_map`, whose arrays are parts.
     """
     programs = programs_in(eqn)
     if len(programs) != 1:
@@ -133,10 +133,10 @@ def scanned(eqn: Any) -> tuple[int, int]:
 
 
 def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
-    """The innermost line of the user's own code that an equation comes from, and its text.
+    """The innermost line of the user's code (or else a library's) of an equation, and its text.
 
-    Or of a library, if there is none. `sources` are those of the equation and of the calls around
-    it; frames below the file `above` do not count.
+    `sources` are those of the equation and of the calls around it; frames below the file `above`
+    do not count.
     """
     from jax.extend import source_info_util
 

@@ -22,7 +22,7 @@ from tsunax.errors import PatternError, WrongTypeError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class _Glob:
-    """A parsed pattern: one test per component, in the runs that the "**" leave between them."""
+    """A parsed pattern: one test per component, in runs between the "**"."""
 
     text: str
     excludes: bool
@@ -31,18 +31,18 @@ class _Glob:
     def matches(self, name: trees.Names) -> bool:
         first, last = self.runs[0], self.runs[-1]
         if len(self.runs) == 1:
-            return len(name) == len(first) and _fits(first, name)
+            return len(name) == len(first) and _run_fits(first, name)
         at, end = len(first), len(name) - len(last)
-        if at > end or not _fits(first, name) or not _fits(last, name[end:]):
+        if at > end or not _run_fits(first, name) or not _run_fits(last, name[end:]):
             return False
-        for run in self.runs[1:-1]:  # its leftmost fit leaves the most room for the runs after it
-            while at + len(run) <= end and not _fits(run, name[at:]):
+        for run in self.runs[1:-1]:  # the leftmost fit leaves the most names for later runs
+            while at + len(run) <= end and not _run_fits(run, name[at:]):
                 at += 1
             at += len(run)
         return at <= end
 
 
-def _fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
+def _run_fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
     for i, test in enumerate(run):  # noqa: SIM110, a generator is 3 times slower
         if not test(name[i]):
             return False
@@ -86,7 +86,7 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
     for glob in globs:
         hits = [glob.matches(name) for name in leaf_names]
         if not any(hits):
-            near = ", ".join(map(repr, nearest(glob.text, map(trees.show, leaf_names))))
+            near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
             is_subtree = not glob.text.endswith("**") and any(map(_glob(below).matches, leaf_names))
@@ -135,10 +135,9 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
     """Check `where` before there is a tree; the result maps a tree to its flags. See `select`.
 
     Raises `PatternError` for a malformed pattern or nothing but exclusions, and `WrongTypeError`
-    for what is none of the four forms.
+    for none of the four forms.
     """
-    if isinstance(where, str):
-        where = [where]
+    where = [where] if isinstance(where, str) else where
     texts = [entry for entry in where if isinstance(entry, str)] if type(where) in _LISTS else []
     if type(where) in _LISTS and len(texts) == len(where):
         globs = [_glob(text) for text in texts]
@@ -153,11 +152,11 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
     forms = "a pattern ('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree"
-    raise WrongTypeError("where", "", f"{show(where)} ({type(where).__name__})", forms)
+    raise WrongTypeError("where", "", f"{where_text(where)} ({type(where).__name__})", forms)
 
 
-def show(where: Any) -> str:
-    """What a message says of a selection."""
+def where_text(where: Any) -> str:
+    """A selection in words, for messages."""
     if callable(where) or trees.is_array(where) or isinstance(where, Mapping):
         return trees.describe(where)
     return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
@@ -169,15 +168,16 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
     `where` is one of
 
     - a pattern over path components: "*", "?" and "[ab]" match within one component, as in
-      `fnmatch`; "**" any number of them, also none, so that "encoder/**" is all below "encoder" and
-      a leaf "encoder" itself. A dict key with a "/" in it is one component: "*" or "a?b" match it;
-    - a list of patterns, where a "!" in front takes away, and the last match wins;
+      `fnmatch`; "**" matches any number of components, also none: "encoder/**" is all below
+      "encoder" and a leaf "encoder" itself. A dict key with a "/" is one component: "a?b" matches
+      "a/b";
+    - a list of patterns: a "!" in front excludes, and the last match wins;
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    Raises `PatternError` where a pattern (each one of a list) matches no leaf, where nothing is
-    selected (unless `allow_empty`), and where a bool tree or the result of a predicate does not
-    fit; `ParamsError` where there are no leaves (unless `allow_empty`).
+    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected
+    (unless `allow_empty`), and if a bool tree or the result of a predicate does not fit;
+    `ParamsError` if there are no leaves (unless `allow_empty`).
 
     >>> select(["**", "!**/bias"], {"dense": {"bias": 0.0, "kernel": 1.0}})
     (False, True)
@@ -189,6 +189,6 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
         return ()
     flags = flags_of(tree)
     if not any(flags) and not allow_empty:
-        got = f"{show(where)}, which selects nothing"
+        got = f"{where_text(where)}, which selects nothing"
         raise PatternError("where", "", got, "at least one leaf")
     return flags

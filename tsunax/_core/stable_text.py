@@ -1,7 +1,7 @@
 """Values as text and arrays as bits that are equal in every process and every run.
 
-No addresses, no order of sets: an object is its type and its fields, a function its name, its code,
-and what it keeps.
+Texts have no addresses and no order of sets: an object is its type and fields, a function its name,
+its code and the values that it closes over.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def words_of(
     x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True,
     contents: bool = True,
 ) -> str:  # fmt: skip
-    """What a value is, in full.
+    """A value as text.
 
     Without `code` it is an outline, for files that other versions read: functions by their names
-    and what they close over, arrays and (without `numbers`) numbers as "#". An object with
-    `in_words(inner)` says itself what its outline is. Without `contents` arrays are their shapes.
+    and closures, arrays and (without `numbers`) numbers as "#", and an object with a method
+    `in_words(inner)` as that returns. Without `contents` arrays are their shapes.
 
     >>> words_of({"rate": 0.1, "sizes": {3, 1}, "f": max})
     "{'rate': 0.1, 'sizes': {1, 3}, 'f': max}"
@@ -124,7 +124,7 @@ def _of_array(x: Any) -> str:
 
 
 def _hash_of_code(code: types.CodeType) -> str:
-    """Of what it does: the functions inside it too, and not the lines or files where it stands."""
+    """The hash of code with the functions inside it, whatever its file and lines."""
     of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
     inside = list(map(of, code.co_consts))
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
@@ -132,10 +132,10 @@ def _hash_of_code(code: types.CodeType) -> str:
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
-    return dict(_walk(root, thing, ()))
+    return dict(_walk_parts(root, thing, ()))
 
 
-def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
+def _walk_parts(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     place = trees.access_str(root, path)
     if node is None or jtu.all_leaves([node]):
         yield place, words_of(node)
@@ -148,4 +148,4 @@ def _walk(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     elif kind is not dict:
         yield f"{place} itself", kind.__name__
     for key, child in children:
-        yield from _walk(root, child, path + key)
+        yield from _walk_parts(root, child, path + key)

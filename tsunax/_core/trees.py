@@ -33,7 +33,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` has no value yet, because jit, vmap, grad or scan is tracing."""
+    """Whether `x` has no value yet: jit, vmap, grad or scan is tracing."""
     return isinstance(x, Tracer)
 
 
@@ -76,8 +76,13 @@ def is_inexact(x: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
 
 
+def wide_dtype(x: Any) -> Any:
+    """The dtype of an array, but at least float32: for sums and means of it."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def own(x):
-    """A copy of an array that nobody else holds, strongly typed; what is no number stays."""
+    """A copy of an array, without a weak type; other leaves stay as they are."""
     return strong(jnp.array(x, copy=True)) if _is_number(x) else x
 
 
@@ -99,10 +104,9 @@ def cast_like(tree, like):
 
 
 def conjugated(grads):
-    """JAX's gradients as directions of steepest ascent, and back: they differ in complex leaves.
+    """JAX's gradients as directions of steepest ascent, and back.
 
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`. Steepest ascent is
-    `∂f/∂x + i ∂f/∂y`.
+    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
     """
     is_complex = lambda g: jnp.issubdtype(dtype_of(g), jnp.complexfloating)
     return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
@@ -112,21 +116,18 @@ def conjugated(grads):
 
 
 def manual_axes() -> tuple:
-    """The axes of devices that a program is written for one by one, as far as JAX tells."""
+    """The axes of devices inside `shard_map` or `pmap`, as far as JAX tells."""
     found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if found or jax.__version_info__ >= (0, 8):
         return found
-    # until then pmap was no shard_map, and looks like a vmap with a named axis
+    # in older versions pmap is no shard_map, and looks like a vmap with a named axis
     from jax._src import core
 
     return tuple(core.get_axis_env().axis_sizes)
 
 
 def is_tracing() -> bool:
-    """Whether some trace is under way: of jit, vmap, grad or scan.
-
-    Eager vmap and grad trace some arrays only.
-    """
+    """Whether some trace is under way: of jit, vmap, grad or scan (some may trace few arrays)."""
     from jax._src import core
 
     return not core.trace_state_clean()
@@ -148,7 +149,7 @@ def programs_in(eqn: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The key entry of `Marked`; a mask that asks for `path[-1].key` finds the leaf's own key."""
+    """The key entry of `Marked`. A mask that reads `path[-1].key` gets the leaf's own key."""
 
     owner: int
     last: Any
@@ -162,7 +163,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """A node around one parameter. What a rule builds from it has the mark in its key path."""
+    """A node around one parameter: leaves that a rule makes of it have the mark in their paths."""
 
     tree: Any
     mark: Mark
@@ -206,7 +207,7 @@ def key_name(entry: Any) -> str:
 
 
 def names(path: Sequence[Any]) -> Names:
-    """The components of a key path; `leaves_with_names` also knows which `.value` is no name."""
+    """The components of a key path."""
     return tuple(map(key_name, without_marks(path)))
 
 
@@ -215,14 +216,19 @@ def path_str(path: Sequence[Any]) -> str:
     return "/".join(names(path))
 
 
-def show(path: Sequence[Any]) -> str:
-    """`path_str` for messages, where a bare array is `<root>`."""
+def shown_path(path: Sequence[Any]) -> str:
+    """`path_str` for messages: a bare array is `<root>`."""
     return path_str(path) or "<root>"
 
 
 def access_str(root: str, path: Sequence[Any]) -> str:
     """A key path as Python would write it: `params['encoder'][0].kernel`."""
     return root + jtu.keystr(without_marks(path))
+
+
+def paths(tree: Any) -> list[tuple[Any, ...]]:
+    """The key path of each leaf."""
+    return [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
 
 
 def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -241,19 +247,19 @@ def _is_box(x: Any) -> bool:
     return _is_box_type(type(x))
 
 
-def _named(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
+def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tuple, Any]]:
     is_inner_box = lambda x: x is not tree and _is_box(x)
     for tail, node in jtu.tree_flatten_with_path(tree, is_leaf=is_inner_box)[0]:
         wrapped = _is_box(tree) and tail and key_name(tail[0]) == "value"
         inner = name + names(tail[1:] if wrapped else tail)
         if is_inner_box(node):
-            yield from _named(node, path + tail, inner)
+            yield from _walk_names(node, path + tail, inner)
         else:
             yield inner, path + tail, node
 
 
 def child(node: Any, entry: Any) -> Any:
-    """What lies under one entry of a key path."""
+    """The child of a node at one entry of a key path."""
     if isinstance(entry, jtu.GetAttrKey):
         return getattr(node, entry.name)
     if isinstance(entry, (jtu.DictKey, jtu.SequenceKey)):
@@ -267,7 +273,7 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
     leaves would share their names without it.
     """
-    found = list(_named(tree, (), ()))
+    found = list(_walk_names(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
     if len(counts) == len(found):
         return found
@@ -306,10 +312,10 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 
 
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
-    """`(selected, rest)`: the same containers, each with `None` where the other has the leaf.
+    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves.
 
     `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
-    that check their fields must let `None` pass.
+    that check their fields must accept it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
@@ -338,7 +344,7 @@ def _children(node: Any) -> list[tuple[tuple, Any]]:
 
 
 def describe(x: Any) -> str:
-    """What a message says of a value.
+    """A value in words, for messages.
 
     >>> [describe(x) for x in (np.ones((2, 3)), "relu", describe, dict, {"a": 1, "b": 2}, [1, 2])]
     ['float64[2,3]', "'relu' (str)", 'the function describe', 'the class dict', 'dict with a, b', 'list of 2']
@@ -402,10 +408,9 @@ def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") ->
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
     As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
-    do not. With `root` the place is "params['encoder']['bias']"; `leaf` is what to call an expected
-    leaf.
+    do not. With `root` the place is "params['encoder']['bias']". `leaf` names an expected leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case
-    place = functools.partial(access_str, root) if root else show
+    place = functools.partial(access_str, root) if root else shown_path
     return _difference(_unmark(got), _unmark(expected), (), place, leaf)

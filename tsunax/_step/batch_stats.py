@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import jax
 
-from tsunax._core import checks
+from tsunax._core import trees
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import LossError
-from tsunax.program import home_of, raise_fault
+from tsunax.loss import check_model_state
+from tsunax.program import place_state, raise_fault
 from tsunax.state import TrainState, check_state
 
 
@@ -22,24 +23,19 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         keywords = fn.keywords(state, batch, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
-            raise LossError(
-                "model_state",
-                "update_batch_stats()",
-                "None",
-                "ts.Loss.mean(values, model_state=...)",
-            )
-        checks.check_like(
-            "model_state", loss.model_state, state.model_state, "A step keeps its structure."
-        )
+            expected = "ts.Loss.mean(values, model_state=...)"
+            raise LossError("model_state", "update_batch_stats()", "None", expected)
+        check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
     def call(state: TrainState, batch, **extra) -> TrainState:
         check_state(state, "update_batch_stats()", batch)
         try:
-            if (home := home_of(state.params)[0]) is not None:
+            shardings = place_state(state.params)[0]
+            if shardings is not None and not trees.is_tracing():
                 from tsunax._step import on_mesh
 
-                batch, extra = on_mesh.for_statistics(home, batch, extra)
+                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra)
             return run(state, batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.loss_fn import LossFn, objective_of
+from tsunax._step.loss_fn import LossFn, loss_objective
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
@@ -53,36 +53,22 @@ def gradient_of(
         if at is not None:
             checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
         keywords = fn.keywords(state, batch, extra, train=True)
-        here, overwritten = now if at is None else at, overwritten_part(state)
+        parts = now if at is None else at, overwritten_part(state)
         if axes := around():
             from tsunax._core import axes as named_axes
 
-            here, overwritten = named_axes.vary((here, overwritten), axes)
+            parts = named_axes.vary(parts, axes)
             if "key" in keywords and "key" not in extra:
                 keywords["key"] = named_axes.own_key(keywords["key"], axes)
         inputs: list[Any] = []  # found once for all micro-batches
 
-        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = overwritten):
+        def objective(trained: PyTree, batch: PyTree, keywords: Extra, others: Any = parts[1]):
             params = with_overwritten(state, with_rest(state, trained), others)
-            return objective_of(fn, state, batch, keywords, inputs)(params)
+            return loss_objective(fn, state, batch, keywords, inputs)(params)
 
         def gradient(batch: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
-            notes: list[bool] = []  # one if the loss depends on the trained leaves
-
-            def of_parts(trained: PyTree, others: Any):
-                mean, loss = objective(trained, batch, keywords, others)
-                return _noted(mean, notes), loss
-
-            both = jax.value_and_grad(checkpoint(of_parts), argnums=(0, 1), has_aux=True)
-            if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(here))):
-                from tsunax._core.kept_sums import kept
-
-                both = kept(both)
-            (_, loss), (grads, new) = both(here, overwritten)
-            _check_depends(notes, fn)
-            # jax.checkpoint hands constants out in a class of its own (jax 0.7)
-            as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
-            return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
+            of_parts = lambda trained, others: objective(trained, batch, keywords, others)
+            return _differentiated(fn, checkpoint, of_parts, parts)
 
         if accumulate == 1:
             loss, grads = gradient(batch, keywords)
@@ -91,8 +77,8 @@ def gradient_of(
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), overwritten)
-            warn_of_mixed_rows(objective, here, batch, keywords, accumulate, name)
+            loss, grads = of_all(gradient, accumulate, batch, keywords, base(state), parts[1])
+            warn_of_mixed_rows(objective, parts[0], batch, keywords, accumulate, name)
         if axes:
             from tsunax.microbatches import over_devices
 
@@ -102,10 +88,39 @@ def gradient_of(
     return f
 
 
+def _differentiated(
+    fn: LossFn, checkpoint: Function, objective: Function, parts: tuple[PyTree, PyTree]
+) -> tuple[Loss, PyTree]:
+    """The Loss of `objective(*parts)`, and the gradients of its scalar.
+
+    `parts` are the trained leaves and those that gradients overwrite: the latter's are in the Loss.
+    """
+    notes: list[bool] = []  # one if the loss depends on the trained leaves
+
+    def noted(*parts: PyTree):
+        mean, loss = objective(*parts)
+        return _noted(mean, notes), loss
+
+    both = jax.value_and_grad(checkpoint(noted), argnums=(0, 1), has_aux=True)
+    if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
+        from tsunax._core.cpu.kept_sums import keep_sums
+
+        both = keep_sums(both)
+    (_, loss), (grads, new) = both(*parts)
+    if not notes:
+        got, expected = "one that does not depend on any trained leaf of params", "one that does"
+        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
+        fix += "rounding."
+        raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
+    # jax.checkpoint hands constants out in a class of its own (jax 0.7)
+    as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
+    return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
+
+
 def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
     if (scale := state.loss_scale) is None:
         return grads
-    unscale = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale.scale
+    unscale = lambda g: g.astype(trees.wide_dtype(g)) / scale.scale
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
 
 
@@ -127,25 +142,11 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
     return same(mean)
 
 
-def _check_depends(notes: list[bool], fn: LossFn) -> None:
-    """Raise LossError for a loss that depends on no trained leaf: its gradient is always zero."""
-    if not notes:
-        got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = (
-            "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
-            "rounding."
-        )
-        raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
-
-
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
-        known = [
-            name
-            for name in dir(jax.checkpoint_policies)
-            if not name.startswith(("_", "save_", "offload"))
-        ]
+        private = "_", "save_", "offload"  # the latter two make policies, from arguments
+        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
         if remat not in known:
             raise WrongTypeError(unknown("remat", where, remat, known))
         remat = getattr(jax.checkpoint_policies, remat)
@@ -161,7 +162,7 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
 def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
     """A function that returns the named axes of devices to take means over; () for none.
 
-    Raises WrongTypeError; the function StateError, for an axis that is forgotten or is not there.
+    That function raises StateError for an axis that is forgotten or is not there.
     """
     if axis_name is None:
         given = None
@@ -192,10 +193,10 @@ def search_functions(
             where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
             raise RuleError("rule", where, "a line search", "one without", fix)
         if state.frozen is not None:
-            from tsunax._step.freezing import thawed_flags
+            from tsunax._step.frozen_leaves import thawed_flags
 
             params = guard.choose(thawed_flags(state), params, trained_part(state))
-        return objective_of(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
+        return loss_objective(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
     return {
         "value_fn": value_fn,

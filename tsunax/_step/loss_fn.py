@@ -1,7 +1,7 @@
-"""Calling a loss function: it is given the keywords that it names, and answers with a `Loss`.
+"""Calling a loss function with the keywords that it names; the result is a `Loss`.
 
-Here is what a loss function may name, and what it sees of the params and the batch. It knows
-nothing of gradients.
+This file says which keywords there are, and in which dtypes the function gets params and batch. It
+knows nothing of gradients.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -24,12 +24,12 @@ from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
-from tsunax.state import TrainState, averaged_params, joined
+from tsunax.state import TrainState, averaged_params, with_part
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # a loss function whose first argument after params is one of these takes no batch
 _OF_THE_STATE = frozenset({"key", "model_state", "step", "ema"})
-# what the step gives to loss_fn or to the rule itself: no name for what a user gives
+# names of what the step itself gives to loss_fn or to the rule: not for keywords of users
 _TAKEN = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
     "value_fn obj_fn grad_fn updates outside flush".split()
@@ -48,46 +48,36 @@ class LossFn:
 
     @classmethod
     def of(cls, fn: Any, where: str = "train_step()") -> LossFn:
+        expected = "a function loss_fn(params, batch, ...)"
         if not callable(fn) or isinstance(fn, type):
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError("loss_fn", where, got, "a function loss_fn(params, batch, ...)")
+            raise WrongTypeError("loss_fn", where, got, expected)
         if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
             got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
-            raise WrongTypeError(
-                "loss_fn", where, got, "a function loss_fn(params, batch, ...)", fix
-            )
+            raise WrongTypeError("loss_fn", where, got, expected, fix)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
             return cls(fn, (), frozenset(), False)
-        kinds = inspect.Parameter
-        positional = [
-            p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        starred = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        of_kind = lambda *kinds: [p for p in parameters if p.kind.name in kinds]
+        positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
+        starred = of_kind("VAR_POSITIONAL")
         are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
-        rest = positional[1:] + [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-        takes_batch = starred or not rest or rest[0].name not in _OF_THE_STATE
+        rest = positional[1:] + of_kind("KEYWORD_ONLY")
+        takes_batch = bool(starred) or not rest or rest[0].name not in _OF_THE_STATE
         if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
             got = trees.describe_call(fn)
             fix = f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError("signature", where, f"{got:.120}", "loss_fn(params, batch, ...)", fix)
         rest = rest[takes_batch and len(positional) > 1 :]
-        return cls(
-            fn,
-            tuple(p.name for p in rest),
-            frozenset(p.name for p in rest if p.default is not kinds.empty),
-            any(p.kind is kinds.VAR_KEYWORD for p in parameters),
-            takes_batch,
-        )
+        optional = frozenset(p.name for p in rest if p.default is not p.empty)
+        names = tuple(p.name for p in rest)
+        return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
     def keywords(
         self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
     ) -> dict[str, Any]:
-        """What this function names, from the state and `extra`.
-
-        Raises LossError for what is not there.
-        """
+        """The keywords that this function names, from the state and `extra`."""
         for name in extra:
             if name in _TAKEN or (name == "key" and train and state.key is not None):
                 got, fix = "another name for what you give it", "The step gives this one itself."
@@ -110,19 +100,19 @@ class LossFn:
                 out[name] = offered[name]
             elif name not in self.optional:
                 raise _explaining().missing_keyword(name, _OFFERED, extra, train)
-        unread = [name for name in extra if name not in out]
-        if unread:
-            fix = "loss_fn does not name it: add it to its signature, or leave it out."
-            raise LossError(unknown("keyword", "the step", unread[0], self.names, fix))
+        for name in extra:
+            if name not in out:
+                fix = "loss_fn does not name it: add it to its signature, or leave it out."
+                raise LossError(unknown("keyword", "the step", name, self.names, fix))
         return out
 
     def __call__(
         self, params: PyTree, batch: PyTree, keywords: Extra, *, merges: bool = False
     ) -> Loss:
-        """The `Loss` of one batch; a scalar weighs its rows (those that `mask` lets through).
+        """The `Loss` of one batch; the weight of a scalar is the number of rows, or of unmasked ones.
 
-        If leaves of the batch differ in rows, a scalar weighs 1, and raises if it `merges` with
-        others.
+        If leaves of the batch differ in rows, it is 1. If the Loss `merges` with others, that
+        raises LossError.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace
@@ -171,13 +161,15 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
     policy, plan = state.plan.precision, state.plan
     if policy is None:
         return params
-    low = policy.seen_of(params, train)
+    from tsunax.precision import cast
+
+    low = cast(params, policy.seen(train))
     if plan.overwritten is None:
         return low
-    return joined(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
+    return with_part(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
 
 
-def objective_of(
+def loss_objective(
     fn: LossFn, state: TrainState, batch: PyTree, keywords: Extra, inputs: list[Any] | None = None
 ) -> Function:
     """`params -> (scaled mean loss, Loss)`."""
@@ -210,7 +202,7 @@ def seen_by(
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
         from tsunax._core import placement
 
-        params = placement.collected(params)
+        params = placement.gather_params(params)
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)

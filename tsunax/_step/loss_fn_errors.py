@@ -1,6 +1,4 @@
-"""What is said of a loss function that fails, asks for what is not there, or is given in the wrong
-place.
-"""
+"""Errors of a loss function that fails, names an unknown keyword, or is given in the wrong place."""
 
 from __future__ import annotations
 
@@ -43,26 +41,22 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
     except Exception:
         return
     if isinstance(out, Loss) or np.shape(out) == ():
-        got = f"{trees.describe_call(f)}, a loss function"
-        fix = (
-            "Give "
-            f"ts.{what if what == 'eval_step' else 'train_step'}({getattr(f, '__name__', 'loss_fn')})."
+        make, name = (
+            "eval_step" if what == "eval_step" else "train_step",
+            getattr(f, "__name__", ""),
         )
-        raise WrongTypeError(what, "", got, expected, fix.replace("<lambda>", "loss_fn")) from None
+        fix = f"Give ts.{make}({name if name.isidentifier() else 'loss_fn'})."
+        got = f"{trees.describe_call(f)}, a loss function"
+        raise WrongTypeError(what, "", got, expected, fix) from None
 
 
 def note(fn, batch, error: Exception) -> str:
     """The note on an exception of the user's code: its line, and the shapes of its batch."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [
-        f
-        for f in frames
-        if "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
-    ]
-    frame = [*frames[:1], *own][-1] if frames else None
+    is_own = lambda f: "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
+    frame = [*frames[:1], *filter(is_own, frames)][-1] if frames else None
     place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    given = [f"{trees.access_str('', path)} {trees.describe(x)}".strip() for path, x in leaves]
+    given = [f"{at} {trees.describe(x)}".strip() for at, x in trees.leaves_at("", batch)]
     shapes = trees.listed(given, 4) or "None"
     return f"raised by the loss function {trees.describe_call(fn)}{place}; its batch: {shapes}"
 

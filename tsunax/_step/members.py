@@ -1,11 +1,7 @@
-"""Populations: states whose arrays have a leading axis of members.
-
-How one is told, and how a function is mapped.
-"""
+"""Populations: states whose arrays have a leading axis of members, and functions mapped over it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +22,7 @@ def members_of(state: Any) -> int | None:
     return shape[0] if len(shape) > 1 else None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("tree",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class each:
     """A tree with one value, such as a batch, for each member of a population.
@@ -43,11 +39,11 @@ class each:
 def check_local_members(state: Any, where: str) -> None:
     """Raise StateError for a population whose members are on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
-        got = "members on devices of several processes"
-        fix = (
-            "Members of its own for each process: ts.shard(population, "
-            "ts.mesh(devices=jax.local_devices()))."
+        got, mesh = (
+            "members on devices of several processes",
+            "ts.mesh(devices=jax.local_devices())",
         )
+        fix = f"Members of its own for each process: ts.shard(population, {mesh})."
         raise StateError("population", where, got, "of one", fix)
 
 

@@ -1,27 +1,26 @@
-"""A step whose state lies on a mesh: where its arguments have to be."""
+"""Moving the arguments of a step to the mesh of its state."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from tsunax._core import placement
+from tsunax._core.placement import MeshShardings, mesh_shardings, resharded
 from tsunax._step.members import members_of
 from tsunax.errors import LossError
 from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
 
 
-def home_of(moving, still=()) -> tuple[placement.Home | None, Any, Any]:
-    """Where a state is placed on a mesh (None: on one device), and its two parts placed there."""
-    home, other = placement.home_on_mesh(moving, still), placement.home_on_mesh(still, moving)
-    if home is None or other is None:
+def place_state_on_mesh(moving, still=()) -> tuple[MeshShardings | None, Any, Any]:
+    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them."""
+    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
+    if first is None or second is None:
         return None, moving, still
-    return home, placement.settled(moving, home.layout), placement.settled(still, other.layout)
+    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
 def masked(given, padding):
@@ -32,44 +31,35 @@ def masked(given, padding):
     return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
 
 
-def spread(rows, extra, home: placement.Home, *, whole: bool = False) -> tuple[Any, dict]:
-    """Spread a batch and its mask over the mesh of a state; `extra` is replicated.
-
-    Rows that do not divide raise DataError; with `whole` they are replicated.
-    """
-    batch, mask = placement.put(rows, home.whole, whole=whole)
-    extra = placement.whole({name: x for name, x in extra.items() if name != "mask"}, home.whole)
-    return batch, extra if mask is None else {**extra, "mask": mask}
-
-
-def placed(step: Any, state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
+def place_batch(
+    step: Any, state: TrainState, shardings: MeshShardings, batch, extra
+) -> tuple[Any, dict]:
     """Spread a host batch over the mesh of the state; `extra` is replicated.
 
     Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
     """
-    if members_of(state) is not None:  # the devices share the members, each of which has all rows
-        return placement.whole((batch, extra), home.whole)
     mask, rows = extra.get("mask"), rows_of(batch)
-    padding = -rows % placement.divisor(home.whole, step.accumulate)
-    if padding and step.masks and not placement.is_on(batch, home.whole.mesh):
+    padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
+    is_placed = members_of(state) is not None or placement.is_on(batch, shardings.replicated.mesh)
+    if padding and step.masks and not is_placed:
         if found := uneven(batch):
             raise LossError(found)
         batch, more = placement.padded(batch, rows, rows + padding)
-        mask = masked(mask, more)
-    return spread((batch, mask), extra, home)
+        extra = {**extra, "mask": masked(mask, more)}
+    return place_as_it_is(state, shardings, batch, extra)
 
 
-def for_evaluation(state: TrainState, home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """Spread a host batch for an evaluation; rows that do not divide are replicated."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
-        return batch, extra
-    if members_of(state) is not None:
-        return placement.whole((batch, extra), home.whole)
-    return spread((batch, extra.get("mask")), extra, home, whole=True)
+def place_as_it_is(
+    state: TrainState, shardings: MeshShardings, batch, extra, *, whole: bool = False
+) -> tuple[Any, dict]:
+    """Spread a host batch without padding; rows that do not divide raise DataError.
 
-
-def for_statistics(home: placement.Home, batch, extra) -> tuple[Any, dict]:
-    """Spread a host batch for batch statistics; rows that do not divide raise DataError."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((batch, extra))):
-        return batch, extra
-    return spread((batch, extra.get("mask")), extra, home)
+    With `whole` they are replicated.
+    """
+    there = shardings.replicated
+    if members_of(state) is not None:  # the devices share the members, each of which has all rows
+        return placement.replicate((batch, extra), there)
+    mask = {name: x for name, x in extra.items() if name == "mask"}
+    rest = {name: x for name, x in extra.items() if name != "mask"}
+    batch, mask = placement.put_rows((batch, mask), there, whole=whole)
+    return batch, {**placement.replicate(rest, there), **mask}

@@ -125,7 +125,7 @@ def mixing(objective: Callable, params: Any, batch: Any, keywords: dict) -> Mixi
     given += [Fact(frozenset({0} if jnp.ndim(x) else ())) for x in leaves]
     statistics = ("statistics", "means") if jax.tree.leaves(shapes[1]) else ()
     known = [kind for kind in _KINDS if kind not in statistics]
-    rule = functools.partial(_through, known=known, n=rows_of(batch))
+    rule = functools.partial(_result_facts, known=known, n=rows_of(batch))
     fact = Analysis(Fact(), _either, rule, _one_of, _all_of).run(program.jaxpr, given)[0]
     return fact.mixing or fact.last
 
@@ -145,7 +145,7 @@ def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
     return fact._replace(rows=frozenset(first | {axis + 1 for axis in fact.rows}))
 
 
-def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
+def _result_facts(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
     """The facts of what a primitive gives."""
     name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
     mixed = next((fact.mixing for fact in facts if fact.mixing), None)
@@ -157,7 +157,7 @@ def _through(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -
     moves = any(fact.moves for fact in facts) and name not in _FLAT
     found = []
     for v in eqn.outvars:
-        rows = _rows(eqn, v.aval.shape, [fact.rows for fact in facts], n)
+        rows = _row_axes(eqn, v.aval.shape, [fact.rows for fact in facts], n)
         is_sum = name in _SUMS and any_rows and not rows
         is_float = jnp.issubdtype(v.aval.dtype, np.inexact)
         fact = Fact(rows, is_float and (pooled or is_sum), is_float and moves, mixed)
@@ -296,7 +296,7 @@ def _pairs(eqn: Any, facts: Sequence[Fact]) -> bool:
     return any(not a <= b and not b <= a for a, b in itertools.combinations(rows, 2))
 
 
-def _rows(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> frozenset[int]:
+def _row_axes(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> frozenset[int]:
     """The axes of a result that are rows, from those of the operands."""
     name, p = eqn.primitive.name, eqn.params
     if name in _SAME:
@@ -314,7 +314,7 @@ def _rows(eqn: Any, shape: tuple, given: Sequence[frozenset[int]], n: int) -> fr
     if name == "dot_general":
         return _of_product(eqn, given)
     if name == "gather":
-        return _gathered(eqn, given)
+        return _gather_rows(eqn, given)
     # convolutions, pooling, factorizations, kernels: rows come first, and each is for itself
     first = [v.aval.shape[0] for v, rows in zip(eqn.invars, given, strict=True) if rows == {0}]
     by_row = first and len(first) == sum(map(bool, given)) and set(first) == set(shape[:1])
@@ -358,7 +358,7 @@ def _of_product(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     return frozenset(rows | {n + left + i for i in _free(eqn, 1, given[1])})
 
 
-def _gathered(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
+def _gather_rows(eqn: Any, given: Sequence[frozenset[int]]) -> frozenset[int]:
     """Rows of the indices stay, and those of the operand if all of them are taken."""
     d, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     ndim = len(eqn.outvars[0].aval.shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,14 +22,9 @@ def other_tree(grads: Any, params: Any) -> StateError:
     return StateError(f"gradient {trees.first_difference(grads, params, 'grads')}. {fix}")
 
 
-def _place(root: str, tree: Any, i: int) -> tuple[str, Any]:
-    path, leaf = jax.tree_util.tree_flatten_with_path(tree)[0][i]
-    return trees.access_str(root, path), leaf
-
-
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     """The error for a leaf of the gradients that does not fit its parameter."""
-    where, g = _place("grads", grads, i)
+    where, g = list(trees.leaves_at("grads", grads))[i]
     if not trees.is_inexact(g):
         got, expected = trees.describe(g), "floats"
     elif np.shape(g) != np.shape(p):
@@ -44,10 +38,9 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
 
 def other_shape(updates: Any, i: int, p: Any) -> RuleError:
     """The error for a rule whose update of a parameter has another shape."""
-    path, _ = jax.tree_util.tree_flatten_with_path(updates)[0][i]
-    where, u = trees.access_str("params", path), jax.tree.leaves(updates)[i]
-    fix = "The rule changes it."
-    return RuleError("update", where, f"shape {np.shape(u)}", f"{np.shape(p)}", fix)
+    where, u = list(trees.leaves_at("params", updates))[i]
+    got, fix = f"shape {np.shape(u)}", "The rule changes it."
+    return RuleError("update", where, got, f"{np.shape(p)}", fix)
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:

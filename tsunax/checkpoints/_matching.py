@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import patterns, trees
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.checkpoints._state_in_hand import total_calls
 from tsunax.data.batching import Batches

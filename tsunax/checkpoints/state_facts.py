@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import placement, stable_text, trees
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import _user_values
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
-from tsunax.rules.cuts import Cut
-from tsunax.rules.cuts import recut as recut_numbers
+from tsunax.rules.subtree_numbers import Cut
+from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState
 
 __all__ = []
@@ -92,14 +92,14 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             old = state.numbers.values  # type: ignore[union-attr]
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
                 home = old.sharding if old.committed else None
-                values = placement.whole(np.asarray(numbers.values), home)  # type: ignore[union-attr]
+                values = placement.replicate(np.asarray(numbers.values), home)  # type: ignore[union-attr]
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:
         members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))
         words = jnp.zeros((*members, -(-n // 32)), jnp.uint32)
         if not trees.is_traced(state.clock) and state.clock.committed:
-            words = placement.whole(words, state.clock.sharding)
+            words = placement.replicate(words, state.clock.sharding)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 

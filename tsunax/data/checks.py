@@ -111,12 +111,12 @@ def check_casts(tree: PyTree, root: str, where: str = "") -> None:
 def own(leaf: PyTree) -> PyTree:
     """A copy of a NumPy array, or of an object that may share memory with one."""
     if type(leaf) is np.ndarray:
-        return placement.copied(leaf)
+        return placement.aligned_copy(leaf)
     if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "__array__"):
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
         check_casts(leaf, "record")
-    return placement.copied(np.asarray(leaf))
+    return placement.aligned_copy(np.asarray(leaf))
 
 
 def owned(tree: PyTree, root: str, where: str = "") -> PyTree:

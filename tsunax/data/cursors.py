@@ -39,7 +39,7 @@ class _Stack:
 
     def __init__(self, batch: Any, k: int):
         leaves, self.treedef = jax.tree.flatten(batch)
-        make = lambda x: placement.room((k, *x.shape), x.dtype)
+        make = lambda x: placement.aligned_empty((k, *x.shape), x.dtype)
         empty = lambda x: [] if isinstance(x, jax.Array) else make(np.asarray(x))
         self.leaves: list[Any] = [empty(x) for x in leaves]
         self.count = 0

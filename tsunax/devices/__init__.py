@@ -1,20 +1,18 @@
 """Devices: which there are, moving values to them, meshes, and states over a mesh."""
 
-from tsunax.devices.kinds import (
+from tsunax.devices.meshes import Placement, describe_sharding, mesh, shard
+from tsunax.devices.selection import (
     DeviceInfo,
     device,
     device_info,
-    device_of,
     devices,
     is_available,
     prefer,
     preferred,
     simulate,
     supported_devices,
-    to_device,
-    to_host,
 )
-from tsunax.devices.meshes import Placement, describe_sharding, mesh, shard
+from tsunax.devices.transfer import device_of, to_device, to_host
 
 __all__ = [
     "DeviceInfo", "Placement", "describe_sharding", "device", "device_info", "device_of", "devices",

@@ -21,7 +21,7 @@ def _nearest() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def read() -> tuple[str | None, str]:
+def read_preference() -> tuple[str | None, str]:
     """The kind that is preferred, and who says so. Raises ConfigError for one that is unknown."""
     kind, where = os.environ.get("TSUNAX_DEVICE", "").strip(), "TSUNAX_DEVICE"
     if not kind:
@@ -33,7 +33,7 @@ def read() -> tuple[str | None, str]:
     return kind, where
 
 
-def write(kind: str | None) -> Path:
+def write_preference(kind: str | None) -> Path:
     """Make the nearest file prefer a kind, or a new one here; None deletes it."""
     path = _nearest() or Path.cwd() / NAME
     if kind is None:

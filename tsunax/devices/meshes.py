@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from tsunax._core import Device, PyTree, checks, patterns, placement, tables, trees
 from tsunax._step.members import members_of
-from tsunax.devices import kinds as _kinds
+from tsunax.devices import selection
 from tsunax.distributed import collectives
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 from tsunax.states import States
 
@@ -62,7 +62,7 @@ def mesh(
     >>> mesh().axis_names
     ('data', 'fsdp', 'tensor')
     """
-    devices = jax.devices() if devices is None else _kinds.devices(devices)
+    devices = jax.devices() if devices is None else selection.devices(devices)
     sizes = dict(zip(_AXES, (data, fsdp, tensor), strict=True))
     for name, size in sizes.items():
         if size != -1:
@@ -137,11 +137,10 @@ def shard(
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
     checks.check_all_alive(state, "state")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for at, leaf in trees.leaves_at("state", state):
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
-            at = trees.access_str("state", path)
             raise WrongTypeError("leaf", at, trees.describe(leaf), "an array")
-    return _moved(_the_same(state, mesh), where)
+    return _put_at(_the_same(state, mesh), where)
 
 
 def _the_same(state, mesh):
@@ -151,7 +150,7 @@ def _the_same(state, mesh):
     return state
 
 
-def _moved(tree, where):
+def _put_at(tree, where):
     shardings = jax.tree.leaves(where)
     if all(s.is_fully_addressable for s in shardings):
         return jax.device_put(tree, where)
@@ -178,7 +177,7 @@ class _Choice:
         """One for each leaf, in flatten order."""
         ruled, named, out = self._ruled(params), self._named(params), []
         for i, (name, _, leaf) in enumerate(trees.leaves_with_names(params)):
-            path, spec = trees.show(name), ruled.get(i, named.get(i, P()))
+            path, spec = trees.shown_path(name), ruled.get(i, named.get(i, P()))
             is_final = i in ruled and spec == P()
             spec = self._checked(spec, np.shape(leaf), path)
             out.append(spec if is_final else self._over(spec, leaf, "fsdp"))
@@ -271,7 +270,7 @@ class _Choice:
         except Exception as error:
             expected = "axes of the mesh, each of them once"
             raise DeviceError("sharding", path, told(error), expected) from error
-        for axis, names in enumerate(map(placement.names_of, spec)):
+        for axis, names in enumerate(map(placement.axes_in, spec)):
             parts = math.prod(self.mesh.shape[name] for name in names)
             if shape[axis] % parts:
                 got = f"axis {axis} of shape {shape} over {parts} devices ({' x '.join(names)})"
@@ -281,7 +280,7 @@ class _Choice:
 
     def _over(self, spec: P, leaf, *names: str) -> P:
         """The spec with its largest free axis that divides spread over axes that it does not use."""
-        used = {name for entry in spec for name in placement.names_of(entry)}
+        used = {name for entry in spec for name in placement.axes_in(entry)}
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
         parts, shape = math.prod(self.mesh.shape[name] for name in names), np.shape(leaf)
@@ -331,11 +330,11 @@ def describe_sharding(tree: PyTree) -> Placement:
     ['w']  float32[64, 64]  ...
     """
     rows, held, total = [], {}, 0
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for at, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
         elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
         if not isinstance(x, jax.Array) or elsewhere != "host":
-            rows.append((trees.access_str("", path), kind, elsewhere, 0))
+            rows.append((at, kind, elsewhere, 0))
             continue
         x = jax.random.key_data(x) if trees.is_key(x) else x
         parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
@@ -343,7 +342,7 @@ def describe_sharding(tree: PyTree) -> Placement:
             held[device] = held.get(device, 0) + n
         total += x.nbytes
         most = max((n for _, n in parts), default=0)
-        rows.append((trees.access_str("", path), kind, _words(x), most))
+        rows.append((at, kind, _words(x), most))
     return Placement(tuple(rows), held, total)
 
 
@@ -355,7 +354,7 @@ def _words(x: jax.Array) -> str:
     mesh, spec = x.sharding.mesh, x.sharding.spec
     parts = []
     for axis, names in enumerate(spec):
-        names = placement.names_of(names)
+        names = placement.axes_in(names)
         if any(mesh.shape[name] > 1 for name in names):
             over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
             parts.append(f"axis {axis} over {over}")

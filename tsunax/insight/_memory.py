@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import placement, trees
 from tsunax._step.members import members_of
-from tsunax.devices.kinds import device_info
+from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
 
 # Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some

@@ -269,4 +269,4 @@ def _found(
 
 def _parts(state: Any) -> int:
     mesh = _memory.mesh_of(state)
-    return 1 if mesh is None or members_of(state) is not None else placement.parts_of(mesh)
+    return 1 if mesh is None or members_of(state) is not None else placement.row_parts(mesh)

@@ -20,8 +20,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, tables, trees
-from tsunax._step import traces as _traces
-from tsunax._step.roles import frozen_flags
+from tsunax._step.retrace_reasons import retrace_reasons
+from tsunax._step.state_fields import frozen_flags
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective, Flops
@@ -156,7 +156,7 @@ def describe(
         leaves=tuple(x for at, s in training_states(state).items() for x in _leaves(at, s)),
         seconds=dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)),
         traces=len(traces) or 1,
-        recompiles=tuple(_traces.why(traces, places)),
+        recompiles=tuple(retrace_reasons(traces, places)),
         device=device.device_kind,
         devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
     )
@@ -224,7 +224,7 @@ def _leaves(at: str, state: TrainState) -> tuple[Leaf, ...]:
         if on:
             status = next(frozen) or "trained"
         about = str(trees.dtype_of(x)), status, _sharding(x)
-        found.append(Leaf(at + trees.show(name), np.shape(x), *about))
+        found.append(Leaf(at + trees.shown_path(name), np.shape(x), *about))
     return tuple(found)
 
 

@@ -18,10 +18,10 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
-from tsunax._step.roles import averages_of
+from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
-from tsunax.program import TrainStep, home_of
+from tsunax.program import TrainStep, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import States
@@ -102,9 +102,9 @@ def replay(
             checks.check_arrays(tree, name)
     if isinstance(state, States) or not isinstance(step, TrainStep):
         return _replayed(step, (state, batch, extra))
-    home = home_of(state.params)[0]
-    if home is not None:
-        batch, extra = step._placed(state, home, batch, extra)
+    shardings = place_state(state.params)[0]
+    if shardings is not None:
+        batch, extra = step._place_batch(state, shardings, batch, extra)
     given = state, batch, extra
     gradient = gradient_of(step.loss_fn, step.accumulate, step.remat, "skip", where, step.axis_name)
 

@@ -10,7 +10,7 @@ from tsunax.rules.clipping import sign_decay as sign_decay
 from tsunax.rules.combining import chain as chain
 from tsunax.rules.combining import partition as partition
 from tsunax.rules.combining import skip_zero as skip_zero
-from tsunax.rules.factories import live as live
+from tsunax.rules.live_factory import live as live
 from tsunax.rules.optimizers import acprop as acprop
 from tsunax.rules.optimizers import adabelief as adabelief
 from tsunax.rules.optimizers import adadelta as adadelta

@@ -1,9 +1,4 @@
-"""`rules.accumulate`: the gradients of several calls as one, and which calls moved parameters for
-it.
-
-Sums of weight times gradient and of weight, in float32, divided once. Everything here selects and
-never multiplies by a flag: 0 · NaN is NaN.
-"""
+"""`rules.accumulate`: the weighted mean of the gradients of several calls, as one gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, Scalar, checks
+from tsunax._core import Function, PyTree, Scalar, checks, weighted_sums
 from tsunax.errors import RuleError
-from tsunax.rules import numbers
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules import number_checks
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.spikes import SpikeState
 
@@ -39,7 +34,7 @@ class Window:
     value: Scalar  # f32: Σ weight · loss
     weight: Scalar  # f32: Σ weight
     calls: Scalar  # int32: how many
-    # int32: windows that were applied. The clock of `every` where nobody passes `step=`
+    # int32: windows that were applied, the clock of `every` if no `step=` is given
     count: Scalar
     emitted: Scalar  # bool: whether the last call was the last one of its window
 
@@ -76,18 +71,11 @@ class _Init:
     def __call__(self, params) -> Window:
         inner, zero = self.init(params), jnp.float32(0)
         if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
+            expected = "chain(reject_spikes(), accumulate(...))"
             fix = "A window that it rejected would stay and be rejected for ever."
-            raise RuleError(
-                "reject_spikes",
-                "accumulate()",
-                "it inside",
-                "chain(reject_spikes(), accumulate(...))",
-                fix,
-            )
-        sums = jax.tree.map(
-            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params
-        )
-        return Window(inner, sums, zero, zero, jnp.int32(0), jnp.int32(0), jnp.bool_(False))
+            raise RuleError("reject_spikes", "accumulate()", "it inside", expected, fix)
+        sums, count = weighted_sums.zeros(params), jnp.int32(0)
+        return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
 
     def blank(self) -> _Init:
         return _Init(blank(self.init))
@@ -111,11 +99,8 @@ class Gather:
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
         take = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
-        add = lambda sum, x: jnp.where(
-            take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum
-        )
-        sums = jax.tree.map(add, state.sums, grads)
-        total, value = add(state.weight, jnp.float32(1)), add(state.value, value)
+        before, now = (state.sums, state.value, state.weight), (grads, value, jnp.float32(1))
+        sums, value, total = weighted_sums.add(before, now, weight, take)
         calls = state.calls + take.astype(jnp.int32)
         n = self.every
         if callable(n):
@@ -124,24 +109,19 @@ class Gather:
         due = (total > 0) & ((calls >= n) | flush)
 
         def apply():
-            mean = jax.tree.map(
-                lambda sum, g: (sum / total.astype(sum.dtype)).astype(g.dtype), sums, grads
-            )
+            mean = weighted_sums.mean(sums, total, grads)
             known = {"value": value / total, "grad": mean}
             given = extra | {name: x for name, x in known.items() if name in extra or flush}
             return self.update(mean, state.inner, params, weight=total, **given)
 
         def gather():
-            return jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(apply)[0]
-            ), state.inner
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner
 
         updates, inner = jax.lax.cond(due, apply, gather)
         begin = lambda x: jnp.where(due, jnp.zeros_like(x), x)
         sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
-        return updates, Window(
-            inner, sums, value, total, calls, state.count + due.astype(jnp.int32), due
-        )
+        count = state.count + due.astype(jnp.int32)
+        return updates, Window(inner, sums, value, total, calls, count, due)
 
 
 def accumulate(
@@ -171,7 +151,7 @@ def accumulate(
     """
     check_rule(rule, "accumulate()")
     if callable(every):
-        numbers.check_schedule("accumulate()", "every", every)
+        number_checks.check_schedule("accumulate()", "every", every)
     else:
         checks.check_count(every, "accumulate()", "every")
     rule = with_extra(rule)
@@ -190,6 +170,6 @@ def flush(state: PyTree) -> PyTree:
     >>> ts.rules.flush(state).params["w"]
     Array([-0.1, -0.1], dtype=float32)
     """
-    from tsunax._step import flushing
+    from tsunax._step import window_flush
 
-    return flushing.windows_flushed(state)
+    return window_flush.windows_flushed(state)

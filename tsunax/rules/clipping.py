@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tsunax._core import checks, trees
 from tsunax._core import patterns as _patterns
-from tsunax._core import trees
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.guard import GOT, Report, square_sums
-from tsunax.rules.calling import as_rule
-from tsunax.rules.factories import live
+from tsunax.guard import GOT, RuleReport, square_sums
+from tsunax.rules.extra_arguments import as_rule
+from tsunax.rules.live_factory import live
 from tsunax.rules.number_table import as_scalar
 
 
@@ -34,26 +34,24 @@ def _clip(max_delta: optax.ScalarOrSchedule):
     It changes the direction.
     """
     bound = as_scalar(max_delta)
-    return _stateless(
-        lambda updates, params, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
-    )
+    clip = lambda g: jnp.clip(g, -bound, bound)
+    return _stateless(lambda updates, params, **_: jax.tree.map(clip, updates))
 
 
 def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
-    One f32 norm over everything that is trained and not frozen; at the head of a group's chain it
-    is across all `partition`, behind another rule over its own group. Where it is not finite the
-    step is rejected by its verdict; in plain optax code it is as in `optax.clip_by_global_norm`.
+    One f32 norm over all leaves that are trained and not frozen. In a group of `partition` it is
+    over all groups if the rule is the first of its chain, else over its own group. A step whose
+    norm is not finite is rejected; plain optax code does as `optax.clip_by_global_norm`.
     """
     bound = as_scalar(max_norm)
 
     def clip(updates, params, *, outside=0.0, **_):
         norm = jnp.sqrt(sum(square_sums(updates)) + outside)
         small = norm < bound
-        return jax.tree.map(
-            lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound), updates
-        )
+        one = lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound)
+        return jax.tree.map(one, updates)
 
     return _stateless(clip)
 
@@ -62,18 +60,19 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     """Scale each array by itself to a p-norm of at most `max_norm` (Optimisers.jl's `ClipNorm`).
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With
-    `throw`, a norm that is not finite rejects the step, and its verdict names p, the norm, the path
-    and the shape; without, it flows on, as does NaN.
+    `throw`, a norm that is not finite rejects the step, and the error names p, the norm, the path
+    and the shape; without, the updates have NaN in them.
     """
-    if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or p != p:
+    if np.ndim(p) or not checks.is_real(p) or p != p:
         raise WrongTypeError("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
     bound = as_scalar(max_norm)
 
     def report(params, values):
-        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-        name = lambda path: f"clip_by_norm, p={p}, of {trees.access_str('grads', path)}"
-        whats = (f"{name(path)}, shape {x.shape}: {GOT}" for path, x in leaves)
-        return Report(values, tuple(whats))
+        whats = (
+            f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
+            for at, x in trees.leaves_at("grads", params)
+        )
+        return RuleReport(values, tuple(whats))
 
     def init(params):
         n = len(jax.tree.leaves(params))
@@ -82,13 +81,11 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     def update(updates, state, params=None, **_):
         leaves, treedef = jax.tree.flatten(updates)
         norms = [array_norm(g, p) for g in leaves]
-        scaled = [
-            g * jnp.minimum(bound / n, 1).astype(g.dtype)
-            for g, n in zip(leaves, norms, strict=True)
-        ]
-        return treedef.unflatten(scaled), report(
-            updates, jnp.stack(norms).astype(jnp.float32)
-        ) if throw else state
+        pairs = zip(leaves, norms, strict=True)
+        scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in pairs]
+        if throw:
+            state = report(updates, jnp.stack(norms).astype(jnp.float32))
+        return treedef.unflatten(scaled), state
 
     return as_rule(init, update)
 
@@ -130,10 +127,10 @@ def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
 
 
 def _decay(where, f):
-    _patterns.compile_where(where)  # raises now for a pattern that is malformed
+    _patterns.compile_where(where)  # raises for a malformed pattern
 
     def init(params):
-        _patterns.select(where, params)  # raises now for a pattern that matches nothing
+        _patterns.select(where, params)  # raises for a pattern that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):

@@ -1,6 +1,4 @@
-"""Rules made of rules: one after the other, one for each part of the params, and leaving alone what
-has no gradient.
-"""
+"""Rules made of rules: one after the other, one for each part of the params, none for zero gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.owners import owners_in
+from tsunax.rules.leaf_owners import owners_in
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,14 @@ class _ChainUpdate:
     updates: tuple[Callable, ...]
 
     def __call__(self, grads, states, params=None, **extra):
-        if extra.get("flush"):  # of the window at its end; the others see real calls only
+        if extra.get("flush"):  # only for the window at the end of the chain
             grads, last = self.updates[-1](grads, states[-1], params, **extra)
             return grads, (*states[:-1], last)
         new = []
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
             new.append(state)
-            # the norm of what the other groups received: no measure for other rules' output
+            # it was the norm of gradients in the other groups: later rules get other updates
             extra.pop("outside", None)
         return grads, tuple(new)
 
@@ -56,10 +54,9 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     """Apply rules one after the other, each to the updates of the one before.
 
     It is `optax.chain`, but compares by value. The order matters:
-    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. Behind `adam`, whose updates
-    point downhill already, decay would make weights grow: the decoupled kind is `adamw`, or
+    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. After `adam`, whose updates
+    point downhill already, decay would make weights grow. Decoupled decay is `adamw`, or
     `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
-    An empty chain passes gradients on.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))
@@ -72,12 +69,11 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
         raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
-    return as_rule(
-        _ChainInit(tuple(r.init for r in rules)), _ChainUpdate(tuple(r.update for r in rules))
-    )
+    inits, updates = zip(*rules, strict=True) if rules else ((), ())
+    return as_rule(_ChainInit(inits), _ChainUpdate(updates))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("inner",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PartitionState:
     """State of `partition`."""
@@ -111,9 +107,8 @@ class _PartitionInit:
     def __call__(self, params):
         flags = _assigned(self.patterns, params)
         parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
-        return PartitionState(
-            {p: init(parts[p]) for p, init in zip(self.patterns, self.inits, strict=True)}
-        )
+        inits = zip(self.patterns, self.inits, strict=True)
+        return PartitionState({pattern: init(parts[pattern]) for pattern, init in inits})
 
     def blank(self):
         return _PartitionInit(self.patterns, tuple(blank(init) for init in self.inits))
@@ -141,22 +136,19 @@ class _PartitionUpdate:
             given = {"outside": others, **extra}
             if grad is not None:
                 given["grad"] = part(grad)
-            given |= {
-                name: _for_part(f, params, mine, name == "grad_fn") for name, f in searches.items()
-            }
-            if extra.get("flush") and accumulation.any_emitted(state.inner[pattern]) is None:
-                inner[pattern] = state.inner[pattern]
+            for name, f in searches.items():
+                given[name] = _for_part(f, params, mine, name == "grad_fn")
+            before = inner[pattern] = state.inner[pattern]
+            if extra.get("flush") and accumulation.any_emitted(before) is None:
                 continue
-            updates, inner[pattern] = update(
-                part(grads), state.inner[pattern], part(params), **given
-            )
+            updates, inner[pattern] = update(part(grads), before, part(params), **given)
             new = iter(jax.tree.leaves(updates))
             out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(grads), out), PartitionState(inner)
 
 
 def _for_part(f, params, mine, is_gradient: bool):
-    """Make a function of all leaves one of the leaves of a group; the other leaves are fixed."""
+    """A function of all leaves as one of the leaves of a group, the others fixed."""
     rest = trees.partition(params, mine)[1]
 
     @functools.wraps(f)
@@ -172,8 +164,8 @@ def partition(
 ) -> optax.GradientTransformationExtraArgs:
     """Give each part of the params a rule of its own: `{pattern: rule}`.
 
-    A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only,
-    but `clip_by_global_norm` at the head of a group is over the norm of all groups.
+    A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only, but
+    `clip_by_global_norm` as the first rule of a group takes the norm of all groups.
 
     Raises PatternError, at setup, for a leaf without a group and a group without a leaf.
 
@@ -192,17 +184,13 @@ def partition(
         _patterns.compile_where(pattern)
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
-    parts = [with_extra(rule) for rule in rules.values()]
-    return as_rule(
-        _PartitionInit(patterns, tuple(r.init for r in parts)),
-        _PartitionUpdate(patterns, tuple(r.update for r in parts)),
-    )
+    inits, updates = zip(*map(with_extra, rules.values()), strict=True)
+    return as_rule(_PartitionInit(patterns, inits), _PartitionUpdate(patterns, updates))
 
 
 @dataclass(frozen=True)
 class _SkipZeroUpdate:
-    # without its numbers: it only tells which leaf of the state belongs to which parameter
-    init: Callable
+    init: Callable  # without its numbers: for the owners of the leaves of the state
     update: Callable
 
     def __call__(self, grads, state, params=None, **extra):
@@ -214,13 +202,12 @@ class _SkipZeroUpdate:
 
 
 def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leave every leaf whose gradient is exactly zero as it is, without update or decay.
+    """Leave every leaf whose gradient is exactly zero as it is, with its moments and without decay.
 
-    Its moments stay as they are, too. JAX gives zeros to leaves that took no part in the loss
-    (another task's head, the other player of a GAN), and most rules go on moving them. This cannot
-    tell them from a gradient that is zero by itself: a leaf whose units are all dead is left alone
-    too. Counts that leaves share go on, as for frozen ones. Put it outermost: behind `weight_decay`
-    no gradient is zero.
+    JAX gives zeros to leaves that took no part in the loss (another task's head, the other player
+    of a GAN), and most rules go on moving them. A leaf whose units are all dead has a zero gradient,
+    too, and is left alone. Counts that leaves share go on, as for frozen ones. Put it outermost:
+    after `weight_decay` no gradient is zero.
 
     >>> import tsunax as ts
     >>> rule = skip_zero(chain(ts.rules.add_decayed_weights(0.5), ts.rules.sgd(0.5)))

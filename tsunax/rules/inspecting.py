@@ -1,4 +1,4 @@
-"""What can be seen of any optax rule before it runs: whether its update works, what it is called."""
+"""Facts about any optax rule before it runs: whether its update works, and its name."""
 
 from __future__ import annotations
 
@@ -14,39 +14,36 @@ import optax
 from tsunax._core import PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
-from tsunax.rules.factories import LiveFactory
-from tsunax.rules.live_rules import LiveUpdate, module_of
+from tsunax.rules.live_factory import LiveFactory
+from tsunax.rules.live_rules import LiveUpdate, is_known
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
-    """Raise WrongTypeError unless this is an optax rule, guessing what was meant."""
-    expected, got = "an optax.GradientTransformation", trees.describe(rule)
-    if isinstance(rule, optax.GradientTransformation):
-        if not (callable(rule.init) and callable(rule.update)):
-            got = f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}"
-            raise WrongTypeError("rule", where, got, "two functions")
-        try:
-            hash(rule)
-        except TypeError as error:
-            expected = "one that can be hashed, as functions can: jit looks it up"
-            raise RuleError("rule", where, told(error), expected) from None
-        return
-    raise WrongTypeError("rule", where, got, expected, fix or _meant(rule))
+    """Raise unless this is an optax rule that can be hashed. `fix` is for other objects."""
+    if not isinstance(rule, optax.GradientTransformation):
+        expected, got = "an optax.GradientTransformation", trees.describe(rule)
+        raise WrongTypeError("rule", where, got, expected, fix or _meant(rule))
+    if not (callable(rule.init) and callable(rule.update)):
+        got = f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}"
+        raise WrongTypeError("rule", where, got, "two functions")
+    try:
+        hash(rule)
+    except TypeError as error:
+        expected = "one that can be hashed, as functions can: jit looks it up"
+        raise RuleError("rule", where, told(error), expected) from None
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
     """Raise RuleError if a foreign rule's update fails or returns other shapes or dtypes.
 
-    Traced for shapes. An extra argument that is missing is no fault yet: `ts.update` may be given
-    it.
+    It is traced for shapes. A missing extra argument is no fault yet: `ts.update` may be given it.
     """
     named = jax.tree_util.tree_flatten_with_path(params)[0]
-    complex_ = [
-        pair for pair in named if jnp.issubdtype(trees.dtype_of(pair[1]), jnp.complexfloating)
-    ]
+    is_complex = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.complexfloating)
+    complex_ = [(path, x) for path, x in named if is_complex(x)]
     if not complex_ and _is_ours(rule.update):
         return
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = lambda x: x.astype(trees.wide_dtype(x))
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
     extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
@@ -57,7 +54,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         before = jax.eval_shape(rule.init, params)
         updates, after = jax.eval_shape(run, params, before, *numbers)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        return  # not under jit, but by hand perhaps
+        return  # it may still work outside of jit
     except RuleError:
         raise
     except Exception as error:
@@ -106,14 +103,14 @@ def _unlike(new: PyTree, old: PyTree, root: str) -> str:
 def _is_ours(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
-        return module_of(update.live.factory).partition(".")[0] in ("optax", "tsunax")
+        return is_known(update.live.factory)
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))
 
 
 def missing(error: Exception) -> list[str]:
-    """The names of the arguments for want of which a function was not called."""
+    """The names of the missing arguments because of which a call failed."""
     if isinstance(error, ValueError):  # of optax's own, for those with a default
         return re.findall(r"^`?(\w+)`? must be provided", str(error))
     found = re.search(r"missing \d+ required \S+ arguments?: (.*)", str(error))
@@ -121,7 +118,7 @@ def missing(error: Exception) -> list[str]:
 
 
 def _raised_by(error: BaseException, rule) -> str:
-    """The factory of the innermost update that an exception came through."""
+    """The factory of the innermost update in the traceback of an exception."""
     names, trace = [name_of_update(rule.update)], error.__traceback__
     while trace is not None:
         outer, _, inner = trace.tb_frame.f_code.co_qualname.partition(".<locals>.")
@@ -150,7 +147,6 @@ def name_of_update(update: Any) -> str:
         update = getattr(update, "around", update.update)
     if isinstance(update, LiveUpdate):
         return update.live.title
-    name = getattr(
-        update, "__qualname__", type(update).__name__.strip("_").removesuffix("Update").lower()
-    )
+    kind = type(update).__name__.strip("_").removesuffix("Update").lower()
+    name = getattr(update, "__qualname__", kind)
     return name.partition(".<locals>")[0].removesuffix(".update")

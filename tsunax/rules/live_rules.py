@@ -1,12 +1,11 @@
-"""Live rules: any optax factory whose numbers are arrays in the state instead of constants in the
-program.
+"""Live rules: optax factories whose numbers are arrays in the state, no constants of the program.
 
-A live rule keeps the *untouched* optax state beside a small table of its numbers. At every update
-the factory is called again, inside the trace, with `Number` objects read from that table, so a new
-value is a new array and never a new program. What a table may hold, and where it is kept, is in
-`number_table.py`; several groups of values for disjoint sets of leaves are in `cuts.py`.
+A live rule has the *untouched* optax state beside a small table of its numbers. At every update the
+factory is called again, inside the trace, with `Number` objects read from that table: a new value
+is a new array and never a new program. Tables are described in `number_table.py`, groups of values
+for parts of the params in `subtree_numbers.py`.
 
-This module knows optax and trees. It must not know `TrainState`.
+This file knows optax and trees. It must not know `TrainState`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
 
 if TYPE_CHECKING:
-    from tsunax.rules.cuts import Cut
+    from tsunax.rules.subtree_numbers import Cut
 
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """A factory with its static arguments, its names and its schedules: everything but the numbers.
+    """A factory with its static arguments, names and schedules, without the numbers.
 
-    Compared by value, so that two rules that differ in numbers only share one compiled program.
+    Compared by value: rules that differ in numbers only share one compiled program.
     """
 
     factory: Function
@@ -44,7 +43,7 @@ class Live:
 
     @property
     def title(self) -> str:
-        return name_of(self.factory)
+        return factory_name(self.factory)
 
     def in_words(self, inner: Callable[[Any], str]) -> str:
         """The rule without its numbers, for checkpoints."""
@@ -59,14 +58,11 @@ class Live:
         if self is other:
             return True
         # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
-        return (
-            type(other) is type(self)
-            and self.factory == other.factory
-            and self.names == other.names
-            and self.schedules == other.schedules
-            and self.statics.keys() == other.statics.keys()
-            and all(self._same(v, other.statics[k]) for k, v in self.statics.items())
-        )
+        if type(other) is not type(self) or self.statics.keys() != other.statics.keys():
+            return False
+        parts = lambda x: (x.factory, x.names, x.schedules)
+        same = (self._same(v, other.statics[k]) for k, v in self.statics.items())
+        return parts(self) == parts(other) and all(same)
 
     def __hash__(self) -> int:
         return hash((self.factory, self.names))
@@ -106,7 +102,7 @@ class Live:
         return optax.with_extra_args_support(tx)
 
 
-# Inside a live factory every rule is the plain one: the factory's own numbers are the live ones
+# True inside a live factory, where rules are plain: the factory's own numbers are the live ones
 building: contextvars.ContextVar[bool] = contextvars.ContextVar("building", default=False)
 
 _BRANCHES = (
@@ -115,32 +111,33 @@ _BRANCHES = (
 )
 
 
-def name_of(factory: object) -> str:
+def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def module_of(factory: object) -> str:
+def factory_module(factory: object) -> str:
     """The name of a factory's module; "" if it has none, for example when made by `exec`."""
     return getattr(factory, "__module__", None) or ""
 
 
-@dataclass(frozen=True)
-class Home:
-    """Where a live state is used. All are equal, because it has no influence on an update.
+def is_known(factory: object) -> bool:
+    """Whether a factory is optax's or ours, and so known to work with any live number."""
+    return factory_module(factory).partition(".")[0] in ("optax", "tsunax")
 
-    optax makes states of one rule from other trees and maps over both: from placeholders
+
+@dataclass(frozen=True)
+class Scope:
+    """The leaves of a live state and the clock of its schedules. All compare equal.
+
+    optax maps over two states of one rule that were made from different trees: from placeholders
     (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
     """
 
     paths: tuple[Any, ...] = field(compare=False)  # key path of each leaf that the rule sees
-    own_clock: bool = field(default=False, compare=False)  # in a rule that no `step=` is given to
+    own_clock: bool = field(default=False, compare=False)  # because the rule is given no `step=`
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("table", "inner", "extra", "count"),
-    meta_fields=("live", "cut", "home"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, init=False)
 class LiveState:
     """State of a live rule."""
@@ -152,14 +149,14 @@ class LiveState:
     extra: tuple[Any, ...]
     # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
     count: Scalar
-    live: Live
-    cut: Cut | None
-    home: Home
+    live: Live = field(metadata={"static": True})
+    cut: Cut | None = field(metadata={"static": True})
+    scope: Scope = field(metadata={"static": True})
 
     is_live: ClassVar[bool] = True
 
-    # A dataclass that is frozen sets its fields one by one through `object.__setattr__`; a state is
-    # made at every flatten and unflatten.
+    # The __init__ of a frozen dataclass sets each field by `object.__setattr__`, which is slow; a
+    # state is made at every flatten and unflatten.
     def __init__(
         self,
         table: jax.Array | None,
@@ -169,10 +166,10 @@ class LiveState:
         *,
         live: Live,
         cut: Cut | None = None,
-        home: Home = Home(()),
+        scope: Scope = Scope(()),
     ) -> None:
         self.__dict__.update(
-            table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, home=home
+            table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, scope=scope
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -186,11 +183,11 @@ class LiveState:
 
     @property
     def paths(self) -> tuple[Any, ...]:
-        return self.home.paths
+        return self.scope.paths
 
     @property
     def own_clock(self) -> bool:
-        return self.home.own_clock
+        return self.scope.own_clock
 
     @property
     def groups(self) -> int:
@@ -216,31 +213,30 @@ class LiveUpdate:
         **extra: Any,
     ) -> tuple[PyTree, LiveState]:
         if not is_live(state) or state.table is None:
-            fix = "The state of a TrainState is another one: use ts.update."
-            raise RuleError(
-                "state", f"{self.live.title}()", trees.describe(state), "what its init made", fix
-            )
+            where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
+            raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
         clock = state.count if step is None else step
         extra["step"] = step
         if state.groups == 1:
             table = state.table[:, 0]
-            updates, inner = _run(self.live, table, clock, updates, state.inner, params, extra)
+            updates, inner = _run_factory(
+                self.live, table, clock, updates, state.inner, params, extra
+            )
             counters = ()
         else:
-            from tsunax.rules import cuts
+            from tsunax.rules import subtree_numbers
 
             runs = [
-                _run(self.live, state.table[:, i], clock, updates, inner, params, extra)
-                for i, inner in enumerate(cuts.inners(self.live, state, updates))
+                _run_factory(self.live, state.table[:, i], clock, updates, inner, params, extra)
+                for i, inner in enumerate(subtree_numbers.inners(self.live, state, updates))
             ]
-            updates, inner, counters = cuts.collected(self.live, state, updates, runs)
+            updates, inner, counters = subtree_numbers.merge_groups(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
-        return updates, LiveState(
-            state.table, inner, counters, count, live=state.live, cut=state.cut, home=state.home
-        )
+        static = {"live": state.live, "cut": state.cut, "scope": state.scope}
+        return updates, LiveState(state.table, inner, counters, count, **static)
 
 
-def _run(live: Live, table, clock, updates, inner, params, extra):
+def _run_factory(live: Live, table, clock, updates, inner, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
 
@@ -254,15 +250,14 @@ def _run(live: Live, table, clock, updates, inner, params, extra):
 
     exact = lambda x: x
     full = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if full and module_of(live.factory).partition(".")[0] in ("optax", "tsunax"):
+    if full and is_known(live.factory):
         return run(exact, updates, inner, params)
     # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
     try:
-        exact_is_fine = full or avals(exact) == avals(as_scalar)
-        if exact_is_fine:
+        if full or avals(exact) == avals(as_scalar):
             return run(exact, updates, inner, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise RuleError(_BRANCHES.format(live.title)) from error
-    except (TypeError, AttributeError):  # a function that wants an array, not an object like one
+    except (TypeError, AttributeError):  # a function that takes arrays, and no objects like them
         pass
     return run(as_scalar, updates, inner, params)

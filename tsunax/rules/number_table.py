@@ -1,22 +1,21 @@
 """Live numbers: a table beside the optimizer state, and the number that a rule sees inside a trace.
 
 A number that a user may change while training (a learning rate, a beta) is a column of four rows:
-its value, its complement `1 - value`, whether it is held against its schedule, and the value that
-`setup` was given, which tells a restored run what was edited since.
+its value, its complement `1 - value`, whether it is held against its schedule, and the value given
+at `setup`, from which a restored run sees what was adjusted.
 
-**Why beside the optimizer state.** The state of a live rule holds its own table. A `TrainState`
-keeps all tables of its rule apart from the optimizer state, as one array: `hoist` takes them out at
+**Why beside the optimizer state.** The state of a live rule has its own table. A `TrainState` keeps
+all tables of its rule apart from the optimizer state, as one array: `hoist` takes them out at
 `setup`, `lower` puts them back inside the trace, for one update, and `hoist_like` takes them out
-again. So the numbers are an argument of a step and never a result. That is worth three things. A
-step pays for each array that it returns (about 1 us each on a CPU), and returns none of them. They
-are not donated, so that reading or adjusting them waits for no step that is still running. And an
-optimizer state has the plain structure that optax gives it, so that code written for
-`ScaleByAdamState` reads it, and a checkpoint of it can be read without tsunax.
+again. So the numbers are an argument of a step and never a result, for three reasons. A step pays
+for each array that it returns (about 1 us on a CPU). Numbers that are not donated can be read and
+adjusted without waiting for a running step. And the optimizer state has the plain structure of
+optax: code written for `ScaleByAdamState` reads it, and other tools read its checkpoints.
 
-What it costs is this file: an optimizer state has two structures, with live states (`Layout.full`)
-and without (`Layout.plain`), and which leaves of the first are missing from the second is known to
-`Layout` alone. What would break it is a rule whose update changes its own table: the change would
-be lost. None does; `adjust` writes `Numbers.values`.
+The cost: an optimizer state has two structures, with live states (`Layout.full`) and without
+(`Layout.plain`), and only `Layout` knows which leaves of the first are missing from the second. A
+rule whose update changes its own table would break this: the change would be lost. No rule does
+that; `adjust` writes `Numbers.values`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -49,15 +48,15 @@ class Number:
     """A traced float32 that behaves like the Python float it came from.
 
     It carries its complement, rounded once from the user's float: `1 - f32(0.999)` is 1.3e-5 away
-    from `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. In products
-    it takes the other side's dtype, as a Python float does. A pytree, because optax passes betas
-    into functions that it jits.
+    from `f32(1 - 0.999)`, enough to leave optax's trajectory by 10⁵ ulps in 200 steps. A product
+    has the dtype of its other factor, as with a Python float. It is a pytree because optax passes
+    betas into functions that it jits.
     """
 
     def __init__(self, value: Scalar, complement: Scalar) -> None:
         self.value: Scalar = value
         self.complement: Scalar = complement
-        # made once, where the number is: an array in the same trace may be used in each one inside
+        # made once, in the outermost trace: inner traces may use its array, too
         self._weak: Any = weak(value) if isinstance(value, jax.Array) else None
 
     @property
@@ -165,7 +164,7 @@ def is_live(x: object) -> bool:
     return getattr(type(x), "is_live", False)
 
 
-@functools.lru_cache(maxsize=1024)  # what falls out costs time, not truth: these compare by value
+@functools.lru_cache(maxsize=1024)  # entries that fall out cost time only: these compare by value
 def interned(static: Any) -> Any:
     """One object for equal static parts, so that comparing two states compares identities."""
     return static
@@ -180,8 +179,8 @@ class Layout:
     tables: tuple[int, ...]  # which leaves of `full` are tables
     clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
     names: tuple[Any, ...]  # flat names, per live state and group
-    # paths and own_clock per live state: two structures that differ there only are equal
-    homes: tuple[Any, ...]
+    # paths and own_clock per live state, which `full` leaves out of its comparison
+    scopes: tuple[Any, ...]
 
     @functools.cached_property
     def skeleton(self) -> PyTree:
@@ -193,23 +192,21 @@ class Layout:
         return live_states(self.skeleton)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("values",), meta_fields=("layout",)
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Numbers:
     """All live numbers of an optimizer state."""
 
     # (4, n): value, complement, held against its schedule, as given at setup
     values: jax.Array | np.ndarray
-    layout: Layout
+    layout: Layout = field(metadata={"static": True})
 
     @property
     def scheduled(self) -> bool:
         return any(schedule for _, s in self.layout.lives for schedule in s.live.schedules)
 
     def columns(self) -> Iterator[tuple[int, Any, int, int]]:
-        """(live state, group, first column) in the order of the columns."""
+        """(index of a live state, the state, group, first column), in the order of the columns."""
         start = 0
         for at, (_, s) in enumerate(self.layout.lives):
             for group in range(s.groups):
@@ -221,11 +218,9 @@ class Numbers:
         out = []
         for at, s, group, _ in self.columns():
             names = self.layout.names[at][group]
-            inner = zip(names, s.live.schedules, strict=True)
             out += [(name, 0) for name in names]
-            out += [
-                (name, 1 + j) for name, schedule in inner if schedule for j in range(schedule.size)
-            ]
+            for name, schedule in zip(names, s.live.schedules, strict=True):
+                out += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
         return out
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
@@ -262,14 +257,12 @@ def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     if not tables:
         return opt_state, None
     clocks = _places(leaves, [s.count for s in lives if not s.own_clock])
-    plain = jax.tree.structure(_plain(opt_state))
-    homes = tuple((s.paths, s.own_clock) for s in lives)
-    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), homes))
+    plain = jax.tree.structure(_plain_state(opt_state))
+    scopes = tuple((s.paths, s.own_clock) for s in lives)
+    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), scopes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
-    on_host = all(isinstance(row, np.ndarray) for row in rows)
-    return without(layout, leaves), Numbers(
-        (np if on_host else jnp).concatenate(rows, axis=-1), layout
-    )
+    lib = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
+    return _without_tables(layout, leaves), Numbers(lib.concatenate(rows, axis=-1), layout)
 
 
 def _places(leaves, among) -> tuple[int, ...]:
@@ -277,16 +270,13 @@ def _places(leaves, among) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
 
 
-def _plain(opt_state):
-    """The optax states that live states contain.
-
-    Beside each are the counters of its further groups and its own clock, if it has any.
-    """
+def _plain_state(opt_state):
+    """The optax states inside live states, each beside its extra counters and clock if it has any."""
 
     def one(s):
         if not is_live(s):
             return s
-        inner, count = _plain(s.inner), s.count if s.own_clock else None
+        inner, count = _plain_state(s.inner), s.count if s.own_clock else None
         return inner if not s.extra and count is None else (inner, s.extra, count)
 
     return jax.tree.map(one, opt_state, is_leaf=is_live)
@@ -315,35 +305,29 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
         return hoist(opt_state)[0]
-    return without(numbers.layout, leaves)
+    return _without_tables(numbers.layout, leaves)
 
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
     """{live state: its count}, for the live states whose schedules run on their own count."""
     layout = numbers.layout
-    leaves = dict(zip(kept(layout), jax.tree.leaves(opt_state), strict=True))
+    leaves = dict(zip(plain_leaves(layout), jax.tree.leaves(opt_state), strict=True))
     own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
     return {at: leaves[count] for at, count in own if count is not None}
 
 
-def kept(layout: Layout) -> list[int]:
+def plain_leaves(layout: Layout) -> list[int]:
     """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
-    return [
-        i
-        for i in range(layout.full.num_leaves)
-        if i not in layout.tables and i not in layout.clocks
-    ]
+    gone = {*layout.tables, *layout.clocks}
+    return [i for i in range(layout.full.num_leaves) if i not in gone]
 
 
-def without(layout: Layout, leaves: Sequence[Any]) -> PyTree:
-    return layout.plain.unflatten([leaves[i] for i in kept(layout)])
+def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
+    return layout.plain.unflatten([leaves[i] for i in plain_leaves(layout)])
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every live state with its key path, outer ones first.
-
-    Their tables have the same order among the leaves.
-    """
+    """Every live state with its key path, outer ones first, as their tables are among the leaves."""
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
@@ -363,12 +347,8 @@ def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
     """The index of each live state in a chain: "0", "1.0" if nested, "" for the outermost rule."""
     places = []
     for path, _ in lives:
-        fields = (
-            getattr(k, "idx", getattr(k, "name", getattr(k, "key", "")))
-            for k in path
-            if not isinstance(k, DictKey)
-        )
-        index = ".".join(str(field) for field in fields if field != "inner")
+        fields = (trees.key_name(k) for k in path if not isinstance(k, DictKey))
+        index = ".".join(field for field in fields if field != "inner")
         while (index, patterns(path)) in places:  # a rule right inside of another one
             index = f"{index}.inner".lstrip(".")
         places.append((index, patterns(path)))
@@ -391,9 +371,8 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
         for name in lives[at][1].live.names:
             index = indices[at] if rules_there[name, outer[at]] > 1 else ""
             groups = outer[at] if rules[name] > 1 else ()
-            flat = ".".join(
-                filter(None, (index, "@".join(filter(None, (name, *groups, cuts[at][g])))))
-            )
+            flat = "@".join(filter(None, (name, *groups, cuts[at][g])))
+            flat = f"{index}.{flat}" if index else flat
             while flat in out:  # a cut like a group of rules beside it
                 flat += "'"
             out[flat] = at, g

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 
 from tsunax.rules import _flux
-from tsunax.rules.factories import LiveFactory, live
+from tsunax.rules.live_factory import LiveFactory, live
 
 adabelief: Final = live(optax.adabelief)
 adadelta: Final = live(optax.adadelta)
@@ -78,7 +78,7 @@ _LIVE = {name: rule for name, rule in globals().items() if isinstance(rule, Live
 OPTAX = tuple(name for name in _LIVE if hasattr(optax, name))
 CONTRIB = tuple(name for name in _LIVE if name not in OPTAX and hasattr(optax.contrib, name))
 for _name in (*OPTAX, *CONTRIB):
-    _home = "optax" if _name in OPTAX else "optax.contrib"
+    _module = "optax" if _name in OPTAX else "optax.contrib"
     _same = "the same arguments and defaults, the same trajectory up to rounding"
     _LIVE[_name].__name__ = _LIVE[_name].__qualname__ = _name
-    _LIVE[_name].__doc__ = f"`{_home}.{_name}` with live numbers: {_same}."
+    _LIVE[_name].__doc__ = f"`{_module}.{_name}` with live numbers: {_same}."

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax.guard import square_sums
-from tsunax.rules.calling import as_rule
-from tsunax.rules.factories import live
+from tsunax.rules.extra_arguments import as_rule
+from tsunax.rules.live_factory import live
 from tsunax.rules.number_table import as_scalar
 
 

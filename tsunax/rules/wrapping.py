@@ -9,11 +9,11 @@ import jax
 import optax
 
 from tsunax._core import Function, PyTree, TreeDef, trees
-from tsunax._core.checks import names_of
+from tsunax._core.checks import keyword_names
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.rules.calling import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.live_rules import name_of
+from tsunax.rules.live_rules import factory_name
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class _WrapInit:
 
 @dataclass(frozen=True)
 class _Given:
-    """An init that returns copies of the arrays given; a blank one, arrays like them."""
+    """An init that returns copies of given arrays; the blank one returns arrays like them."""
 
     treedef: TreeDef
     likes: tuple[Any, ...]  # (shape, dtype) of each
@@ -82,7 +82,7 @@ class _WrapUpdate:
                 got = f"({', '.join(map(trees.describe, out))})"
             fix = "Return updates, dataclasses.replace(state, inner=...)."
             expected = "updates and a state like the one given"
-            raise RuleError("result", f"{name_of(self.around)}()", got, expected, fix)
+            raise RuleError("result", f"{factory_name(self.around)}()", got, expected, fix)
         return out
 
 
@@ -94,11 +94,11 @@ def wrap(
     Args:
       rule: the rule inside; its numbers stay live.
       update: `update(inner, updates, state, params, **extra)` returns updates and a state. There
-        `inner(updates)` calls the rule inside and returns its updates and its state; `state.inner`
-        is the state of the rule inside before, `state.own` what the wrapper keeps. A function of a
-        module: two setups with it share one program.
-      init: what the wrapper keeps at first: arrays (whatever their values, setups share one
-        program), or a function of params that makes them; None if it keeps nothing.
+        `inner(updates)` calls the rule inside and returns its updates and its new state;
+        `state.inner` is the old one, `state.own` the arrays of the wrapper. Setups share one program
+        if it is a function of a module.
+      init: the first arrays of the wrapper (setups with other values share one program), or a
+        function of params that makes them; None if it has none.
 
     Raises WrongTypeError for what is no rule, function or array; RuleError, at setup, for a
     function that does not return two things.
@@ -117,5 +117,5 @@ def wrap(
         raise WrongTypeError("update", "wrap()", trees.describe(update), "a function")
     own = init if init is None or callable(init) else _Given.of(init)
     rule = with_extra(rule)
-    around = _WrapUpdate(rule.update, update, names_of(update, 4))
+    around = _WrapUpdate(rule.update, update, keyword_names(update, 4))
     return as_rule(_WrapInit(rule.init, own), around)

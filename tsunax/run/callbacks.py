@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tsunax._core import PyTree, Where, checks, trees
 from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
-from tsunax.rules import numbers
+from tsunax.rules import number_checks
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
@@ -37,7 +37,7 @@ Mode = Literal["min", "max"]  # of a metric: what is better
 
 
 def _real(where: str, name: str, value, below: float = math.inf) -> None:
-    numbers.check_number(where, name, value, "a number")
+    number_checks.check_number(where, name, value, "a number")
     if not 0 <= value < below:
         raise HyperparameterError(name, where, value, "≥ 0" if below == math.inf else "≥ 0 and < 1")
 

@@ -75,8 +75,8 @@ def evaluate(
         raise WrongTypeError("eval_step", "evaluate()", got, expected)
     is_ours = isinstance(eval_step, EvalStep)
     pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
-    total, rows, home = None, 0, placement.home_of(state)
-    extra = placement.whole(extra, home)
+    total, rows, home = None, 0, placement.state_sharding(state)
+    extra = placement.replicate(extra, home)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
@@ -95,9 +95,9 @@ def evaluate(
         alike.batch("the next batch", batch)
         parts = batch, mask
         if source.is_whole or is_population:
-            batch, mask = placement.whole(parts, home, shared=False)
+            batch, mask = placement.replicate(parts, home, shared=False)
         else:
-            batch, mask = placement.put(parts, home, whole=alone, shared=False)
+            batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
         try:
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:

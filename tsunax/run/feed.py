@@ -239,9 +239,9 @@ class Feed:
         bytes = self._known(treedef, leaves, step, 0)[1]
         home = self._home_of(state)
         if self._is_whole:
-            batch = placement.whole(batch, home, shared=False)
+            batch = placement.replicate(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
-            batch = placement.put(batch, home, shared=False)
+            batch = placement.put_rows(batch, home, shared=False)
         return Chunk(fused_loop.Single(batch), None, 1, epoch, bytes)
 
     def sync(self) -> None:
@@ -270,7 +270,7 @@ class Feed:
 
     def _home_of(self, state) -> Any:
         if self._home is _UNKNOWN:
-            self._home = placement.home_of(state)
+            self._home = placement.state_sharding(state)
         return self._home
 
     def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
@@ -403,7 +403,7 @@ def _padded(x, size: int):
         return x
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
-    out = placement.room((size, *x.shape[1:]), x.dtype)
+    out = placement.aligned_empty((size, *x.shape[1:]), x.dtype)
     out[: len(x)] = x
     return out
 
@@ -412,7 +412,7 @@ def _repeated(x, n: int):
     """An array n times, along a new first axis."""
     if isinstance(x, jax.Array):
         return jnp.broadcast_to(x, (n, *x.shape))
-    out = placement.room((n, *x.shape), x.dtype)
+    out = placement.aligned_empty((n, *x.shape), x.dtype)
     out[:] = x
     return out
 
@@ -449,12 +449,12 @@ def place(
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
         if padding := -rows % placement.divisor(home, getattr(step, "accumulate", 1)):
             batches, mask = placement.padded(feed.batches, rows, rows + padding, axis=1)
-            feed = fused_loop.Stacked(batches, placement.put(mask, home, shared=False))
+            feed = fused_loop.Stacked(batches, placement.put_rows(mask, home, shared=False))
     if whole:
-        return placement.whole((feed, count), home, shared=False)
+        return placement.replicate((feed, count), home, shared=False)
     is_on_device = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
     if is_on_mesh or is_on_device:
-        return placement.put((feed, count), home, axis=1, shared=False)
+        return placement.put_rows((feed, count), home, axis=1, shared=False)
     return feed, count
 
 

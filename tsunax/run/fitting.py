@@ -98,8 +98,8 @@ class Fit:
         if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
             fix = "Bind it to the step instead, with functools.partial."
             checks.check_arrays(given, "extra", fix)
-            home = placement.home_of(self.run.state)
-            self.given, self.extra = given, placement.whole(given, home)
+            home = placement.state_sharding(self.run.state)
+            self.given, self.extra = given, placement.replicate(given, home)
 
     def show_on(self, bar: Any) -> None:
         self.bar = self.boundaries.bar = bar

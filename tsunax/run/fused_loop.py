@@ -45,17 +45,17 @@ from tsunax._core import (
     Step,
     TreeDef,
     checks,
-    convolutions,
     placement,
     trees,
 )
+from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
-from tsunax.program import Programs, Traced, TrainStep, home_of, raise_fault
+from tsunax.program import Programs, Traced, TrainStep, place_state, raise_fault
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
@@ -142,7 +142,7 @@ class Gathered:
 
     def at(self, i: Scalar) -> PyTree:
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
-        return batch if self.spread is None else placement.spread(batch, self.spread)
+        return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
 
 
 @functools.partial(
@@ -206,7 +206,7 @@ class Fused:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, home: placement.Home | None) -> Any:
+    def _compiled_on(self, shardings: placement.MeshShardings | None) -> Any:
         step = self.step
         run = step.pure if isinstance(step, TrainStep) else self.once
 
@@ -215,13 +215,13 @@ class Fused:
             state, trace = whole(moving, still), None
             changed: list[int] = []
             if isinstance(step, TrainStep):
-                trace = Traced.of("loop", home, state, {"batches": feed, **extra})
+                trace = Traced.of("loop", shardings, state, {"batches": feed, **extra})
 
             def one(moving, still, batch):
                 state, given = whole(moving, still), extra
                 if (mask := getattr(feed, "mask", None)) is not None:
                     given = {**extra, "mask": masked(extra.get("mask"), mask)}
-                with leaves_apart(home is not None):
+                with leaves_apart(shardings is not None):
                     new, info = run(state, batch, given)
                 _check_same(state, new)
                 if kind is None:
@@ -261,7 +261,7 @@ class Fused:
             infos = _with_scheduled(infos, state)
             return moving, dict(zip(changed, more, strict=True)), infos
 
-        out = None if home is None else (home.layout, None, home.whole)
+        out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
         return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
 
@@ -298,13 +298,13 @@ class Fused:
     ) -> tuple[Any, Infos]:
         kind, moving, still = split_any(state)
         if kind is not None:
-            home, moving, still = self.programs.home_of(state, moving, still)
+            shardings, moving, still = self.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
-            home, moving, still = home_of(moving)
+            shardings, moving, still = place_state(moving)
         try:
-            moving, more, infos = self.programs[home](kind, moving, still, feed, n, extra)
+            moving, more, infos = self.programs[shardings](kind, moving, still, feed, n, extra)
         except Exception as error:
             if isinstance(state, TrainState):
                 given = getattr(feed, "batches", getattr(feed, "arrays", None))
@@ -342,7 +342,7 @@ def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for at, numbers in numbers_of(state).items():
         part = parts.get(at.removesuffix("/"))
-        if not isinstance(part, StepInfo) or numbers is None or not numbers.scheduled:
+        if numbers is None or not isinstance(part, StepInfo) or part.step is None:
             continue
         if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
             moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step
-from tsunax._step import failures
+from tsunax._step import step_errors
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
@@ -75,7 +75,7 @@ class Rejections:
             parts = self._rejected_parts(jax.tree.map(lambda x, i=i: x[i], infos))
             count += 1
             run.history.mark("rejected", int(steps[i]))
-            if parts and all(failures.is_searching(s, x, x.verdict) for _, s, x in parts):
+            if parts and all(step_errors.is_searching(s, x, x.verdict) for _, s, x in parts):
                 continue  # for its loss scale
             self.in_a_row += 1
             if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
@@ -100,7 +100,7 @@ class Rejections:
             return  # of several processes none has the whole batch
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
             info = jax.tree.map(lambda x, i=i: x[i], infos)
-            if not failures.is_searching(state, info, verdicts[i]):
+            if not step_errors.is_searching(state, info, verdicts[i]):
                 batch, epoch = _batch_of(i, chunks)
                 kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
                 self.run.rejected.append(kept)
@@ -118,7 +118,9 @@ class Rejections:
         why = _why(self._rejected_parts(run.info)) or "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
-            why = failures.why(self.step, run.state, run.info, _batch_of(i, chunks)[0], extra)
+            why = step_errors.rejection_reason(
+                self.step, run.state, run.info, _batch_of(i, chunks)[0], extra
+            )
         what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         when = "after" if isinstance(run.state, States) else "before"  # another member has moved
         raise NonFiniteError(f"{what}. `error.state` is the state {when} it.", run.state, run.info)

@@ -19,8 +19,8 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
+from tsunax.rules import number_checks
 from tsunax.rules import number_table as _number_table
-from tsunax.rules import numbers as _numbers
 
 P = ParamSpec("P")
 LAST = 2**30 - 1  # the last step, and the greatest length: sums of two stay int32
@@ -180,7 +180,7 @@ def in_range(
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
-        _numbers.check_number(where, name, value)
+        number_checks.check_number(where, name, value)
         if trees.is_traced(value):
             return value
         value = value.item() if trees.is_array(value) else value

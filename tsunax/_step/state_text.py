@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import trees
-from tsunax._step.roles import frozen_flags
+from tsunax._core import tables, trees
+from tsunax._step.state_fields import frozen_flags
 
 
-def describe(state: Any) -> str:
+def state_text(state: Any) -> str:
     """The text of `repr(state)`: tree, counts, hyperparameters, frozen parts, bytes, placement."""
     leaves, kind = jax.tree.leaves(state), type(state).__name__
     if any(map(trees.is_traced, leaves)):
@@ -25,15 +25,11 @@ def describe(state: Any) -> str:
         head = f"stacked {jnp.shape(state.clock)[:-1]}"
     lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
     if concrete and state.numbers is not None:
-        lines.append(
-            "  " + ", ".join(f"{k}={v:.6g}" for k, v in state.numbers.named(state.step).items())
-        )
+        numbers = state.numbers.named(state.step).items()
+        lines.append("  " + ", ".join(f"{name}={value:.6g}" for name, value in numbers))
     place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
-    sizes = [
-        f"{f.metadata['shows']} {_bytes(getattr(state, f.name))}"
-        for f in state._fields
-        if f.metadata["shows"]
-    ]
+    shown = {f.metadata["shows"]: getattr(state, f.name) for f in state._fields}
+    sizes = [f"{name} {_size_text(tree)}" for name, tree in shown.items() if name]
     return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
@@ -48,26 +44,22 @@ def _tree_rows(state: Any, concrete: bool) -> list[str]:
         note = "frozen" if on and next(frozen) else ""
         if not on:
             note = "overwritten" if new else "not trained"
-        rows.append(
-            ("/".join(name) or "<root>", f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}", note)
-        )
+        kind = f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}"
+        rows.append((trees.shown_path(name), kind, note))
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
-    a, b = (max(len(row[i]) for row in rows) for i in (0, 1))
-    return [f"  {name:<{a}}  {kind:<{b}}  {note}".rstrip() for name, kind, note in rows]
+    return [f"  {line}" for line in tables.aligned(rows)]
 
 
-def _bytes(tree) -> str:
+def _size_text(tree) -> str:
     arrays = [x for x in jax.tree.leaves(tree) if trees.dtype_of(x) is not None]
-    return trees.bytes_str(
-        float(sum(np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays))
-    )
+    sizes = (np.prod(jnp.shape(x)) * trees.dtype_of(x).itemsize for x in arrays)
+    return trees.bytes_str(float(sum(sizes)))
 
 
 def _devices(leaves) -> str:
-    devices = sorted(
-        {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}, key=lambda d: d.id
-    )
+    found = {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}
+    devices = sorted(found, key=lambda d: d.id)
     if not devices:
         return "the host"
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

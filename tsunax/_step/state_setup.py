@@ -1,6 +1,6 @@
-"""What `setup` and `TrainState.replace` are given: checked, copied, and made into the first state.
+"""The arguments of `setup` and `TrainState.replace`: checked, copied, and made into fields.
 
-A step never comes here. It does not know `TrainState`, whose methods it helps.
+A step does not run this file. It does not know `TrainState`, whose methods it helps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from tsunax import guard, reproduce
 from tsunax._core import checks, patterns, trees
-from tsunax._step.roles import COUNTS, trained_count
-from tsunax.averages import Average, as_average
+from tsunax._step.state_fields import COUNTS, trained_count
+from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
-from tsunax.precision import LossScale, Policy, as_loss_scale, as_policy, cast
+from tsunax.precision import Policy, as_loss_scale, cast
 
 
 def check_setup(
@@ -27,35 +27,25 @@ def check_setup(
     checks.check_flags("setup()", freezable=freezable, copy=copy)
     checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
-        fix = "For example jax.devices()[0]."
-        raise WrongTypeError(
-            "device", "setup()", trees.describe(device), "a jax.Device or Sharding", fix
-        )
+        got, fix = trees.describe(device), "For example jax.devices()[0]."
+        raise WrongTypeError("device", "setup()", got, "a jax.Device or Sharding", fix)
     checks.check_arrays(model_state, "model_state")
     if not jax.tree.leaves(params):
         raise trees.no_parameters("params", params)
     flags = patterns.select(trainable, params, allow_empty=True)
     if not any(flags):
-        raise _selects_nothing(f"{patterns.show(trainable)}, which selects nothing")
+        raise _selects_nothing(f"{patterns.where_text(trainable)}, which selects nothing")
     checks.check_params(params, flags)
-    _check_concrete(params, flags)
+    _check_no_shapes(params, flags)
     if not copy:
         checks.check_aliases(params, flags, model_state=model_state)
     return flags
 
 
-def parts_of(
-    precision: Any, ema: Any, loss_scale: Any
-) -> tuple[Policy | None, Average | None, LossScale | None]:
-    """The policy, average and loss scale that these arguments of `setup` mean."""
-    policy = as_policy(precision, "setup()")
-    return policy, as_average(ema, "setup()"), as_loss_scale(loss_scale, policy, "setup()")
-
-
-def copied(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
+def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
     """The params as a state stores them: trained leaves are copied by `take`.
 
-    The others are no copies, but a NumPy array would be moved to the device by every step.
+    Other leaves become JAX arrays, because every step would move NumPy's to the device.
     """
     leaves, treedef = jax.tree.flatten(params)
     kept = zip(leaves, flags, strict=True)
@@ -67,18 +57,15 @@ def without_overwritten(
 ) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
     """Which leaves the rule trains, and which of the selected ones their gradients replace.
 
-    The latter are flax's fp8 scales and amax histories, which no rule is given.
+    Gradients replace flax's fp8 scales and amax histories: no rule is given those.
     """
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = tuple(
-        on and "_overwrite_with_gradient" in trees.names(path)
-        for (path, _), on in zip(named, flags, strict=True)
-    )
+    pairs = zip(trees.paths(params), flags, strict=True)
+    found = tuple(on and "_overwrite_with_gradient" in trees.names(path) for path, on in pairs)
     if not any(found):
         return flags, None
     flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
     if not any(flags):
-        got = f"{patterns.show(trainable)}, which selects only what gradients overwrite"
+        got = f"{patterns.where_text(trainable)}, which selects only what gradients overwrite"
         raise _selects_nothing(got)
     return flags, found
 
@@ -87,14 +74,10 @@ def _selects_nothing(got: str) -> ParamsError:
     return ParamsError("trainable", "setup()", got, "at least one leaf to train")
 
 
-def _check_concrete(params: Any, flags: tuple[bool, ...]) -> None:
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, leaf), flag in zip(named, flags, strict=True):
+def _check_no_shapes(params: Any, flags: tuple[bool, ...]) -> None:
+    for (where, leaf), flag in zip(trees.leaves_at("params", params), flags, strict=True):
         if flag and isinstance(leaf, jax.ShapeDtypeStruct):
-            where, got = (
-                trees.access_str("params", path),
-                f"a ShapeDtypeStruct, {trees.describe(leaf)}",
-            )
+            got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
             fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
             raise ParamsError("leaf", where, got, "an array", fix)
 
@@ -113,8 +96,8 @@ def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Such leaves are copied: averaging rules start from the params themselves, and donating one
-    buffer twice is an error. What `init` raises becomes a RuleError, with the cause.
+    Averaging rules start from the params themselves: such leaves are copied, because a buffer that
+    is donated twice is an error. An exception of `init` becomes the cause of a RuleError.
     """
     try:
         opt_state = rule.init(trained)
@@ -210,9 +193,8 @@ def like(new, old):
 
     def one(x, y):
         moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
-        spread = (
-            isinstance(y, jax.Array) and not trees.is_traced(y) and len(y.sharding.device_set) > 1
-        )
+        spread = isinstance(y, jax.Array) and not trees.is_traced(y)
+        spread = spread and len(y.sharding.device_set) > 1
         return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)

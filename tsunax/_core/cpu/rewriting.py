@@ -1,6 +1,4 @@
-"""Functions with other equations in their program, at any depth: how `convolutions` and
-`kept_sums` work.
-"""
+"""Functions with other equations in their jaxpr, at any depth."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.extend import core
 
-# Equations whose inner programs are looked into. Not shard_map, pallas_call and what else has
-# layouts of its own.
+# Equations whose inner programs are rewritten, too. Not shard_map, pallas_call and others that have
+# layouts of their own.
 _OPEN = frozenset(
     "jit pjit scan while cond remat2 checkpoint call closed_call custom_jvp_call "
     "custom_vjp_call".split()
@@ -27,8 +25,8 @@ def rewritten(
 ) -> Callable:
     """`fn`, of trees of arrays, with the equations that `change` gives for each jaxpr in it.
 
-    Equations that stay are the same objects. Calls named `closed` are not looked into. Constants
-    come out as NumPy's, as they went in.
+    Equations that stay are the same objects. Calls named `closed` are not rewritten. Results that
+    are constants are NumPy arrays.
     """
     from jax.extend import core  # costs 20 ms to import, and only some steps need it
 
@@ -65,7 +63,7 @@ def _constants(outer: core.Jaxpr) -> dict[int, np.ndarray]:
 
 
 def of_program(program: Any, change: Callable, closed: str, done: dict) -> Any:
-    """The same program with other equations, or the very same object if there is nothing to do."""
+    """The program with other equations; the same object if none changes."""
     from jax.extend import core
 
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12

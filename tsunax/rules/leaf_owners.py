@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import Function, PyTree, trees
-from tsunax.rules.number_table import Numbers, is_live, kept
+from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
 def _owners_by_marks(
@@ -21,7 +21,7 @@ def _owners_by_marks(
     """Owners found by marking the params; None if `init` fails on those, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
-    except Exception:  # whatever a user's mask raises when it meets a node that it does not know
+    except Exception:  # of a user's mask that meets a node that it does not know
         return None
     of = lambda found: [(trees.without_marks(path), leaf.shape, leaf.dtype) for path, leaf in found]
     if of(marked) != of(keyed):
@@ -40,15 +40,15 @@ def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
 def owners(
     init: Callable[[Any], Any], params: PyTree
 ) -> tuple[Any, list[tuple[Any, ...]], list[int | None]]:
-    """`(shapes, paths, owners)`: from which parameter is each leaf of an optax state made?
+    """`(shapes, paths, owners)` of the leaves of an optax state: which parameter each is made from.
 
-    `shapes` is `jax.eval_shape(init, params)`. `paths` and `owners` have, for each leaf of it in
-    flatten order, the key path, and the place among the leaves of `params`; None for a count, and
-    for what several parameters made together.
+    `shapes` is `jax.eval_shape(init, params)`. `paths` has the key path of each of its leaves,
+    `owners` the index of its parameter among the leaves of `params`; None for a count, and for a
+    leaf that several parameters made together.
 
-    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it, so
-    that masks, labels, factored and stacked moments need no rule of their own. If `init` fails on
-    these nodes, `owners_by_suffix` finds the owners.
+    Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it:
+    masks, labels, factored and stacked moments need no special case. If `init` fails on these
+    nodes, `owners_by_suffix` finds the owners.
     """
     shapes = jax.eval_shape(init, params)
     keyed = jtu.tree_flatten_with_path(shapes)[0]
@@ -59,14 +59,13 @@ def owners(
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
+    """The owners of the leaves of a live rule's optax state."""
     leaves, treedef = jax.tree.flatten(params)
-    return _owners_like(
-        live, treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    )
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return _owners_like(live, treedef, shapes)
 
 
-# a trace of `init` each: every cut asks, and every trace of a cut rule
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=128)  # a miss traces `init`
 def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
@@ -79,7 +78,7 @@ def owners_of(
     if numbers is None:
         return owners(init, params)[-1]
     found = owners_in(init, numbers.layout.skeleton, params)
-    return [found[i] for i in kept(numbers.layout)]
+    return [found[i] for i in plain_leaves(numbers.layout)]
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:

@@ -69,13 +69,13 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
     if verdict <= 0 or is_searching(state, info, verdict):
         return
     what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected"
-    reason = why(step, state, info, batch, extra)
+    reason = rejection_reason(step, state, info, batch, extra)
     if state.loss_scale is not None:
         reason += f", {int(state.rejected_in_a_row)} rejected in a row"
     raise NonFiniteError(f"{what}: {reason}. `error.state` is the state before it.", state, info)
 
 
-def why(step, state: TrainState, info: StepInfo, batch, extra) -> str:
+def rejection_reason(step, state: TrainState, info: StepInfo, batch, extra) -> str:
     """Why a step was rejected, in words: the bad leaf, the micro-batch, the bad batch or labels.
 
     Compiles, once, and waits.

@@ -1,7 +1,4 @@
-"""Devices: which ones there are, which one is meant, and how trees and batches get there.
-
-    params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
-    for batch in ts.to_device(data): ...
+"""Which devices there are, which one is meant, and which kind is preferred.
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
 TSUNAX_DEVICE or the file `.tsunax-device` may name the kind that `"auto"` tries first. Only `_find`
@@ -16,23 +13,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax._src import xla_bridge
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from tsunax._core import Device, PyTree, checks, trees
+from tsunax._core import Device, trees
 from tsunax.devices import _preference
 from tsunax.errors import DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
-    "DeviceInfo", "device", "device_info", "device_of", "devices", "is_available", "prefer",
-    "preferred", "simulate", "supported_devices", "to_device", "to_host",
+    "DeviceInfo", "device", "device_info", "devices", "is_available", "prefer", "preferred",
+    "simulate", "supported_devices",
 ]  # fmt: skip
 
 _PLATFORMS = {  # JAX's names; mps is Apple's
@@ -60,7 +55,7 @@ def _started() -> bool:
     return xla_bridge.backends_are_initialized()  # JAX has no public way to ask without starting it
 
 
-def _search(kind: str) -> tuple[list[Device], str]:
+def devices_of_kind(kind: str) -> tuple[list[Device], str]:
     """The devices of a kind, or why there are none."""
     for platform in _PLATFORMS[kind]:
         try:
@@ -77,14 +72,14 @@ def _search(kind: str) -> tuple[list[Device], str]:
 
 def _automatic() -> tuple[list[Device], str]:
     """The devices of the kind that is preferred, or else of the first that is here; and why."""
-    wanted, source = _preference.read()
+    wanted, source = _preference.read_preference()
     if wanted and wanted != "auto":
-        found, why = _search(wanted)
+        found, why = devices_of_kind(wanted)
         if found:
             return found, f"{wanted} is preferred by {source}"
         warn(f"{wanted}, preferred by {source}, is not here: {why}. Another device is used.")
     for kind in _ORDER:
-        if found := _search(kind)[0]:
+        if found := devices_of_kind(kind)[0]:
             return found, f"{kind} is the first of {', '.join(_ORDER)} that is here"
     try:
         return _find(None), "what JAX takes by default"
@@ -103,15 +98,15 @@ def _resolve(kind: Any, where: str) -> tuple[list[Device], str]:
     _check_kind(kind, where, _preference.KINDS)
     if kind == "auto":
         return _automatic()
-    found, why = _search(kind)
+    found, why = devices_of_kind(kind)
     if not found:
-        there = [f"{other} ({n})" for other in _ORDER if (n := len(_search(other)[0]))]
+        there = [f"{other} ({n})" for other in _ORDER if (n := len(devices_of_kind(other)[0]))]
         expected = f"one that is here: {', '.join(there) or 'none is'}"
         raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
     return found, f"{kind} was asked for"
 
 
-def _at(found: Sequence[Device], index: Any, where: str) -> Device:
+def _number_in(found: Sequence[Device], index: Any, where: str) -> Device:
     if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
         raise WrongTypeError("index", where, trees.describe(index), "an int")
     if not 0 <= index < len(found):
@@ -120,7 +115,7 @@ def _at(found: Sequence[Device], index: Any, where: str) -> Device:
     return found[int(index)]
 
 
-def _first(where: Any, call: str) -> Device:
+def device_given(where: Any, call: str) -> Device:
     if isinstance(where, str):
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):
@@ -145,7 +140,7 @@ def is_available(kind: str) -> bool:
     True
     """
     _check_kind(kind, "is_available()", _PLATFORMS)
-    return bool(_search(kind)[0])
+    return bool(devices_of_kind(kind)[0])
 
 
 def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
@@ -168,7 +163,9 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
     here = [] if all(isinstance(item, jax.Device) for item in kind) else _resolve("auto", where)[0]
-    chosen = [item if isinstance(item, jax.Device) else _at(here, item, where) for item in kind]
+    chosen = [
+        item if isinstance(item, jax.Device) else _number_in(here, item, where) for item in kind
+    ]
     if not chosen or len(set(chosen)) < len(chosen):
         raise DeviceError("devices", where, f"{len(chosen)} devices", "at least one, each once")
     return chosen
@@ -187,7 +184,7 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
     """
     where = f"device({kind!r}, {index!r})"
     found, reason = _resolve(kind, where)
-    chosen = _at(found, index, where)
+    chosen = _number_in(found, index, where)
     if verbose:
         print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {reason}")
     return chosen
@@ -213,7 +210,7 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
     >>> device_info("cpu")
     DeviceInfo(platform='cpu', kind='cpu', memory_total=None, memory_in_use=None, version='cpu')
     """
-    one = _first(device, "device_info()")
+    one = device_given(device, "device_info()")
     stats: Any = None
     with contextlib.suppress(RuntimeError):  # of a backend that cannot say
         stats = one.memory_stats()
@@ -257,7 +254,7 @@ def preferred() -> str | None:
     >>> preferred() in (None, *supported_devices())
     True
     """
-    kind = _preference.read()[0]
+    kind = _preference.read_preference()[0]
     return None if kind == "auto" else kind
 
 
@@ -270,103 +267,9 @@ def prefer(kind: str | None) -> None:
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)
-    path = _preference.write(kind)
+    path = _preference.write_preference(kind)
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():
         what = "The backend has started, and what lies on a device stays there"
         warn(f"{what}. Restart the process, and all of it follows.")
-
-
-# Moving
-
-
-def _has_to_move(x: Any, place: Sharding) -> bool:
-    """Whether it is an array that JAX can have, and not committed to that place.
-
-    An array that is there and not committed would follow the first other one away.
-    """
-    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
-    if not trees.is_array(x) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
-        return False
-    is_committed = isinstance(x, jax.Array) and not trees.is_traced(x) and x.committed
-    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
-
-
-def _is_leaf(x: Any) -> bool:
-    return not hasattr(x, "shape") and not isinstance(x, str | bytes) and jtu.all_leaves([x])
-
-
-def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
-    """A tree with its arrays on a device.
-
-        jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
-
-    An array that is there already stays the same object, and one that occurs twice stays one.
-    NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's
-    widths: float64 becomes float32 unless x64 is on. For a loader: `prefetch(data, device)`. Raises
-    StateError for a deleted array, WrongTypeError for a loader.
-
-    >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
-    >>> tree["w"].device == device("cpu"), tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
-    (True, 'relu', True)
-    """
-    place = device
-    if not isinstance(place, Sharding):
-        place = SingleDeviceSharding(_first(device, "to_device()"))
-    if isinstance(tree, Iterator) or (hasattr(tree, "__iter__") and _is_leaf(tree)):
-        got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
-        raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
-    checks.check_all_alive(tree, "tree")
-    leaves, treedef = jax.tree.flatten(tree)
-    moving = {id(x): x for x in leaves if _has_to_move(x, place)}
-    shared = any(one.platform == "cpu" for one in place.device_set)
-    own = [np.array(x) if shared and isinstance(x, np.ndarray) else x for x in moving.values()]
-    moved = dict(zip(moving, jax.device_put(own, place), strict=True))
-    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """A tree with its JAX arrays as NumPy's, in memory of their own.
-
-    An array that occurs twice stays one. Keys stay JAX's, on the CPU if JAX has one; other leaves
-    stay as they are. A copy does not keep its array from being donated, as `np.asarray` would.
-    Raises StateError for a deleted array.
-
-    >>> to_host({"name": "relu", "w": jnp.ones(2)})
-    {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
-    """
-    checks.check_all_alive(tree, "tree")
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
-    keys = {i: x for i, x in arrays.items() if trees.is_key(x)}
-    for x in (x for i, x in arrays.items() if i not in keys):
-        x.copy_to_host_async()  # all transfers run at once
-    moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items() if i not in keys}
-    if keys and (cpu := _search("cpu")[0]):
-        moved |= jax.device_put(keys, cpu[0])
-    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
-
-
-def device_of(tree: PyTree) -> Device | None:
-    """The device that the JAX arrays of a tree are on; None if there are none: NumPy's are nowhere.
-
-    Raises DeviceError, with two paths, for arrays on several devices.
-
-    >>> device_of({"w": jnp.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
-    (True, None)
-    """
-    first: tuple[str, Device] | None = None
-    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
-            continue
-        at = trees.access_str("tree", path)
-        if len(leaf.sharding.device_set) > 1:
-            got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
-            raise DeviceError("array", at, got, "one device", fix)
-        (one,) = leaf.sharding.device_set
-        if first is not None and one != first[1]:
-            fix = "to_device(tree, device) brings them together."
-            raise DeviceError("array", at, one, f"{first[1]}, where {first[0]} is", fix)
-        first = first or (at, one)
-    return None if first is None else first[1]

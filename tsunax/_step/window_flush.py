@@ -12,7 +12,7 @@ from tsunax import guard
 from tsunax._core import placement
 from tsunax.rules import accumulation
 from tsunax.state import TrainState, check_state, trained_part
-from tsunax.step import moved
+from tsunax.step import update_unchecked
 
 
 def windows_flushed(state: TrainState) -> TrainState:
@@ -20,14 +20,20 @@ def windows_flushed(state: TrainState) -> TrainState:
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
-    if (home := placement.home_on_mesh(state)) is not None:  # what it computes stays where it was
-        return jax.jit(_flushed, out_shardings=home.layout)(placement.settled(state, home.layout))
+    if (
+        shardings := placement.mesh_shardings(state)
+    ) is not None:  # what it computes stays where it was
+        return jax.jit(_flushed, out_shardings=shardings.of_leaves)(
+            placement.resharded(state, shardings.of_leaves)
+        )
     return _flushed(state)
 
 
 def _flushed(state: TrainState) -> TrainState:
     nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
-    new, _ = moved(state, nothing, None, None, "skip", True, {"weight": 0.0, "flush": True})
+    new, _ = update_unchecked(
+        state, nothing, None, None, "skip", True, {"weight": 0.0, "flush": True}
+    )
     old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
     emitted: Any = accumulation.any_emitted(new.opt_state)
     judged = emitted | (new.rejected != state.rejected)

@@ -1,4 +1,4 @@
-"""What a user may give as a live number: a number in the range of its name, or a schedule of one."""
+"""Checks of live numbers and their schedules: which parameters take them, and in which range."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ def split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
 
 
 _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
-
-
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
 # one for each array, or a function of the params
 _OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
 
 def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
-    """Does this parameter of a factory hold a number, or a schedule of one, given this value?
+    """Whether this parameter of a factory takes a live number, or a schedule, given this value.
 
-    Counts, flags, names, masks, dtypes, keys, tuples and functions do not: they are part of the
-    program.
+    Counts, flags, names, masks, dtypes, keys, tuples and functions are part of the program.
     """
     default, annotation = parameter.default, str(parameter.annotation)
     if parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS):
@@ -96,21 +93,31 @@ def check_number(
         raise HyperparameterError(name, where, f"{value}", bounds, fix)
 
 
-def check_schedule(where: str, name: str, schedule: Function) -> None:
-    """Probe a schedule at step 0, and traced: a scalar, finite, in the range of its name.
+def checked_schedule(where: str, name: str, value: Any) -> ScheduleShape | None:
+    """The shape of a schedule, or None for a number. Raises for a bad one of either."""
+    if not callable(value):
+        return check_number(where, name, value)
+    check_schedule(where, name, value)
+    return split_schedule(value)[0]
 
-    Nothing is known of later steps: a schedule may be of no use behind the end of its run.
+
+def check_schedule(where: str, name: str, schedule: Function) -> None:
+    """Raise unless a schedule gives a number in the range of its name at step 0, and can be traced.
+
+    Later steps are not checked: a schedule need not be defined after the end of its run.
     """
     here = f"{where}, step 0 of its schedule"
-    value = _at(here, name, schedule, 0)
+    value = _schedule_at(here, name, schedule, 0)
     if trees.is_traced(value):
         return
     check_number(here, name, value, "a number")
     traced = lambda step: jax.eval_shape(schedule, step)
-    _at(f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32))
+    _schedule_at(
+        f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32)
+    )
 
 
-def _at(where: str, name: str, schedule, step):
+def _schedule_at(where: str, name: str, schedule, step):
     try:
         return schedule(step)
     except Exception as error:

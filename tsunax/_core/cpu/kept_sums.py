@@ -1,9 +1,8 @@
-"""Sums of cotangents that stay in memory on CPU: gradients of residual networks in two thirds of
-the time.
+"""Sums of cotangents that stay in memory on CPU: residual networks train in two thirds of the time.
 
 A value with two readers has a sum of two cotangents. Along a residual stream, the gradient of the
 next norm and the next sum read each such sum. XLA:CPU computes the whole chain of sums again in
-each reader, so that work and compile time grow with the square of the depth. `kept` passes each sum
+each reader, so that work and compile time grow with the square of the depth. `keep_sums` passes each sum
 through a conditional that always takes the same branch: XLA fuses nothing through it. It rewrites
 the jaxpr, so that it works for any model.
 
@@ -26,21 +25,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.rewriting import rewritten
+from tsunax._core.cpu.rewriting import rewritten
 
 if TYPE_CHECKING:
     from jax.extend import core
 
 LEAST = 1 << 16  # bytes of a sum: smaller ones are computed again faster than they are kept
-# Of each dtype a pattern of bits that no sum has: a NaN, but not the one that arithmetic makes
+# For each dtype the bits of a NaN that arithmetic never makes: no sum has them
 _NEVER = {"float32": (jnp.uint32, 0x7FE12345), "bfloat16": (jnp.uint16, 0x7FE1),
           "float16": (jnp.uint16, 0x7FE1)}  # fmt: skip
 
 
-def kept(fn: Callable) -> Callable:
+def keep_sums(fn: Callable) -> Callable:
     """`fn`, which takes a gradient, with large sums of cotangents kept in memory on CPU.
 
-    >>> f = kept(jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)))
+    >>> f = keep_sums(jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)))
     >>> bool(jnp.all(f(jnp.arange(3.0)) == jax.grad(lambda x: jnp.sum(jnp.sin(x) * x))(jnp.arange(3.0))))
     True
     """
@@ -60,7 +59,9 @@ def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
             continue
         (out,) = eqn.outvars
         fused: Any = type(out)(out.aval)
-        call = _call(out.aval).replace(invars=[fused], outvars=[out], source_info=eqn.source_info)
+        call = _sum_call(out.aval).replace(
+            invars=[fused], outvars=[out], source_info=eqn.source_info
+        )
         found += [eqn.replace(outvars=[fused]), call]
     return found
 
@@ -74,7 +75,7 @@ def _is_large_sum(eqn: core.JaxprEqn) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _call(aval: Any) -> core.JaxprEqn:
+def _sum_call(aval: Any) -> core.JaxprEqn:
     """The equation for sums of this type, traced once."""
 
     def kept_sum(x):
@@ -89,4 +90,4 @@ def _through_cond(x):
     return jax.lax.cond(first != never, lambda x: x, lambda x: jnp.full_like(x, jnp.nan), x)
 
 
-__all__ = ["kept"]
+__all__ = ["keep_sums"]

@@ -1,17 +1,15 @@
 """Cuts: several groups of values in one live rule, for disjoint sets of leaves.
 
-`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own while the run
-goes on. The rule is not taken apart for that: its moments stay where they are, a global norm stays
-the norm of all leaves, and a step count stays a count of all steps. Instead the table of numbers
-gets one more group, and at every update the whole rule runs once per group, on all leaves, each
-run with the numbers of its group. Each leaf, and each leaf of the optimizer state that belongs to
-it, is then taken from the run of its own group. What no leaf takes, XLA never computes: the cost
-of a cut is the scalars that the groups do not share. Leaves of the optimizer state that belong to
-no parameter (counts) are kept once per group, because a rule may make them depend on its numbers.
+`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own during a run.
+The rule stays one rule: its moments stay where they are, a global norm is over all leaves, and a
+step count counts all steps. The table of numbers gets one more group, and at every update the
+whole rule runs once per group, on all leaves, with the numbers of the group. Each leaf, and each
+leaf of the optimizer state that belongs to it, is then taken from the run of its own group. XLA
+drops the rest: a cut costs the scalars that the groups do not share. Leaves of the optimizer state
+that belong to no parameter (counts) exist once per group, because they may depend on its numbers.
 
-What would break it: a rule whose update of one leaf depends on the *numbers* used for another one.
-No rule of optax does that. Which leaf of a state belongs to which parameter is found by tracing
-`init` on marked leaves (`owners.owners`).
+A rule would break this if its update of one leaf depended on the *numbers* for another one. No rule
+of optax does. The owners of the leaves are found by `leaf_owners.owners`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import PyTree, trees
+from tsunax.rules.leaf_owners import owners_of_live
 from tsunax.rules.number_table import Numbers, hoist, interned, is_live, live_states, lower
-from tsunax.rules.owners import owners_of_live
 
 
 @dataclass(frozen=True)
@@ -44,33 +42,27 @@ def inners(live: Any, state: Any, params: PyTree) -> list[Any]:
     owners = owners_of_live(live, params)
     out = [state.inner]
     for counters in state.extra:
-        own = iter(counters)
-        out.append(
-            treedef.unflatten(
-                [next(own) if o is None else x for x, o in zip(leaves, owners, strict=True)]
-            )
-        )
+        own, pairs = iter(counters), zip(leaves, owners, strict=True)
+        out.append(treedef.unflatten([next(own) if o is None else x for x, o in pairs]))
     return out
 
 
-def collected(
+def merge_groups(
     live: Any, state: Any, params: PyTree, runs: Sequence[tuple[PyTree, PyTree]]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""
     of, owners = state.cut.of, owners_of_live(live, params)
-    per_run = [jax.tree.leaves(u) for u, _ in runs]
-    updates = jax.tree.unflatten(
-        jax.tree.structure(runs[0][0]), [per_run[g][k] for k, g in enumerate(of)]
-    )
-    inners = [jax.tree.leaves(inner) for _, inner in runs]
-    inner = jax.tree.unflatten(
-        jax.tree.structure(runs[0][1]),
-        [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)],
-    )
-    counters = tuple(
-        tuple(x for x, o in zip(leaves, owners, strict=True) if o is None) for leaves in inners[1:]
-    )
-    return updates, inner, counters
+    updates, inners = ([jax.tree.leaves(x) for x in halves] for halves in zip(*runs, strict=True))
+    shapes = map(jax.tree.structure, runs[0])
+    chosen = [updates[g][k] for k, g in enumerate(of)]
+    inner = [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)]
+    chosen, inner = map(jax.tree.unflatten, shapes, (chosen, inner))
+    return chosen, inner, tuple(_counters(leaves, owners) for leaves in inners[1:])
+
+
+def _counters(leaves: Sequence[Any], owners: Sequence[int | None]) -> tuple[Any, ...]:
+    """The leaves that belong to no parameter."""
+    return tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
 
 
 def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
@@ -78,9 +70,7 @@ def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
 
     Group i inherits the values and counters of the old group `parents[i]`.
     """
-    leaves = jax.tree.leaves(state.inner)
-    owners = owners_of_live(state.live, params)
-    first = tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
+    first = _counters(jax.tree.leaves(state.inner), owners_of_live(state.live, params))
     counters = (first, *state.extra)
     table = state.table[..., np.asarray(parents), :]
     # copies: two groups must not donate one buffer
@@ -100,7 +90,7 @@ def recut(
         if place not in cuts:
             return s
         seen = frozenset(s.paths)
-        flags = [path in seen for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        flags = [path in seen for path in trees.paths(params)]
         cut, parents = cuts[place]
         return _one_recut(s, cut, parents, trees.partition(params, flags)[0])
 

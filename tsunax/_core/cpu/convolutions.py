@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.rewriting import rewritten
+from tsunax._core.cpu.rewriting import rewritten
 
 if TYPE_CHECKING:
     from jax.extend import core
@@ -73,7 +73,7 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
     if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
-    call = _call(x, w, tuple(params.items()))
+    call = _convolution_call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:
         return eqn
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
@@ -85,7 +85,7 @@ def _is_cut(sharding) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _call(x, w, params: tuple) -> core.JaxprEqn | None:
+def _convolution_call(x, w, params: tuple) -> core.JaxprEqn | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 

@@ -1,6 +1,4 @@
-"""Any optax rule as a step calls it: with the extra arguments that its signature asks for, compared
-by value.
-"""
+"""Any optax rule as one that a step can call: it gets the extra arguments of its signature only."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import jax
 import optax
 
 from tsunax._core import Function, PyTree
-from tsunax._core.checks import names_of
-from tsunax.rules.live_rules import Home, is_live
+from tsunax._core.checks import keyword_names
+from tsunax.rules.live_rules import Scope, is_live
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,15 @@ def _on_own_clocks(state: PyTree) -> PyTree:
     def mark(x: Any):
         if not is_live(x):
             return x
-        return dataclasses.replace(
-            x, inner=_on_own_clocks(x.inner), home=Home(x.paths, own_clock=True)
-        )
+        inner, scope = _on_own_clocks(x.inner), Scope(x.paths, own_clock=True)
+        return dataclasses.replace(x, inner=inner, scope=scope)
 
     return jax.tree.map(mark, state, is_leaf=is_live)
 
 
 @dataclass(frozen=True)
 class PlainUpdate:
-    """The update half of a rule that takes some extra arguments only, or none.
-
-    Compares as that half does.
-    """
+    """The update of a rule that takes some extra arguments only, or none."""
 
     update: Function
     takes: tuple[str, ...]
@@ -53,9 +47,8 @@ class PlainUpdate:
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        return self.update(
-            updates, state, params, **{name: extra[name] for name in self.takes if name in extra}
-        )
+        given = {name: extra[name] for name in self.takes if name in extra}
+        return self.update(updates, state, params, **given)
 
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
@@ -64,10 +57,7 @@ def as_rule(init: Function, update: Function) -> optax.GradientTransformationExt
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that accepts any extra argument, and passes on those that it takes.
-
-    The results for equal rules are equal.
-    """
+    """The rule as one that accepts any extra argument; equal rules give equal ones."""
     takes = _extra_arguments(rule)
     if takes is None:
         return as_rule(rule.init, rule.update)
@@ -79,7 +69,7 @@ def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | No
     """The names of the extra arguments that an update takes; None: any."""
     if not isinstance(rule, optax.GradientTransformationExtraArgs):
         return ()
-    return names_of(rule.update, 3)  # behind updates, state, params
+    return keyword_names(rule.update, 3)  # behind updates, state, params
 
 
 def blank(init: Any) -> Function:

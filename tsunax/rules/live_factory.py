@@ -10,14 +10,21 @@ from typing import Any, Generic, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from tsunax._core import Function, PyTree, Where, patterns, trees
+from tsunax._core import Function, PyTree, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
-from tsunax.rules import numbers as _numbers
-from tsunax.rules.calling import as_rule, with_extra
-from tsunax.rules.live_rules import Home, Live, LiveState, LiveUpdate, building, module_of, name_of
+from tsunax.rules import number_checks
+from tsunax.rules.extra_arguments import as_rule, with_extra
+from tsunax.rules.live_rules import (
+    Live,
+    LiveState,
+    LiveUpdate,
+    Scope,
+    building,
+    factory_module,
+    factory_name,
+)
 from tsunax.rules.number_table import Number, interned
 
 
@@ -27,8 +34,8 @@ def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
         if schedule:
-            inner += _numbers.split_schedule(value)[1]
-    return _numbers.as_rows(numbers + inner)[:, None, :]
+            inner += number_checks.split_schedule(value)[1]
+    return number_checks.as_rows(numbers + inner)[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -41,22 +48,20 @@ class LiveInit:
     def plain(self) -> optax.GradientTransformationExtraArgs:
         """The optax rule with the numbers of step 0."""
         numbers = {}
-        for name, value, schedule in zip(
-            self.live.names, self.values, self.live.schedules, strict=True
-        ):
-            value = value(0) if schedule else value
+        for name, value in zip(self.live.names, self.values, strict=True):
+            value: Any = value(0) if callable(value) else value
             numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
         return self.live.build(numbers)
 
     def __call__(self, params: PyTree) -> LiveState:
         live = self.live
-        paths = tuple(path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+        paths = tuple(trees.paths(params))
         return LiveState(
             table=table_of(live, self.values),
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
-            home=Home(interned(paths)),
+            scope=Scope(interned(paths)),
         )
 
     def blank(self) -> Function:
@@ -78,10 +83,7 @@ class BlankInit:
 
 @dataclass(frozen=True, repr=False)
 class PatternMask:
-    """A function for optax's `mask=` from a pattern.
-
-    (To optax a str is a tree that is true.)
-    """
+    """A function for optax's `mask=` from a pattern: to optax a str is a tree that is true."""
 
     where: Where
 
@@ -96,9 +98,8 @@ class PatternMask:
 
 
 def _is_pattern(x) -> bool:
-    return isinstance(x, str) or (
-        type(x) in (list, tuple) and bool(x) and all(isinstance(p, str) for p in x)
-    )
+    is_list = type(x) in (list, tuple) and x
+    return isinstance(x, str) or bool(is_list and all(isinstance(p, str) for p in x))
 
 
 P = ParamSpec("P")
@@ -107,7 +108,7 @@ P = ParamSpec("P")
 class LiveFactory(Generic[P]):
     """What `live(factory)` returns: call it like the factory."""
 
-    advice = ""  # what an error about its arguments ends with
+    advice = ""  # the end of errors about its arguments
 
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
@@ -118,50 +119,39 @@ class LiveFactory(Generic[P]):
             factory = factory.func
         self.factory: Function = factory
         self.static: frozenset[str] = frozenset(static)
-        self.__name__: str = name_of(factory)
+        self.__name__: str = factory_name(factory)
         self.__qualname__ = self.__name__
         self.__module__ = "tsunax.rules"
         self.__doc__ = factory.__doc__
 
     def __repr__(self) -> str:
-        return f"live({'.'.join(filter(None, (module_of(self.factory), name_of(self.factory))))})"
+        names = factory_module(self.factory), factory_name(self.factory)
+        return f"live({'.'.join(filter(None, names))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        arguments = self._bind(args, kwargs)
-        statics, names, values, schedules = {}, [], [], []
-        for name, value in arguments.items():
+        where, statics, numbers, schedules = f"{self.__name__}()", {}, {}, []
+        for name, value in self._bind(args, kwargs).items():
             parameter = self.__signature__.parameters[name]
-            is_flag = isinstance(parameter.default, bool) and "mask" not in name
-            if is_flag and not isinstance(value, (bool, np.bool_)):
-                raise WrongTypeError(
-                    name, f"{self.__name__}()", trees.describe(value), "True or False"
-                )
-            if building.get() or name in self.static or not _numbers.takes_number(parameter, value):
+            if isinstance(parameter.default, bool) and "mask" not in name:
+                checks.check_flags(where, **{name: value})
+            is_static = building.get() or name in self.static
+            if is_static or not number_checks.takes_number(parameter, value):
                 value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
-                # a copy: statics are part of what rules are compared by, and must not change under
-                # them
-                statics[name] = (
-                    jax.tree.map(lambda x: x, value) if isinstance(value, (dict, list)) else value
-                )
-                continue
-            if callable(value):
-                _numbers.check_schedule(f"{self.__name__}()", name, value)
-                schedule = _numbers.split_schedule(value)[0]
+                # a copy: rules are compared by their statics, which must not change
+                is_mutable = isinstance(value, (dict, list))
+                statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
             else:
-                _numbers.check_number(f"{self.__name__}()", name, value)
-                schedule = None
-            names.append(name)
-            values.append(value)
-            schedules.append(schedule)
+                schedules.append(number_checks.checked_schedule(where, name, value))
+                numbers[name] = value
         if building.get():
             return with_extra(self.factory(**statics))
-        live = Live(self.factory, statics, tuple(names), tuple(schedules))
-        init = LiveInit(live, tuple(values))
+        live = Live(self.factory, statics, tuple(numbers), tuple(schedules))
+        init = LiveInit(live, tuple(numbers.values()))
         self._try(init)
         return as_rule(init, LiveUpdate(live))
 
     def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once, so that bad arguments are reported where they were written."""
+        """Build the plain rule once: bad arguments raise here, and not in the first step."""
         where = f"{self.__name__}()"
         try:
             init.plain()
@@ -174,17 +164,14 @@ class LiveFactory(Generic[P]):
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
-                raise HyperparameterError(
-                    unknown("parameter", f"{self.__name__}()", name, known, self.advice)
-                )
+                where = f"{self.__name__}()"
+                raise HyperparameterError(unknown("parameter", where, name, known, self.advice))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            names = f"{self.__name__}({trees.listed(known, 12)})"
+            where, names = f"{self.__name__}()", f"{self.__name__}({trees.listed(known, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
-            raise WrongTypeError(
-                "arguments", f"{self.__name__}()", got, names, self.advice
-            ) from None
+            raise WrongTypeError("arguments", where, got, names, self.advice) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -198,7 +185,7 @@ def _signature(factory: Callable) -> inspect.Signature:
         raise WrongTypeError("factory", "live()", trees.describe(factory), expected) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            got = f"{name_of(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
+            got = f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
             raise WrongTypeError("factory", "live()", got, expected)
     return signature
 
@@ -208,16 +195,15 @@ def live(
 ) -> LiveFactory[P]:
     """Make the numbers of an optax factory live, to read, change and schedule them.
 
-    They become arrays in the state. `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to
-    the last bit of float32 for most rules, but `ts.adjust(state, learning_rate=1e-4)` changes it
-    without a new compilation. Floats, and schedules of floats, become live; counts, flags, masks
-    and dtypes stay part of the program.
+    `live(optax.adam)(1e-3)` trains as `optax.adam(1e-3)` does, to the last bit of float32 for most
+    rules, but `ts.adjust(state, learning_rate=1e-4)` changes the rate without a new compilation.
+    Floats and schedules of floats become arrays in the state; counts, flags, masks and dtypes stay
+    part of the program.
 
     Args:
       factory: any function of numbers that returns an `optax.GradientTransformation`, your own
         chain included.
-      static: names of numeric parameters that the factory branches on in Python; they stay
-        constants.
+      static: numeric parameters that stay constants because the factory branches on them in Python.
 
     Raises:
       HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad

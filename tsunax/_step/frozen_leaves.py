@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._step.roles import trained_count
+from tsunax._step.state_fields import trained_count
 from tsunax.rules import accumulation
-from tsunax.rules.owners import owners_of
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part, with_rest
 
 
@@ -28,11 +28,8 @@ def thawed_flags(state: TrainState) -> list[Any]:
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
-def kept(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`new`, with the leaves that must not move taken from `old`.
-
-    Those are the frozen ones, and all params if the call only gathered a gradient.
-    """
+def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
+    """`step._with_unmoved`: `moves` and `like` of each field say what may not have moved."""
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields = {}

@@ -16,13 +16,13 @@ from tsunax.program import Traced
 from tsunax.state import TrainState
 
 
-def _parts(traced: Traced) -> dict[str, Any]:
+def _static_parts(traced: Traced) -> dict[str, Any]:
     """What decides about the leaves of a state, by its name; a str is shown."""
     state = traced.state
     if not isinstance(state, TrainState):
         return {}
     plan, numbers, members = state.plan, state.numbers, state.clock.shape[:-1]
-    shardings = jax.tree.leaves(traced.layout) or [state.clock.sharding]
+    shardings = jax.tree.leaves(traced.shardings) or [state.clock.sharding]
     mesh = shardings[0].mesh
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {
@@ -36,32 +36,32 @@ def _parts(traced: Traced) -> dict[str, Any]:
     }
 
 
-def _leaves(traced: Traced) -> dict[str, str]:
+def _leaf_types(traced: Traced) -> dict[str, str]:
     """What each leaf is, by its place: shape, dtype, and where it lies on a mesh."""
     found = {}
     for name, tree in {"state": traced.state, **traced.given}.items():
         for place, x in trees.leaves_at(name, tree):
             shape = f"{x.dtype}[{','.join(map(str, x.shape))}]"
             found[place] = shape + (" (a Python number)" if x.weak_type else "")
-    on_mesh = trees.leaves_at("state", traced.layout)
+    on_mesh = trees.leaves_at("state", traced.shardings)
     return found | {f"the sharding of {place}": str(x.spec) for place, x in on_mesh}
 
 
-def _distance(new: Traced, old: Traced) -> tuple[int, int]:
-    parts = _parts(old)
-    differ = sum(name in parts and x != parts[name] for name, x in _parts(new).items())
+def _unlikeness(new: Traced, old: Traced) -> tuple[int, int]:
+    parts = _static_parts(old)
+    differ = sum(name in parts and x != parts[name] for name, x in _static_parts(new).items())
     return differ, len(_reasons(new, old))
 
 
 def _reasons(new: Traced, old: Traced) -> list[str]:
     """What is different from an earlier trace, in words."""
-    a, b = _parts(new), _parts(old)
+    a, b = _static_parts(new), _static_parts(old)
     part = next((name for name in a if name in b and a[name] != b[name]), None)
     found = []
     if part is not None:
         shown = isinstance(a[part], str)
         found.append(f"{part} is {a[part]}, was {b[part]}" if shown else f"{part} is another one")
-    a, b = _leaves(new), _leaves(old)
+    a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (part is not None and "state" in place):
             continue  # leaves of the state follow from that part
@@ -73,7 +73,7 @@ def _reasons(new: Traced, old: Traced) -> list[str]:
     return found if len(found) < 6 else [*found[:4], more]
 
 
-def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
+def retrace_reasons(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
     """Why there was more than one trace: what was new in each, against the most similar one.
 
     A line for each trace but the first of its kind, which is compared with those before it. Then a
@@ -84,7 +84,7 @@ def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
     for trace in records:
         earlier = seen.setdefault(trace.kind, [])
         if earlier:
-            found = _reasons(trace, min(reversed(earlier), key=lambda old: _distance(trace, old)))
+            found = _reasons(trace, min(reversed(earlier), key=lambda old: _unlikeness(trace, old)))
             lines.append(f"{trace.kind}: {'; '.join(found) or same}")
         earlier.append(trace)
     for kind in seen:
@@ -95,4 +95,4 @@ def why(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
     return lines
 
 
-__all__ = ["why"]
+__all__ = ["retrace_reasons"]

@@ -1,0 +1,4 @@
+"""Programs rewritten for XLA's CPU compiler: the same numbers, in less time.
+
+It knows jaxprs only.
+"""

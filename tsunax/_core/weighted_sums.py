@@ -1,0 +1,30 @@
+"""Sums of weight times array, divided once by the sum of weights: the gradient of several batches.
+
+Sums are float32 at least. What is left out is selected, never multiplied by a flag: 0 · NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tsunax._core import PyTree, trees
+
+
+def zeros(like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros_like(x, trees.wide_dtype(x)), like)
+
+
+def add(sums: PyTree, tree: PyTree, weight: jax.Array, take: jax.Array) -> PyTree:
+    """The sums with weight times the tree added, if `take` is true."""
+
+    def one(sum, x):
+        return jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
+
+    return jax.tree.map(one, sums, tree)
+
+
+def mean(sums: PyTree, weight: jax.Array, like: PyTree) -> PyTree:
+    """The sums over their weight, in the dtypes of `like`."""
+    one = lambda sum, x: (sum / weight.astype(sum.dtype)).astype(x.dtype)
+    return jax.tree.map(one, sums, like)

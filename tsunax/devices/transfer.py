@@ -1,0 +1,114 @@
+"""Moving trees of arrays to a device and to the host.
+
+params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
+"""
+
+# pyright: reportInvalidTypeForm=false
+# To pyright `jax.Device` is a variable.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from tsunax._core import Device, PyTree, checks, trees
+from tsunax.devices.selection import device_given, devices_of_kind
+from tsunax.errors import DeviceError, WrongTypeError
+
+__all__ = ["device_of", "to_device", "to_host"]
+
+
+def _has_to_move(x: Any, place: Sharding) -> bool:
+    """Whether it is an array that JAX can have, and not committed to that place.
+
+    An array that is there and not committed would follow the first other one away.
+    """
+    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
+    if not trees.is_array(x) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        return False
+    is_committed = isinstance(x, jax.Array) and not trees.is_traced(x) and x.committed
+    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
+
+
+def _is_leaf(x: Any) -> bool:
+    return not hasattr(x, "shape") and not isinstance(x, str | bytes) and jtu.all_leaves([x])
+
+
+def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
+    """A tree with its arrays on a device.
+
+        jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
+
+    An array that is there already stays the same object, and one that occurs twice stays one.
+    NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's
+    widths: float64 becomes float32 unless x64 is on. For a loader: `prefetch(data, device)`. Raises
+    StateError for a deleted array, WrongTypeError for a loader.
+
+    >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
+    >>> tree["w"].device == jax.devices("cpu")[0], tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
+    (True, 'relu', True)
+    """
+    place = device
+    if not isinstance(place, Sharding):
+        place = SingleDeviceSharding(device_given(device, "to_device()"))
+    if isinstance(tree, Iterator) or (hasattr(tree, "__iter__") and _is_leaf(tree)):
+        got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
+        raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
+    checks.check_all_alive(tree, "tree")
+    leaves, treedef = jax.tree.flatten(tree)
+    moving = {id(x): x for x in leaves if _has_to_move(x, place)}
+    shared = any(one.platform == "cpu" for one in place.device_set)
+    own = [np.array(x) if shared and isinstance(x, np.ndarray) else x for x in moving.values()]
+    moved = dict(zip(moving, jax.device_put(own, place), strict=True))
+    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """A tree with its JAX arrays as NumPy's, in memory of their own.
+
+    An array that occurs twice stays one. Keys stay JAX's, on the CPU if JAX has one; other leaves
+    stay as they are. A copy does not keep its array from being donated, as `np.asarray` would.
+    Raises StateError for a deleted array.
+
+    >>> to_host({"name": "relu", "w": jnp.ones(2)})
+    {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
+    """
+    checks.check_all_alive(tree, "tree")
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
+    keys = {i: x for i, x in arrays.items() if trees.is_key(x)}
+    for x in (x for i, x in arrays.items() if i not in keys):
+        x.copy_to_host_async()  # all transfers run at once
+    moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items() if i not in keys}
+    if keys and (cpu := devices_of_kind("cpu")[0]):
+        moved |= jax.device_put(keys, cpu[0])
+    return treedef.unflatten([moved.get(id(x), x) for x in leaves])
+
+
+def device_of(tree: PyTree) -> Device | None:
+    """The device that the JAX arrays of a tree are on; None if there are none: NumPy's are nowhere.
+
+    Raises DeviceError, with two paths, for arrays on several devices.
+
+    >>> device_of({"w": jnp.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
+    (True, None)
+    """
+    first: tuple[str, Device] | None = None
+    for at, leaf in trees.leaves_at("tree", tree):
+        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+            continue
+        if len(leaf.sharding.device_set) > 1:
+            got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
+            raise DeviceError("array", at, got, "one device", fix)
+        (one,) = leaf.sharding.device_set
+        if first is not None and one != first[1]:
+            fix = "to_device(tree, device) brings them together."
+            raise DeviceError("array", at, one, f"{first[1]}, where {first[0]} is", fix)
+        first = first or (at, one)
+    return None if first is None else first[1]
