@@ -72,7 +72,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     keys = jax.random.split(one, n)
     runs: Any = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
     if not isinstance(runs, COUNTED):
-        fix = "make returns ts.setup(rule, params, ...)."
+        fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only

@@ -338,6 +338,7 @@ class Feed:
         settings, now = place.get("settings"), _settings_of(self.source.data)
         if (settings is not None and now is None) or (now is not None and "data" in place):
             ours, other = "ts.batches(...)", f"a {type(self.source.data).__name__}"
+            other = "no data" if isinstance(self.source.data, NoData) else other
             got, saved = (other, ours) if now is None else (ours, "data of another kind")
             expected = f"{saved}, with which the checkpoint was saved"
             fix = "Give the data of that run; or start another one, with another path."

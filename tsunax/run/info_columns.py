@@ -11,7 +11,7 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
-from tsunax.errors import StateError
+from tsunax.errors import RowError, StateError
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
 from tsunax.state import TrainState, donated
@@ -76,9 +76,13 @@ def own_names(infos: PyTree) -> list[str]:
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone."""
     if isinstance(infos, fused_loop.Told):
-        yield from columns(infos.info)
-        for name, x in infos.rejected.items():  # of a population, by all
-            yield f"{name}/rejected", np.min(np.reshape(x, (len(x), -1)), 1)
+        found = dict(columns(infos.info))
+        for name, x in infos.rejected.items():
+            if (name := f"{name}/rejected") in found:
+                got, fix = "a name that fit reserves", "Rename the metric."
+                raise RowError(repr(name), "step", got, "another name", fix)
+            found[name] = np.min(np.reshape(x, (len(x), -1)), 1)  # of a population, by all
+        yield from found.items()
         return
     if isinstance(infos, StepInfo):
         names = "loss grad_norm update_norm loss_scale dropped weight".split()

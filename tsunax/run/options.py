@@ -17,6 +17,7 @@ from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state
+from tsunax.states import COUNTED
 
 
 class Goal:
@@ -219,9 +220,10 @@ def check_step(where: str, step: object, state: PyTree) -> None:
         check_state(state, where)
         return
     names = [p.name for p in checks.parameters_of(step)]
-    if isinstance(state, TrainState) and names[:1] == ["params"]:
+    if isinstance(state, COUNTED) and names[:1] == ["params"]:
         fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
         raise WrongTypeError("step", where, trees.describe_call(step), A_STEP, fix)
+    checks.check_all_alive(state, "state")
     if not jax.tree.leaves(state):
         raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
 
