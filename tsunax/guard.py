@@ -32,7 +32,7 @@ LIMIT = np.iinfo(np.int32).max
 GOT = "got {}"
 
 
-# -------------------------------------------------------------------------------------------- norms
+# Norms
 #
 # A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six
 # small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements are
@@ -91,7 +91,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum(s.astype(dtype) for s in sums))
 
 
-# ------------------------------------------------------------------------------------- the verdict
+# The verdict
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +227,7 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     return functools.reduce(operator.or_, found) if all_wait else None
 
 
-# --------------------------------------------------------------------------------------- the choice
+# The choice between two states
 #
 # A verdict needs the norm of what the rule would add to params, so that it is known only after the
 # rule ran. The choice between the two states then costs a select for each array: little where steps

@@ -143,7 +143,7 @@ def thaw(state: _State, where: Where = "**") -> _State:
     return _set_frozen(state, where, False)
 
 
-# ----------------------------------------------------------------------------------------- freezing
+# Freezing
 
 
 def _set_frozen(state: _State, where: Where, on: bool) -> _State:
@@ -186,7 +186,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
     return PatternError("leaf", where, got, "a trained leaf", fix)
 
 
-# ---------------------------------------------------------------------------------- hyperparameters
+# Hyperparameters
 
 
 def _is_names(where: Where, known: Sequence[str]) -> bool:

@@ -72,11 +72,9 @@ class Loss:
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
         if values.size == 0:
-            got, fix = (
-                f"shape {values.shape}",
-                "A mean over nothing is NaN: leave empty batches out.",
-            )
-            raise LossError("values", "Loss.mean()", got, "at least one element", fix)
+            got, expected = f"shape {values.shape}", "at least one element"
+            fix = "A mean over nothing is NaN: leave empty batches out."
+            raise LossError("values", "Loss.mean()", got, expected, fix)
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
@@ -119,7 +117,7 @@ class Loss:
             raise LossError("loss", "Loss.compute()", *_NO_WEIGHT)
         return self.total / self.weight
 
-    # ------------------------------------------------------------------------------- as a number
+    # Arithmetic
 
     __array_ufunc__ = None  # a NumPy number on the left leaves the operation to us
 
@@ -162,9 +160,8 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = (
-                "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
-            )
+            both = "ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)"
+            fix = f"Give both the same array as mask: {both}. "
             fix += "With masks that differ there is no mean over micro-batches that is exact."
             raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
@@ -306,9 +303,7 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
             fix = "Register its class: jax.tree_util.register_dataclass."
             raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
         return jax.lax.stop_gradient(m)
-    dtype = trees.dtype_of(m)
-    numeric = dtype is not None and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
-    if not numeric or np.shape(m) != ():
+    if not trees.is_a(m, np.number, np.bool_) or np.shape(m) != ():
         expected = "a scalar, or an object with merge and compute"
         fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
         raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)

@@ -88,16 +88,20 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def one(carry: Any, i: Any) -> tuple[Any, Any]:
-        sums, most, model_state = carry
-        # sliced here, and not by the scan: that would need the whole batch a second time,
-        # transposed
+    def micro_batch(i: Any) -> tuple[PyTree, dict[str, Any]]:
+        """Its rows, and the keywords of its own."""
+        # sliced here: the scan would need the whole batch a second time, transposed
         part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
         rows, given = jax.tree.map(part, (batch, {} if mask is None else {"mask": mask}))
-        if model_state is not None:
-            given["model_state"] = model_state
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
+        return rows, given
+
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, most, model_state = carry
+        rows, given = micro_batch(i)
+        if model_state is not None:
+            given["model_state"] = model_state
 
         def traced(rows: Any, given: Any):
             nonlocal known
@@ -115,19 +119,18 @@ def over_micro_batches(
             model_state = guard.choose(take, loss.model_state, model_state)
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
-        return (sums, most, model_state), (take, _stacked(loss, weight))
+        return (sums, most, model_state), (take, _mergeable(loss, weight))
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses) = jax.lax.scan(one, carry, np.arange(n))
     loss = _merged_losses(take, losses)
-    grads = weighted_sums.mean(sums, loss.weight, like)
+    grads = weighted_sums.divided(sums, loss.weight, like)
     if known is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * known))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, overwritten)
-    return dataclasses.replace(
-        loss, model_state=model_state, dropped=dropped, overwritten=most
-    ), grads
+    more = {"model_state": model_state, "dropped": dropped, "overwritten": most}
+    return dataclasses.replace(loss, **more), grads
 
 
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
@@ -150,7 +153,7 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
-    each = _axes.gathered(_stacked(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
+    each = _axes.gathered(_mergeable(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
     merged = _merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
@@ -160,7 +163,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(merged, model_state=model_state, dropped=dropped, overwritten=most)
 
 
-def _stacked(loss: Loss, weight: jax.Array) -> Loss:
+def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
     """The parts of a loss that merge with those of other micro-batches."""
     return Loss(loss.total, weight, loss.metrics)
 

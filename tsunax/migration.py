@@ -207,11 +207,11 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
                 what = f"{what}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
             what, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
-        node = trees.child(node, entry)
+        node = dict(trees.children_of(node))[(entry,)]
     return _Slot(what, owner, parent, value)
 
 
-# ----------------------------------------------------------------------------------- the new state
+# The new optimizer state
 
 
 def _with_masters(params, known: TrainState):
@@ -228,10 +228,8 @@ def _trained_by_name(params, old: TrainState) -> Any:
     selected = old.plan.selected
     if selected is None:
         return "**"
-    trained, here = (
-        dict(zip(_leaves_by_name(old.params), selected, strict=True)),
-        _leaves_by_name(params),
-    )
+    here = _leaves_by_name(params)
+    trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
     if unknown := [name for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         what = f"leaf {unknown[0]!r}"
@@ -299,7 +297,7 @@ def _there(x, like):
     return jax.device_put(x, like.sharding) if moves else x
 
 
-# ------------------------------------------------------------------------------ beside the optimizer
+# The fields beside the optimizer state
 
 
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:

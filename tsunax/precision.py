@@ -141,9 +141,8 @@ def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The real float leaves of a tree in another dtype; all others as they are."""
 
     def one(x: Any):
-        is_shape, old = isinstance(x, jax.ShapeDtypeStruct), trees.dtype_of(x)
-        is_float = old is not None and jnp.issubdtype(old, jnp.floating)
-        return jnp.asarray(x, dtype) if is_float and not is_shape else x
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        return jnp.asarray(x, dtype) if trees.is_a(x, np.floating) and not is_shape else x
 
     return jax.tree.map(one, tree)
 
@@ -168,7 +167,7 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
     return treedef.unflatten([one(x, k) for x, k in zip(leaves, keys, strict=True)])
 
 
-# ----------------------------------------------------------------------------------- the loss scale
+# The loss scale
 
 
 @functools.partial(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
@@ -46,7 +45,7 @@ def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree
 
 
 def _is_spread(x: Any) -> bool:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
     return sharding is not None and len(sharding.device_set) > 1
 
 
@@ -56,6 +55,23 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 
     if fault := step_errors.fault(error, state, batch, extra):
         raise fault from None
+
+
+def call_on_mesh(
+    run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
+) -> Any:
+    """`run(batch, extra)`, with both on the mesh of the state; errors are those of its arguments."""
+    check_state(state, where, batch)
+    shardings = place_state(state.params)[0]
+    try:
+        if shardings is not None and not trees.is_tracing():
+            from tsunax._step import on_mesh
+
+            batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=whole)
+        return run(batch, extra)
+    except Exception as error:
+        raise_fault(error, state, batch, extra)
+        raise
 
 
 def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
@@ -111,9 +127,8 @@ class Programs(dict[Any, Any]):
             raise StateError(donated("step()"))
         checks.check_arrays(state, "state")
         shardings, moving, still = place_state(moving, still)
-        is_here = isinstance(clock, jax.Array) and not isinstance(clock, Tracer)  # and not NumPy's
         self._sharding = None
-        if shardings is None and is_here and len(devices := clock.devices()) == 1:
+        if shardings is None and trees.is_placed(clock) and len(devices := clock.devices()) == 1:
             self._sharding = clock.sharding
             if not devices.issubset(self.devices):
                 self.devices += devices
@@ -176,9 +191,8 @@ class TrainStep:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
-        return update_unchecked(
-            state, grads, loss, None, self.on_nonfinite, self.norms, {**search, **extra}
-        )
+        extra = {**search, **extra}
+        return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
@@ -259,9 +273,8 @@ class TrainStep:
         shardings, moving, still = place_state(*split(state))
         if shardings is not None:
             batch, extra = self._place_batch(state, shardings, batch, extra)
-        return self.programs[shardings].trace(
-            (type(state), state.plan), moving, still, batch, extra
-        )
+        kind = type(state), state.plan
+        return self.programs[shardings].trace(kind, moving, still, batch, extra)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -373,20 +386,13 @@ class EvalStep:
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
-        return dataclasses.replace(state.only("clock", "params", "model_state", average), plan=plan)
+        read = "clock", "params", "model_state", average
+        none = dict.fromkeys(f.name for f in state._fields if f.name not in read)
+        return dataclasses.replace(state, plan=plan, **none)
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
-        check_state(state, "eval_step()", batch)
-        shardings = place_state(state.params)[0]
-        try:
-            if shardings is not None and not trees.is_tracing():
-                from tsunax._step import on_mesh
-
-                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=True)
-            return self._compiled(self._read(state), batch, extra)
-        except Exception as error:
-            raise_fault(error, state, batch, extra)
-            raise
+        run = lambda *args: self._compiled(self._read(state), *args)
+        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}

@@ -87,13 +87,8 @@ class TrainState:
                 got = f"none for {name!r}" if name in own_names else repr(name)
                 raise StateError("field", where, got, ", ".join(own_names) or "no more")
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        more = state_setup.begun(more, roles, base(state), where)
+        more = state_setup.first_values(more, roles, base(state), where)
         return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
-
-    def only(self, *names: str) -> TrainState:
-        """The state with None in all other fields."""
-        none = dict.fromkeys(f.name for f in self._fields if f.name not in names)
-        return dataclasses.replace(self, **none)
 
     @property
     def step(self) -> jax.Array:
@@ -144,7 +139,9 @@ class TrainState:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {name: state_setup.like(x, getattr(self, name)) for name, x in fields.items()}
+        fields = {
+            name: state_setup.copied_like(x, getattr(self, name)) for name, x in fields.items()
+        }
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
@@ -203,11 +200,8 @@ def overwritten_part(state: TrainState) -> PyTree:
 
     They are model state, but flax keeps them in params.
     """
-    return (
-        None
-        if state.plan.overwritten is None
-        else _selected_part(state.params, state.plan.overwritten)
-    )
+    flags = state.plan.overwritten
+    return None if flags is None else _selected_part(state.params, flags)
 
 
 def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
@@ -355,7 +349,9 @@ def setup(
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = state_setup.stored(_selected_part(params, selected), policy, key)
+    trained, masters = state_setup.rounded_and_masters(
+        _selected_part(params, selected), policy, key
+    )
     seen = _seen(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))

@@ -115,7 +115,7 @@ class StepInfo(NamedTuple):
 
 
 def _six_digits(x: Any) -> Any:
-    """A number that is known in six digits; all else as it is."""
+    """A concrete number in six digits; other values as they are."""
     if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
         return x
     return bool(x) if x.dtype == bool else f"{float(x):.6g}"
@@ -332,7 +332,7 @@ def _averaged(state: TrainState) -> TrainState:
 def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new` with frozen leaves, and all params if the call only gathered a gradient, of `old`."""
+    """`new` with the frozen leaves of `old`, and all its params if the call only gathered."""
     if thawed is None and emitted is None:
         return new
     from tsunax._step import frozen_leaves
@@ -363,6 +363,5 @@ def _recorded(
         overflowed &= loss.weight != 0
     if loss.dropped is not None:  # what was dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
-    return dataclasses.replace(
-        new, loss_scale=old.loss_scale.grown(applied & ~overflowed, overflowed)
-    )
+    scale = old.loss_scale.grown(applied & ~overflowed, overflowed)
+    return dataclasses.replace(new, loss_scale=scale)

@@ -1,14 +1,14 @@
-"""Checks of your own step: does it still train correctly when a capability is switched on?
+"""Checks of your own step: does it train correctly with each capability?
 
     def test_my_step():
         ts.testing.check_accumulation(step, state, batch, n=4)
         ts.testing.check_resume(step, state, data)
 
 Each check runs the step both ways from copies of the state. It returns the largest difference,
-relative to the largest element of its leaf, or raises CheckError with the name of the leaf if that
-is more than the tolerance. Some gradients are rounding noise (of a bias before a normalization
-layer), and Adam turns their sign into full steps: they are measured relative to the largest
-gradient of all, and their params are skipped. DataError if every step was rejected.
+relative to the largest element of its leaf, or raises CheckError with the name of the leaf if the
+difference is more than the tolerance. Gradients that are rounding noise (of a bias before a
+normalization layer) are measured relative to the largest gradient of all; their params are skipped,
+because Adam turns the sign of noise into full steps. DataError if every step was rejected.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def check_accumulation(
 def check_precision(
     step: TrainStep, state: TrainState, batch: PyTree, tolerance: float = 0.05, **extra: Any
 ) -> float:
-    """Compare gradients in the state's precision with those in float32, by the largest element of each leaf.
+    """Compare gradients in the precision of the state with those in float32.
 
-    Names leaves that overflow, underflow to zero, or lose more than `tolerance` of it.
+    Finds leaves that overflow, underflow to zero, or lose more than `tolerance`.
     """
     where = "check_precision()"
     _check(step, state, where, batch, extra)
@@ -143,12 +143,12 @@ def check_sharding(
     single, ones = _run_steps(step, _copy(state), batch, extra, steps)
     spread, many = _run_steps(step, shard(_copy(state), mesh), batch, extra, steps)
     _check_taken(_taken_steps(ones, state), where, batch)
-    worst = 0.0
-    for i, (one, found) in enumerate(zip(ones, many, strict=True), 1):
-        far = _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
-        worst = max(worst, far)
+    losses = [
+        _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
+        for i, (one, found) in enumerate(zip(ones, many, strict=True), 1)
+    ]
     ends = spread.params, single.params
-    return max(worst, _compared(title, *ends, tolerance * steps, "params", sizes=sizes))
+    return max(*losses, _compared(title, *ends, tolerance * steps, "params", sizes=sizes))
 
 
 def check_resume(
@@ -161,7 +161,7 @@ def check_resume(
 ) -> None:
     """Compare the bits of a run stopped at step `at` and resumed with those of an uninterrupted run.
 
-    State, key, position of the data, losses. Each run begins at the current `get_state()` of
+    Compares state, key, position of the data and losses. Each run begins at the current position of
     `data`, which is restored at the end. `options` are passed to `fit`, for example
     `fast_forward=True` for data that stores no position.
 
@@ -171,9 +171,7 @@ def check_resume(
     >>> check_resume(step, state, ts.batches(np.ones((8, 2), np.float32), 2, shuffle=True))
     """
     where = "check_resume()"
-    _check_live(state, where)
-    _check_goal(state, steps, where)
-    begin = int(np.max(state.step)) if isinstance(state, TrainState) else 0
+    begin = _begin(state, steps, where)
     if not begin < at < steps:
         expected = f"a step after {begin}, where the state is, and before steps={steps}"
         raise WrongTypeError("at", where, at, expected)
@@ -195,13 +193,12 @@ def check_resume(
 def check_fused(
     step: Function, state: PyTree, data: Iterable[PyTree], steps: int = 6, tolerance: float = EXACT
 ) -> float:
-    """Compare the bits of many steps in one compiled loop with those of one at a time.
+    """Compare the bits of many steps in one compiled loop with those of one step a call.
 
-    And params with those of a loop in Python, up to `tolerance`: XLA may round it differently.
+    The params of a loop in Python may differ by `tolerance`, because XLA may round differently.
     """
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
-    _check_live(state, where)
-    _check_goal(state, steps, where)
+    _begin(state, steps, where)
     runs = {}
     with _rereading(data, where, "A list is: list(data).") as anew:
         for n in (1, 4, "auto"):
@@ -271,7 +268,7 @@ def check_population(
 ) -> float:
     """Compare each member of `population(make, n, **values)` with its single run.
 
-    A batch of matrix products rounds differently from one of them: hence a tolerance.
+    The tolerance is for batched matrix products, which round differently from single ones.
     """
     where = "check_population()"
     _check_live((), where, batch, values)
@@ -291,10 +288,10 @@ def check_population(
 
 
 def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> None:
-    """Check that the loss function depends on its arguments only, and keeps no tracer.
+    """Check that the loss function depends on its arguments only, and leaks no tracer.
 
-    Two traces of it must give the same bits. Finds NumPy's and Python's random numbers, clocks and
-    counters that are read while it is traced.
+    Two traces must give the same bits. Finds random numbers of NumPy and Python, clocks and counters
+    that the function reads while it is traced.
     """
     where, ends = "check_purity()", []
     _check(step, state, where, batch, extra)
@@ -321,10 +318,10 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
 
 
 def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> int:
-    """Check that the compiled step reuses all donated memory; the bytes of it on one device.
+    """Check that the compiled step reuses all donated memory. Returns its bytes on one device.
 
-    Memory is held twice if no result has the dtype, shape and sharding of a donated array. Nothing
-    is executed.
+    A donated array is not reused if no result has its dtype, shape and sharding. Nothing is
+    executed.
     """
     where = "check_donation()"
     _check(step, state, where, batch, extra)
@@ -341,7 +338,7 @@ def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: A
 def check_recompiles(
     step: TrainStep, state: TrainState, batches: Iterable[Any], most: int = 1, **extra: Any
 ) -> int:
-    """Check that a step is compiled at most `most` times over these batches; the number of times.
+    """Check that a step is compiled at most `most` times over these batches. Returns the number.
 
     The error names the reason of each compilation.
 
@@ -369,7 +366,7 @@ def check_recompiles(
     return found
 
 
-# ------------------------------------------------------------------------------ checks of arguments
+# Checks of arguments
 
 
 def _check(step: Any, state: Any, where: str, *given: Any) -> None:
@@ -381,7 +378,7 @@ def _check(step: Any, state: Any, where: str, *given: Any) -> None:
 
 def _check_live(state: Any, where: str, *given: Any) -> None:
     """Raise StateError for a donated state, and for traced arguments."""
-    # under jit concrete arguments, too, give traced results: a new array tells
+    # under jit, arrays made of concrete arguments are traced, too
     if any(map(trees.is_traced, jax.tree.leaves((state, given, jnp.zeros(()))))):
         fix = "Call it outside of jit, with arrays."
         raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
@@ -389,10 +386,14 @@ def _check_live(state: Any, where: str, *given: Any) -> None:
         raise StateError(donated(where))
 
 
-def _check_goal(state: Any, steps: Any, where: str) -> None:
-    """Raise unless there are steps to compare, after the one that the state is at."""
-    if isinstance(state, TrainState) and (at := int(np.max(state.step))) >= steps:
+def _begin(state: Any, steps: Any, where: str) -> int:
+    """The step of a concrete state. Raises HyperparameterError if it is not before `steps`."""
+    _check_live(state, where)
+    if not isinstance(state, TrainState):
+        return 0
+    if (at := int(np.max(state.step))) >= steps:
         raise HyperparameterError("steps", where, steps, f"one beyond {at}, where the state is")
+    return at
 
 
 def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
@@ -404,7 +405,7 @@ def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
 
 
 def _taken_steps(infos: list[Any], state: Any) -> Iterator[Any]:
-    """For each step whether it was applied and its loss finite; all while a loss scale falls."""
+    """For each step whether its loss was finite and it was applied (or a loss scale was falling)."""
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
     for info in infos:
         if not isinstance(info, StepInfo):  # another kind of step
@@ -421,7 +422,7 @@ def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
     return losses
 
 
-# --------------------------------------------------------------------------------------- comparing
+# Comparing
 
 
 def _copy(state):
@@ -489,14 +490,14 @@ def _largest(x: Any) -> float:
 
 
 def _sizes_of_noise(grads: Any, root: str) -> dict[str, float]:
-    """The largest size of all gradients, by the names of those that are rounding noise beside it."""
+    """The largest size of all gradients, by the names of those that are rounding noise."""
     sizes = {name: _largest(x) for name, x in _leaves_by_path(grads, root).items()}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
 
 def _without_digits(step: TrainStep, state: TrainState, batch: Any, extra) -> dict[str, float]:
-    """An infinite size, by the names of params that move by the sign of rounding noise."""
+    """An infinite size, by the names of params whose gradient is rounding noise."""
     grads = _gradient(step, state, batch, extra)[1]
     return dict.fromkeys(_sizes_of_noise(grads, "params"), np.inf)
 
@@ -519,7 +520,7 @@ def _compared(
 ) -> float:
     """The largest relative difference of two trees. Raises CheckError if above the tolerance.
 
-    `sizes`, by name, are sizes by which leaves are measured in place of their own.
+    `sizes` are used in place of the sizes of the leaves of these names.
     """
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")

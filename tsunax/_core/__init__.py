@@ -1,4 +1,4 @@
-"""What every part of the package may use: trees, patterns, checks, files.
+"""Tools for every part of the package: trees, patterns, checks, files.
 
 It knows nothing of training states, rules and loops.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:  # the package is imported without JAX
     from jax.typing import ArrayLike
 
-# The types that signatures share, with what the type system cannot say.
+# Types of signatures, with comments for what the type system cannot say.
 PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, which may be traced
 # which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
@@ -34,7 +34,7 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) 
 def lazy(
     package: dict[str, Any],
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, whose names load when they are used.
+    """`__all__`, `__getattr__` and `__dir__` of a package whose names load when they are used.
 
     The names stand once, in the stub beside its `__init__.py`, where type checkers read them:
     `from tsunax.hyper import adjust as adjust`.

@@ -30,7 +30,7 @@ def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
             got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
             where = trees.access_str(root, path)
             raise ParamsError("dict keys", where, got, "all str or all int, so that they sort")
-    for key, child in trees._children(params):
+    for key, child in trees.children_of(params):
         check_keys(child, root, path + key)
 
 
@@ -41,7 +41,7 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
     except ParamsError as error:
         raise WrongTypeError(str(error)) from None
     for where, leaf in trees.leaves_at(root, tree):
-        if not _is_numeric(leaf):
+        if not is_numeric(leaf):
             raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
@@ -65,14 +65,9 @@ def check_all_alive(tree: Any, root: str) -> None:
         check_alive(leaf, where)
 
 
-def _is_numeric(leaf: Any) -> bool:
+def is_numeric(leaf: Any) -> bool:
     """Whether a program can take it: numbers, bools, keys."""
-    return _is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
-
-
-def _is_a(x: Any, *kinds: Any) -> bool:
-    dtype = trees.dtype_of(x)
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return trees.is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
 
 
 def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
@@ -80,12 +75,11 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
+        how = "what a model's init returns, or nnx.state(model, nnx.Param)"
+        equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
         fix = (
-            "Give the tree of arrays: what a model's init returns, or nnx.state(model, nnx.Param)."
+            f"Keep it outside of params; {equinox}." if name else f"Give the tree of arrays: {how}."
         )
-        if name:
-            equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-            fix = f"Keep it outside of params; {equinox}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
         fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)
@@ -158,7 +152,7 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
         raise trees.no_parameters(root, params)
     places = [trees.access_str(root, path) for _, path, _ in named]
     for (name, _, leaf), place, flag in zip(named, places, flags, strict=True):
-        if (flag or not _is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
+        if (flag or not is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
             raise ParamsError(what, place, got, expected, _model_fix(params) or fix)
     for joint in "/.":
@@ -201,7 +195,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
 
 def is_real(x: Any) -> bool:
     """Whether this is a real number, no bool, or an array of them."""
-    return _is_a(x, np.floating, np.integer)
+    return trees.is_a(x, np.floating, np.integer)
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:

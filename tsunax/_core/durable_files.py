@@ -1,7 +1,7 @@
-"""Files that survive: hidden names, synced, read within bounds; one writer a directory.
+"""Files that survive a crash: hidden names, synced writes, bounded reads, one writer a directory.
 
-Links are never followed for a write, and nothing is deleted that does not carry a name that only
-this module gives. The commit of a checkpoint is `checkpoints/_disk_home.py`. It knows nothing of arrays or states.
+Writes never follow links, and only names that this file gave are deleted. `checkpoints/_disk_home.py`
+commits a checkpoint. This file knows nothing of arrays or states.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def _flags(*names: str) -> int:
-    """Flags of `os.open`, as far as the system has them."""
+    """Those flags of `os.open` that the system has."""
     return sum(getattr(os, f"O_{name}", 0) for name in names)
 
 
@@ -120,7 +120,6 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
     fd = os.open(path, _flags("RDONLY", "NOFOLLOW"))
     try:
         os.fsync(fd)
@@ -153,10 +152,7 @@ def check_regular(top: Path) -> int:
 
 
 def remove(folder: Path, known: tuple[str, ...]) -> None:
-    """Delete a directory that `aside` named: the first of `known` first.
-
-    What is not known stays, and keeps it.
-    """
+    """Delete the `known` entries of a directory that `aside` named, in order, and then itself if empty."""
     assert ours(folder.name), folder
     for name in known:
         inner = folder / name
@@ -183,7 +179,7 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    """Close the locks in a forked child, which would otherwise hold them as long as it lives."""
+    """Close the locks in a forked child, which would hold them as long as it lives."""
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)
@@ -193,16 +189,14 @@ def _close_all() -> None:
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    The kernel drops it with the process, however that dies. It is a lock of the open file, which
-    survives that this process reads the lock file (a copy of the directory); a forked child, which
-    may outlive its parent, closes its own end.
+    The kernel drops the lock with the process, however that dies. It is a lock of the open file:
+    reading the lock file (a copy of the directory) does not drop it. A forked child, which may
+    outlive its parent, closes its own end.
     """
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
         self.pid: int = os.getpid()
-        self.text: str = (
-            ""  # what the file says; to open it again, and close it, would drop the lock
-        )
+        self.text: str = ""  # of the file: to open it again, and close it, would drop the lock
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return

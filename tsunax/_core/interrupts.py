@@ -1,7 +1,7 @@
-"""Signals during a run: the first ends it after the call under way, a second Ctrl-C at once.
+"""Signals during a run: the first ends it after the current call, a second Ctrl-C at once.
 
-Signals that come together are one: a scheduler sends SIGTERM and SIGINT within milliseconds, a
-terminal may repeat a key. A Ctrl-C is the second one only if it comes a second after the first.
+A scheduler sends SIGTERM and SIGINT within milliseconds, and a terminal may repeat a key: a Ctrl-C
+is the second one only if it comes a second after the first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Interrupt:
 
 
 def in_notebook() -> bool:
-    """Whether a person sits in front of a kernel that lives on after an interrupt."""
+    """Whether this is the kernel of a notebook, which lives on after an interrupt."""
     shell = sys.modules.get("IPython")
     found = shell.get_ipython() if shell is not None else None
     return found is not None and hasattr(found, "kernel")

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tsunax._core import trees
 from tsunax.errors import DataError
 
 WHOLE = PartitionSpec()
@@ -26,11 +26,11 @@ def data_axes(mesh) -> tuple[str, ...]:
 
 
 def row_parts(mesh) -> int:
-    """Into how many parts the rows of a batch are cut."""
-    return _size(mesh, data_axes(mesh))
+    """The number of parts of a batch: one on each device along the data axes."""
+    return _devices_along(mesh, data_axes(mesh))
 
 
-def _size(mesh, axes: tuple[str, ...]) -> int:
+def _devices_along(mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -41,7 +41,7 @@ def axes_in(entry) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def row_parts_here(mesh) -> int:
-    """How many of those parts are this process's own. Raises DataError if processes share one."""
+    """How many parts of the rows are on this process. Raises DataError if processes share one."""
     parts = row_parts(mesh)
     if not mesh.is_multi_process:
         return parts
@@ -68,15 +68,11 @@ def state_sharding(tree) -> Any:
     """
     found = None
     for x in jax.tree.leaves(tree):
-        if _has_place(x) and x.committed:
+        if trees.is_placed(x) and x.committed:
             if isinstance(x.sharding, NamedSharding):
                 return x.sharding
             found = found or x.sharding
     return found
-
-
-def _has_place(x) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +103,7 @@ def mesh_shardings(tree, beside=()) -> MeshShardings | None:
 
 def _mesh_of(x):
     """The mesh of several devices on which an array is, or is to be; else None."""
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         return sharding.mesh
     return None
@@ -143,18 +139,14 @@ def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool
     """
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
-    mesh, parts, spans = (
-        sharding.mesh,
-        row_parts_here(sharding.mesh),
-        sharding.mesh.is_multi_process,
-    )
+    mesh, parts = sharding.mesh, row_parts_here(sharding.mesh)
 
     def where(x):
         if np.ndim(x) <= axis:
             return _on(mesh, None)
         rows = np.shape(x)[axis]
-        if rows % parts and (spans or not whole):
-            of = " of this process" if spans else ""
+        if rows % parts and (mesh.is_multi_process or not whole):
+            of = " of this process" if mesh.is_multi_process else ""
             at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
             fix = "Choose another batch_size, drop_remainder=True, or pad the batch and name "
             fix += "`mask` in loss_fn."
@@ -205,14 +197,14 @@ def _on(mesh, axis: int | None) -> NamedSharding:
 
 def beside(params, tree):
     """Put arrays on the devices of the params, whole on each."""
-    first = next(filter(_has_place, jax.tree.leaves(params)), None)
+    first = next(filter(trees.is_placed, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, WHOLE)
 
     def put(x):
-        x = x if isinstance(x, Tracer) else jnp.asarray(x)
-        if sharding is None or isinstance(x, Tracer):
+        x = x if trees.is_traced(x) else jnp.asarray(x)
+        if sharding is None or trees.is_traced(x):
             return x
         # the first step would return an uncommitted array committed, and the second compile again
         here = sharding.device_set == x.sharding.device_set and x.committed >= committed
@@ -225,7 +217,7 @@ def gather_params(params):
     """Gather params along the data axes of a mesh with explicit axes; on others the compiler does."""
 
     def one(x):
-        sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else None
+        sharding = jax.typeof(x).sharding if trees.is_traced(x) else None
         if sharding is None or not is_explicit(sharding.mesh):
             return x
         rows, spec = data_axes(sharding.mesh), [axes_in(entry) for entry in sharding.spec]
@@ -267,7 +259,7 @@ def strided_rows(x, n: int):
     sharding = jax.typeof(x).sharding
     if not is_explicit(sharding.mesh) or not any(sharding.spec[:1]):
         return x.reshape(shape)
-    parts = _size(sharding.mesh, axes_in(sharding.spec[0]))
+    parts = _devices_along(sharding.mesh, axes_in(sharding.spec[0]))
     if len(x) % (parts * n):
         got, fix = f"{len(x)} rows over {parts} devices", "Name `mask` in loss_fn to pad the batch."
         expected = f"a multiple of {parts * n}, so that each device cuts its own into {n}"
@@ -277,7 +269,7 @@ def strided_rows(x, n: int):
 
 
 def is_on(tree, mesh) -> bool:
-    """Whether all of a tree lies on a mesh."""
+    """Whether all arrays of a tree are on a mesh."""
     return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))
 
 

@@ -103,7 +103,7 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool)
 
 
 def cells_of(f: Any) -> list[Any]:
-    """What a function closes over."""
+    """The values that a function closes over."""
     found = []
     for cell in getattr(f, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # not filled yet
@@ -140,7 +140,7 @@ def _walk_parts(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     if node is None or jtu.all_leaves([node]):
         yield place, words_of(node)
         return
-    children = trees._children(node)
+    children = trees.children_of(node)
     kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
     if kind not in (dict, list, tuple) or not children:
         words = "" if static is None else f" {words_of(static)}"

@@ -37,9 +37,14 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def is_placed(x: Any) -> bool:
+    """Whether `x` is a JAX array on devices: not NumPy's, and not traced."""
+    return isinstance(x, jax.Array) and not is_traced(x)
+
+
 def is_gone(x: Any) -> bool:
     """Whether an array's buffer was donated or deleted."""
-    return isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
+    return is_placed(x) and x.is_deleted()
 
 
 def dtype_of(x: Any) -> Any:
@@ -49,14 +54,19 @@ def dtype_of(x: Any) -> Any:
     return jnp.result_type(x) if isinstance(x, (bool, int, float, complex)) else None
 
 
-def is_key(x: Any) -> bool:
-    """Whether it is a typed key, or an array of them."""
+def is_a(x: Any, *kinds: Any) -> bool:
+    """Whether `x` is a number or an array with a dtype of one of these kinds, such as np.floating."""
     dtype = dtype_of(x)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a typed key, or an array of keys."""
+    return is_a(x, jax.dtypes.prng_key)
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array as NumPy's, a key as its words."""
+    """An array as a NumPy array, a key as its words."""
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
@@ -71,9 +81,8 @@ def bits_differ(x: Any, y: Any) -> bool:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` is floating point or complex: what can have a gradient."""
-    dtype = dtype_of(x)
-    return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
+    """Whether `x` is floating point or complex, and can have a gradient."""
+    return is_a(x, np.inexact)
 
 
 def wide_dtype(x: Any) -> Any:
@@ -108,8 +117,8 @@ def conjugated(grads):
 
     For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
     """
-    is_complex = lambda g: jnp.issubdtype(dtype_of(g), jnp.complexfloating)
-    return jax.tree.map(lambda g: jnp.conj(g) if is_complex(g) else g, grads)
+    conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
+    return jax.tree.map(conj, grads)
 
 
 # Traces
@@ -258,15 +267,6 @@ def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tu
             yield inner, path + tail, node
 
 
-def child(node: Any, entry: Any) -> Any:
-    """The child of a node at one entry of a key path."""
-    if isinstance(entry, jtu.GetAttrKey):
-        return getattr(node, entry.name)
-    if isinstance(entry, (jtu.DictKey, jtu.SequenceKey)):
-        return node[entry.key if isinstance(entry, jtu.DictKey) else entry.idx]
-    return next(inner for path, inner in _children(node) if path == (entry,))
-
-
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
@@ -337,7 +337,7 @@ def merge(selected: Any, rest: Any) -> Any:
     return treedef.unflatten(b if a is None else a for a, b in pairs)
 
 
-def _children(node: Any) -> list[tuple[tuple, Any]]:
+def children_of(node: Any) -> list[tuple[tuple, Any]]:
     """Key (a path of one) and value of each direct child, `None`s included; [] for a leaf."""
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in keyed if key]
@@ -366,7 +366,7 @@ def describe(x: Any) -> str:
         return f"{kind} with {listed([str(key) for key in x], 6)}" if x else f"an empty {kind}"
     if dataclasses.is_dataclass(x) and type(x).__module__.startswith("tsunax."):
         return kind
-    if inside := listed([path_str(key) for key, _ in _children(x)], 6):
+    if inside := listed([path_str(key) for key, _ in children_of(x)], 6):
         return f"{kind} with {inside}"
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
@@ -386,7 +386,7 @@ def _difference(
     say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
     if type(got) is not type(expected):
         return f"at {place(path)}: got {describe(got)}, expected {say(expected)}"
-    ours, theirs = dict(_children(got)), dict(_children(expected))
+    ours, theirs = dict(children_of(got)), dict(children_of(expected))
     for key in theirs | ours:
         if key in ours and key in theirs:
             if difference := _difference(ours[key], theirs[key], path + key, place, leaf):

@@ -24,7 +24,7 @@ def add(sums: PyTree, tree: PyTree, weight: jax.Array, take: jax.Array) -> PyTre
     return jax.tree.map(one, sums, tree)
 
 
-def mean(sums: PyTree, weight: jax.Array, like: PyTree) -> PyTree:
+def divided(sums: PyTree, weight: jax.Array, like: PyTree) -> PyTree:
     """The sums over their weight, in the dtypes of `like`."""
     one = lambda sum, x: (sum / weight.astype(sum.dtype)).astype(x.dtype)
     return jax.tree.map(one, sums, like)

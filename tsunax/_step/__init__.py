@@ -1,5 +1,4 @@
-"""What a training step is made of, besides the files that `step.py` names: how a loss function is
-called, populations, and what is said when a call fails.
+"""Parts of a training step: the gradient, calls of a loss function, populations, error messages.
 
 It knows states and losses. It must not know loops, data or files.
 """

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import jax
 
-from tsunax._core import trees
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import LossError
 from tsunax.loss import check_model_state
-from tsunax.program import place_state, raise_fault
-from tsunax.state import TrainState, check_state
+from tsunax.program import call_on_mesh
+from tsunax.state import TrainState
 
 
 def batch_stats_updated(loss_fn: Callable) -> Callable:
@@ -29,16 +28,7 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
     def call(state: TrainState, batch, **extra) -> TrainState:
-        check_state(state, "update_batch_stats()", batch)
-        try:
-            shardings = place_state(state.params)[0]
-            if shardings is not None and not trees.is_tracing():
-                from tsunax._step import on_mesh
-
-                batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra)
-            return run(state, batch, extra)
-        except Exception as error:
-            raise_fault(error, state, batch, extra)
-            raise
+        of_state = lambda *args: run(state, *args)
+        return call_on_mesh(of_state, state, batch, extra, "update_batch_stats()", whole=False)
 
     return call

@@ -1,4 +1,4 @@
-"""Leaves that a step leaves as they are: frozen ones, and all of them while a rule only gathers."""
+"""Leaves that a step does not change: frozen ones, and all params while a rule only gathers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def thawed_flags(state: TrainState) -> list[Any]:
     n = trained_count(state)
     none = lambda words: [words[0] == 0] * n
     some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
-    # On a CPU behind a cond, which makes a flag an operand of the kernels of its leaf. Fused into
-    # them its place is a constant, and no two leaves have a kernel in common. Elsewhere a cond may
-    # wait for the host.
+    # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
+    # the flag into them, its place is a constant, and no two leaves can share a kernel. On other
+    # devices a cond may wait for the host.
     apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
 def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:
-    """`step._with_unmoved`: `moves` and `like` of each field say what may not have moved."""
+    """`step._with_unmoved`: the declarations of the fields say which leaves belong to params."""
     moves = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields = {}

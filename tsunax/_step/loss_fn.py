@@ -38,7 +38,7 @@ _TAKEN = frozenset(
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords that its signature names; it is given no others."""
+    """A loss function and the keywords of its signature: it is given no others."""
 
     fn: Function
     names: tuple[str, ...]
@@ -153,7 +153,7 @@ def _explaining() -> Any:
     return loss_fn_errors
 
 
-# ------------------------------------------------------------------------ what it sees of the state
+# The params and the batch that a loss function gets
 
 
 def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> PyTree:

@@ -41,10 +41,8 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
     except Exception:
         return
     if isinstance(out, Loss) or np.shape(out) == ():
-        make, name = (
-            "eval_step" if what == "eval_step" else "train_step",
-            getattr(f, "__name__", ""),
-        )
+        name = getattr(f, "__name__", "")
+        make = what if what == "eval_step" else "train_step"
         fix = f"Give ts.{make}({name if name.isidentifier() else 'loss_fn'})."
         got = f"{trees.describe_call(f)}, a loss function"
         raise WrongTypeError(what, "", got, expected, fix) from None

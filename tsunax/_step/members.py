@@ -39,11 +39,9 @@ class each:
 def check_local_members(state: Any, where: str) -> None:
     """Raise StateError for a population whose members are on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
-        got, mesh = (
-            "members on devices of several processes",
-            "ts.mesh(devices=jax.local_devices())",
-        )
+        mesh = "ts.mesh(devices=jax.local_devices())"
         fix = f"Members of its own for each process: ts.shard(population, {mesh})."
+        got = "members on devices of several processes"
         raise StateError("population", where, got, "of one", fix)
 
 

@@ -1,8 +1,4 @@
-"""Why a step was traced again: what each trace of it was given, and where two of them first differ.
-
-A trace costs seconds, so that a record of it costs nothing beside it; a step that is traced already
-never comes here.
-"""
+"""Why a step was traced again: the first differences between the arguments of two traces."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from tsunax.state import TrainState
 
 
 def _static_parts(traced: Traced) -> dict[str, Any]:
-    """What decides about the leaves of a state, by its name; a str is shown."""
+    """The parts of a state that determine its leaves, by name; a str is shown in the reason."""
     state = traced.state
     if not isinstance(state, TrainState):
         return {}
@@ -37,7 +33,7 @@ def _static_parts(traced: Traced) -> dict[str, Any]:
 
 
 def _leaf_types(traced: Traced) -> dict[str, str]:
-    """What each leaf is, by its place: shape, dtype, and where it lies on a mesh."""
+    """The shape, dtype and sharding of each leaf, by its path."""
     found = {}
     for name, tree in {"state": traced.state, **traced.given}.items():
         for place, x in trees.leaves_at(name, tree):
@@ -54,7 +50,7 @@ def _unlikeness(new: Traced, old: Traced) -> tuple[int, int]:
 
 
 def _reasons(new: Traced, old: Traced) -> list[str]:
-    """What is different from an earlier trace, in words."""
+    """The differences from an earlier trace, in words."""
     a, b = _static_parts(new), _static_parts(old)
     part = next((name for name in a if name in b and a[name] != b[name]), None)
     found = []
@@ -74,10 +70,9 @@ def _reasons(new: Traced, old: Traced) -> list[str]:
 
 
 def retrace_reasons(records: list[Traced], places: list[tuple[str, Any]]) -> list[str]:
-    """Why there was more than one trace: what was new in each, against the most similar one.
+    """A line for each trace but the first of its kind: what was new, against the most similar one.
 
-    A line for each trace but the first of its kind, which is compared with those before it. Then a
-    line for each further device, for which XLA compiles the traced program again.
+    Then a line for each further device, for which XLA compiles the traced program again.
     """
     lines, seen = [], dict[str, list[Traced]]()
     same = "the same shapes: other static fields, jax.clear_caches(), or another jax.config"

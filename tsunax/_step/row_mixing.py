@@ -1,8 +1,8 @@
 """Whether a loss mixes the rows of its batch, so that `accumulate=n` trains on another loss.
 
 Micro-batches add up exactly if the loss is a (weighted) mean of values, one for each row. CLIP's
-loss is not: it compares each row with all others, and a micro-batch has only its own. No number
-shows that, so the jaxpr of the loss function is searched for it, once for each trace.
+loss is not: it compares each row with all others, and a micro-batch has only its own rows. No
+number shows that, so each trace searches the jaxpr of the loss function.
 
 Each value in the program gets a `Fact`: which of its axes are **rows** (at the start axis 0 of
 each leaf of the batch; params have none), whether sums over all rows took part in it
@@ -17,13 +17,13 @@ each leaf of the batch; params have none), whether sums over all rows took part 
 - extremes: a maximum or minimum over rows is a term of the loss;
 - beside: `jnp.mean(values) + Loss.mean(values, mask)`: one number cannot weigh both.
 
-Only what the loss is made of counts, not metrics or model state. Means, weighted means with a
-mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
-one, so no evidence is: a maximum that meets rows again (a softmax made stable); a sum that was
-divided by a weight, an unknown number, or a constant as large as the number of rows; rows that
-were taken by an index (mixup), pairs made by an index included. A primitive that is not listed
-here is taken for one that works row by row, or drops the rows. Statistics do not count if the loss
-returns a `model_state`: batch norm is documented to see micro-batches, as in PyTorch.
+Only values that the loss is made of count, not metrics or model state. Means, weighted means with
+a mask, and sums of such losses are linear, and no evidence. A false warning is worse than a missing
+one. So these are no evidence either: a maximum that meets rows again (a stable softmax); a sum
+divided by a weight, an unknown number, or a constant as large as the number of rows; rows, and
+pairs of rows, taken by an index (mixup). A primitive that is not listed here counts as one that
+works row by row, or drops the rows. Statistics do not count if the loss returns a `model_state`:
+batch norm is documented to see micro-batches, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fact(NamedTuple):
     mixing: Mixing | None = None
     added: int = 0  # rows that were added up, undivided; -1: divided by what may be their number
     last: Mixing | None = None  # of a value without rows: the sum or extreme that it is linear in
-    part: tuple[int, int] | None = None  # a slice along the rows: of which variable, from where
+    part: tuple[int, int] | None = None  # of a slice along the rows: the variable and the start
     turn: int = 0  # rolled by so many rows; -1: reversed
 
 
@@ -136,7 +136,7 @@ def _either(a: Fact, b: Fact) -> Fact:
 
 
 def _one_of(fact: Fact) -> Fact:
-    """What one trip of a scan reads: a value without rows if the scan goes from row to row."""
+    """The fact in one trip of a scan: without rows if the scan goes from row to row."""
     return fact._replace(rows=frozenset(axis - 1 for axis in fact.rows if axis))
 
 
@@ -146,13 +146,13 @@ def _all_of(fact: Fact, over: Sequence[Fact]) -> Fact:
 
 
 def _result_facts(eqn: Any, facts: Sequence[Fact], *, known: Sequence[str], n: int) -> list[Fact]:
-    """The facts of what a primitive gives."""
+    """The facts of the results of a primitive."""
     name, any_rows = eqn.primitive.name, any(fact.rows for fact in facts)
     mixed = next((fact.mixing for fact in facts if fact.mixing), None)
     if mixed is None and (kind := _evidence(eqn, facts)) in known:
         mixed = Mixing(kind, name, eqn.source_info)
     scales = name in ("mul", "div", "dot_general", "gather") and any_rows
-    # what scales rows and does not move is taken for one over a sum of weights
+    # a factor of rows that does not move counts as one over a sum of weights
     pooled = any(fact.pooled and (fact.moves or fact.rows or not scales) for fact in facts)
     moves = any(fact.moves for fact in facts) and name not in _FLAT
     found = []
@@ -237,7 +237,7 @@ def _scaled(eqn: Any, facts: Sequence[Fact], out: Fact, n: int) -> int:
 
 
 def _order(eqn: Any, facts: Sequence[Fact], out: Fact) -> dict[str, Any]:
-    """What a result has of the order of its rows: a part of them, or all of them in another one."""
+    """The order of rows in a result: a part of them, or all of them in another order."""
     name, p = eqn.primitive.name, eqn.params
     turned = [fact for fact in facts if fact.turn]
     turn = max(turned, key=lambda fact: fact.moves).turn if turned else 0

@@ -1,4 +1,4 @@
-"""What the fields of a state say of themselves, and the static part that all states of a run share."""
+"""Declarations of the fields of a state, and the static part that all states of a run share."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
@@ -34,12 +34,11 @@ _LOCK = threading.Lock()
 class Plan:
     """The static part of a state: the rule without its numbers, the trained leaves, dtypes.
 
-    Interned: equal plans are one object, so that jit compares identities when it looks for its
-    program.
+    Interned: equal plans are one object, so that jit finds its program by identity.
     """
 
-    init: Any  # the rule's init, its numbers left out: only ever traced for shapes
-    update: Any  # both are None in what evaluates
+    init: Any  # the rule's init without its numbers, only traced for shapes; None in an evaluation
+    update: Any  # the rule's update; None in an evaluation
     selected: tuple[bool, ...] | None  # for each leaf of params if it is trained; None: all are
     precision: Policy | None
     overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
@@ -78,20 +77,19 @@ class Plan:
         return self
 
 
-# ------------------------------------------------------------------------------------------- fields
+# Fields
 #
-# A field says once, where it is declared, what a step does with it. Donation, assembly, the
-# verdict's choice, sharding, printing and `replace` are derived from that; nothing else lists the
-# fields of a state.
+# The declaration of a field says what a step does with it. Donation, assembly, the choice of the
+# verdict, sharding, printing and `replace` are derived from it. No other code lists the fields.
 
 
 def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     """Declare a field of a state.
 
     Args:
-      moves: "step" for what a step changes if it is applied; "record" for what it changes in any
-        case; "" for what it only reads. What moves is donated.
-      like: what its leaves are like: "params"; "trained", the trained leaves (those come first;
+      moves: "step" if only an applied step changes it; "record" if every step does; "" if a step
+        only reads it. Fields that move are donated.
+      like: what its leaves follow: "params"; "trained", the trained leaves (they come first;
         freezing and shardings go leaf by leaf); "average", the same, in an `averages.Average` or
         None, which each applied step moves; "rule", the state of the rule; "free", any structure,
         as of model state; or "", arrays that are whole on each device.
@@ -127,12 +125,12 @@ def state_class(cls: type[T]) -> type[T]:
 
 
 def averages_of(state: Any) -> dict[str, Average]:
-    """The averages of a state by the fields that hold them: its own, and those of a class of yours."""
+    """The averages of a state by the names of their fields."""
     names = [f.name for f in state._fields if f.metadata["like"] == "average"]
     return {name: found for name in names if (found := getattr(state, name)) is not None}
 
 
-# --------------------------------------------------------------------------------------- frozen bits
+# Frozen bits
 
 
 def trained_count(state: Any) -> int:

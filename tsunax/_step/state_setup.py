@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard, reproduce
@@ -82,7 +81,7 @@ def _check_no_shapes(params: Any, flags: tuple[bool, ...]) -> None:
             raise ParamsError("leaf", where, got, "an array", fix)
 
 
-def stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
         return trained, None
@@ -137,7 +136,7 @@ def as_key(key: Any, where: str) -> Any:
     raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
-def begun(
+def first_values(
     fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
 ) -> dict[str, Any]:
     """The first values of fields like the trained leaves; an average of no params begins with them.
@@ -164,8 +163,8 @@ def check_leaves(name: str, value: Any, trained: Any) -> None:
 def check_field(state: Any, name: str, value) -> None:
     """Raise for a value that `replace` cannot put into this field."""
     if name in COUNTS:
-        dtype, shapes = trees.dtype_of(value), ((), np.shape(state.clock)[:-1])
-        fits = dtype is not None and jnp.issubdtype(dtype, np.integer) and np.shape(value) in shapes
+        shapes = (), np.shape(state.clock)[:-1]
+        fits = trees.is_a(value, np.integer) and np.shape(value) in shapes
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
@@ -185,16 +184,15 @@ def check_field(state: Any, name: str, value) -> None:
             as_loss_scale(value, None, "replace()")
 
 
-def like(new, old):
+def copied_like(new, old):
     """Copies of arrays, on the mesh of the old ones."""
     new = jax.tree.map(trees.own, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
 
     def one(x, y):
-        moves = isinstance(x, jax.Array) and not trees.is_traced(x) and not x.committed
-        spread = isinstance(y, jax.Array) and not trees.is_traced(y)
-        spread = spread and len(y.sharding.device_set) > 1
+        moves = trees.is_placed(x) and not x.committed
+        spread = trees.is_placed(y) and len(y.sharding.device_set) > 1
         return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)

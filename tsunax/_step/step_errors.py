@@ -1,7 +1,6 @@
-"""What was wrong with a call: with its arguments if a program did not take them, with its numbers
-if it was rejected.
+"""Errors of a step: in its arguments, if its program failed, and in its numbers, if it was rejected.
 
-A warm call never comes here.
+A step that succeeds does not run this file.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from tsunax.step import StepInfo
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
-    """The TsunaxError that explains why a program did not take its arguments, or None."""
+    """The TsunaxError for the arguments that made a program fail, or None."""
     if isinstance(error, TsunaxError):
         error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
         return None
-    if trees.is_gone(state.clock):  # the program did take them, and failed afterwards
+    if trees.is_gone(state.clock):  # the program took them, and failed afterwards
         return None
     try:
         _check_arguments(state, batch, extra)
@@ -41,24 +40,20 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
 
 
 def _check_arguments(state: TrainState, batch, extra) -> None:
-    is_data = isinstance(batch, Iterator) or (
-        hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
-    )
-    if is_data and not trees.is_array(batch):
+    is_iterable = hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
+    if isinstance(batch, Iterator) or (is_iterable and not trees.is_array(batch)):
         fix = "A step takes one batch: for batch in data."
         raise WrongTypeError("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
     checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
     for name, tree in {"batch": batch, **extra}.items():
         if name != "batch":
-            checks.check_arrays(
-                tree, name, f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
-            )
+            fix = f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
+            checks.check_arrays(tree, name, fix)
         if any(id(x) in moving for x in jax.tree.leaves(tree)):
+            what, got = f"argument {name!r}", "arrays of the state itself"
             fix = "The step donates them: copy, or train_step(..., donate=False)."
-            raise StateError(
-                f"argument {name!r}", "step()", "arrays of the state itself", "others", fix
-            )
+            raise StateError(what, "step()", got, "others", fix)
     checks.check_arrays(state, "state")
     members.check_each(state, (batch, extra))
 
@@ -76,13 +71,12 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
 
 
 def rejection_reason(step, state: TrainState, info: StepInfo, batch, extra) -> str:
-    """Why a step was rejected, in words: the bad leaf, the micro-batch, the bad batch or labels.
+    """Why a step was rejected: the bad leaf, the micro-batch, the bad batch or labels.
 
     Compiles, once, and waits.
     """
-    calls = int(state.calls)
-    # the state is as it was: the gradients that were rejected can be had again
-    grads, dropped = _again(step)(state.replace(calls=calls - 1), batch, extra)
+    # the state is as it was, so that the rejected gradients can be computed again
+    grads, dropped = _again(step)(state.replace(calls=int(state.calls) - 1), batch, extra)
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"

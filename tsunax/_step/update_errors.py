@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of `update`. A step that succeeds never comes here."""
+"""Errors in the arguments of `update`. A step that succeeds does not run this file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def other_shape(updates: Any, i: int, p: Any) -> RuleError:
 
 
 def lacking(error: Exception, given: Any) -> RuleError | None:
-    """The error for a rule that failed because it lacks an argument; None for other failures."""
+    """The error for a rule that was not given an argument; None for other failures."""
     lacks = [name for name in inspecting.missing(error) if name not in given]
     if not lacks:
         return None

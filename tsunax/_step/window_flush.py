@@ -23,9 +23,8 @@ def windows_flushed(state: TrainState) -> TrainState:
     if (
         shardings := placement.mesh_shardings(state)
     ) is not None:  # what it computes stays where it was
-        return jax.jit(_flushed, out_shardings=shardings.of_leaves)(
-            placement.resharded(state, shardings.of_leaves)
-        )
+        there = shardings.of_leaves
+        return jax.jit(_flushed, out_shardings=there)(placement.resharded(state, there))
     return _flushed(state)
 
 

@@ -169,7 +169,7 @@ def tree_of(tree: PyTree) -> Tree:
 
 
 def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
-    children = trees._children(x)
+    children = trees.children_of(x)
     if not children and x is not None and jtu.all_leaves([x]):
         out.leaves.append((path, x))
         names.append(name)

@@ -1,4 +1,4 @@
-"""Devices: which there are, moving values to them, meshes, and states over a mesh."""
+"""Devices: selecting them, moving trees to them, meshes, and states over a mesh."""
 
 from tsunax.devices.meshes import Placement, describe_sharding, mesh, shard
 from tsunax.devices.selection import (

@@ -1,7 +1,6 @@
-"""Which kind of device is preferred: TSUNAX_DEVICE, then the file `.tsunax-device`, of one word.
+"""The preferred kind of device: TSUNAX_DEVICE, or else the word in the file `.tsunax-device`.
 
-The nearest file counts, in the current directory or above it, as with `.python-version`. This
-module does not know what a device is.
+The nearest file counts, in the current directory or above it, as with `.python-version`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def _nearest() -> Path | None:
 
 
 def read_preference() -> tuple[str | None, str]:
-    """The kind that is preferred, and who says so. Raises ConfigError for one that is unknown."""
+    """The preferred kind and its source. Raises ConfigError for an unknown kind."""
     kind, where = os.environ.get("TSUNAX_DEVICE", "").strip(), "TSUNAX_DEVICE"
     if not kind:
         if (path := _nearest()) is None:

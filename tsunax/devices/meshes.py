@@ -4,9 +4,9 @@
     state = ts.shard(state, mesh)          # or ts.shard(lambda: ts.setup(rule, init(key)), mesh): never whole anywhere
     state, info = step(state, batch)       # the rows of the batch go over the mesh, the numbers are those of one device
 
-JAX computes the same numbers over sharded arrays, and communicates where it has to. So all that
-there is to do is a choice: one `PartitionSpec` for each parameter, and for what follows it
-(moments, averages, master copies). The step keeps it, and spreads rows (`_core/placement.py`).
+JAX computes the same numbers over sharded arrays, and inserts the communication. This file only
+chooses a `PartitionSpec` for each parameter, and for its moments, averages and master copies. The
+step keeps these shardings, and spreads the rows of batches (`_core/placement.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
 T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
-# elements: an array of fewer is whole on each device, which costs less than to collect it
-SMALL = 1024
+SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
 
 
 def mesh(
@@ -46,16 +45,15 @@ def mesh(
     devices: Sequence[Device] | str | None = None,
     explicit: bool = False,
 ) -> Mesh:
-    """A mesh of devices with the axes `data`, `fsdp` and `tensor`; -1 is what is left of them.
+    """A mesh of devices with the axes `data`, `fsdp` and `tensor`; -1 takes the remaining devices.
 
-    Rows of a batch are spread over `data` and `fsdp`; parameters, and what follows them, over
-    `fsdp` and `tensor`.
+    Rows of a batch are spread over `data` and `fsdp`; parameters and their moments over `fsdp` and
+    `tensor`.
 
     Args:
-      devices: a list of them, or what `devices` takes; by default all of the backend, those of
-        other processes too.
+      devices: a list, or what `devices` takes; by default all devices of all processes.
       explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the
-        compiler's to spread.
+        compiler chooses them.
 
     Raises DeviceError if the sizes do not multiply to the number of devices.
 
@@ -90,24 +88,23 @@ def shard(
 ) -> T:
     """The same state over the devices of a mesh.
 
-    Which axis of a parameter is spread over which axis of the mesh, the first that applies:
+    The axes of a parameter are spread over axes of the mesh as the first of these says:
 
     1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None is
        whole on each device. Of `States`, patterns begin with the member, or with "carry":
        `{"carry/**": P("data")}`.
-    2. The names that flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`) gives to
-       its axes: axes of the mesh, or names that `logical` maps to them,
-       `{"embed": "fsdp", "mlp": "tensor"}`.
-    3. Nothing: whole.
+    2. The names of its axes in flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`):
+       axes of the mesh, or names that `logical` maps to them, `{"embed": "fsdp", "mlp": "tensor"}`.
+    3. Whole on each device.
 
-    Then the largest free axis that divides is spread over the axis `fsdp` of the mesh, unless a rule
-    said None or the array has fewer than 1,024 elements. Moments, averages and master copies follow
-    their parameter; other arrays of the optimizer and the model state are spread over `fsdp` by
-    their own shape. The rest (clock, key, live numbers) is whole.
+    Then its largest free axis that divides is spread over `fsdp`, unless a rule said None or the
+    array has fewer than 1,024 elements. Moments, averages and master copies follow their parameter;
+    other arrays of the optimizer and the model state are spread over `fsdp` by their own shape.
+    Other fields (clock, key, live numbers) are whole.
 
     Args:
-      state: a `TrainState`, `States`, any tree of arrays, or a function that makes one: then nothing is ever
-        whole on one device.
+      state: a `TrainState`, `States`, any tree of arrays, or a function that makes one, of which no
+        array is ever whole on one device.
       mesh: from `mesh`, or any `jax.sharding.Mesh`.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
@@ -144,7 +141,7 @@ def shard(
 
 
 def _the_same(state, mesh):
-    """A state, once all processes have the same: a copy on each of them is taken for one array."""
+    """The state, after a check that it is the same on all processes, which hold it as one array."""
     if collectives.spans_all(mesh.devices.flat):
         collectives.compare("shard()", {"state": state}, collectives.LAST)
     return state
@@ -184,7 +181,7 @@ class _Choice:
         return out
 
     def of_any(self, state: PyTree) -> list[P]:
-        """Those of all leaves of a state, of several, or of another tree.
+        """The specs of all leaves of a state, of `States`, or of another tree.
 
         Populations are cut by members.
         """
@@ -232,7 +229,7 @@ class _Choice:
         return found
 
     def _ruled(self, params) -> dict[int, P]:
-        """By leaf what the first rule that matches it says."""
+        """By leaf the spec of the first rule that matches it."""
         found: dict[int, P] = {}
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
@@ -246,7 +243,7 @@ class _Choice:
         return found
 
     def _named(self, params) -> dict[int, P]:
-        """By leaf what flax's metadata say of its axes."""
+        """By leaf the spec in flax's metadata."""
         named = {i: names for i, names in enumerate(trees.axis_names(params)) if names}
         used = {name for names in named.values() for name in names if name}
         for name in self.logical:
@@ -261,7 +258,7 @@ class _Choice:
         return mapped if mapped is None or name in self.logical or name in self.mesh.shape else None
 
     def _checked(self, spec: P, shape, path: str) -> P:
-        """A spec that this mesh and this shape can follow. Raises DeviceError."""
+        """The spec. Raises DeviceError for one that this mesh or this shape cannot follow."""
         if len(spec) > len(shape):
             got = f"{spec} for shape {shape}"
             raise DeviceError("sharding", path, got, f"at most {len(shape)} axes")
@@ -279,7 +276,7 @@ class _Choice:
         return spec
 
     def _over(self, spec: P, leaf, *names: str) -> P:
-        """The spec with its largest free axis that divides spread over axes that it does not use."""
+        """The spec with its largest free axis that divides over those `names` that it does not use."""
         used = {name for entry in spec for name in placement.axes_in(entry)}
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
@@ -295,7 +292,7 @@ class _Choice:
         return P(*entries)
 
     def _spread(self, spec: P, shape) -> P:
-        """That of a moment, from the one of its parameter."""
+        """The spec of a moment, from that of its parameter."""
         if not self.zero1:
             return spec
         return self._over(spec, np.broadcast_to(0, shape), *placement.data_axes(self.mesh))
@@ -308,7 +305,7 @@ class _Choice:
 class Placement:
     """What `describe_sharding` returns: prints as a table."""
 
-    # path, dtype and shape, where, bytes on each device that has some
+    # path, dtype and shape, sharding in words, bytes on each device that has some
     rows: tuple[tuple[str, str, str, int], ...]
     bytes: Mapping[str, int]  # on each device of this process
     total: int  # of the whole tree, counted once
@@ -347,7 +344,7 @@ def describe_sharding(tree: PyTree) -> Placement:
 
 
 def _words(x: jax.Array) -> str:
-    """Where an array lies, in words."""
+    """The sharding of an array in words."""
     if not isinstance(x.sharding, NamedSharding):
         devices = x.sharding.device_set
         return str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"

@@ -38,16 +38,13 @@ _PLATFORMS = {  # JAX's names; mps is Apple's
     "rocm": ("rocm",),
     "metal": ("mps",),
 }
-# what JAX raises; the latter if JAX_PLATFORMS names nothing that is here
+# JAX's exceptions for no device; the latter if JAX_PLATFORMS names no available platform
 _NONE = (RuntimeError, AssertionError)
 _ORDER = ("tpu", "gpu", "cpu")
 
 
-# Which there are
-
-
 def _find(platform: str | None) -> list[Device]:
-    """The devices of a platform in this process, or JAX's default; raises one of `_NONE`."""
+    """This process's devices of a platform, or of JAX's default one; raises one of `_NONE`."""
     return jax.local_devices(backend=platform)
 
 
@@ -71,7 +68,7 @@ def devices_of_kind(kind: str) -> tuple[list[Device], str]:
 
 
 def _automatic() -> tuple[list[Device], str]:
-    """The devices of the kind that is preferred, or else of the first that is here; and why."""
+    """The devices of the preferred kind, or else of the first available one; and why."""
     wanted, source = _preference.read_preference()
     if wanted and wanted != "auto":
         found, why = devices_of_kind(wanted)
@@ -144,14 +141,13 @@ def is_available(kind: str) -> bool:
 
 
 def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
-    """The devices of a kind, or those of a list of indices into `devices()`, or of devices.
+    """The devices of a kind, or those of a list of devices or of indices into `devices()`.
 
         devices("gpu") == jax.local_devices(backend="gpu")
         devices([0, 2]) == [devices()[0], devices()[2]]
 
     Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
-    or has a device twice. A bare number is refused: `[2]` is device number 2, `devices()[:2]` are
-    two of them.
+    or has a device twice. A number is no list: `[2]` is device number 2, `devices()[:2]` two devices.
 
     >>> devices([0]) == devices()[:1]
     True
@@ -174,9 +170,9 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
 def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Device:
     """One device: number `index`, from 0, of a kind.
 
-    "auto" is the first that is here of the preference (see `prefer`), TPU, GPU, CPU. `verbose`
-    prints why it was this one. Raises DeviceError for an unknown or absent kind, and an index out
-    of range; the message says what is here.
+    "auto" is the first available kind: the preferred one (see `prefer`), TPU, GPU, CPU. `verbose`
+    prints why it was chosen. Raises DeviceError for an unknown or absent kind, and an index out of
+    range.
 
     >>> device("cpu", 0, verbose=True).id
     device cpu:0 (cpu): cpu was asked for
@@ -192,9 +188,9 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself; a CPU does not say its bytes of memory.
+    """Facts about a device; None for the memory of a CPU.
 
-    `memory_total` is what this process may have: of a GPU three quarters by default.
+    `memory_total` are the bytes that this process may have: by default three quarters of a GPU's.
     """
 
     platform: str
@@ -219,11 +215,11 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
 
 
 def simulate(n: int) -> None:
-    """Make this process see `n` CPU devices, and nothing else. The first thing to call.
+    """Make this process see `n` CPU devices, and no others. Call it before anything else.
 
     Simulated devices share one pool of threads. In a pool of `n` threads a collective can wait for
-    a participant that never runs, and XLA ends the process after 40 s: so the variable NPROC asks
-    for a larger one. Raises DeviceError once the backend has started.
+    a participant that never runs, and XLA ends the process after 40 s: this sets NPROC for a larger
+    pool. Raises DeviceError if the backend has started.
 
     >>> x = jnp.ones(2)
     >>> simulate(8)
@@ -243,9 +239,6 @@ def simulate(n: int) -> None:
     jax.config.update("jax_num_cpu_devices", int(n))
 
 
-# The preference
-
-
 def preferred() -> str | None:
     """The kind that "auto" tries first: TSUNAX_DEVICE, then the nearest file `.tsunax-device`.
 
@@ -259,11 +252,11 @@ def preferred() -> str | None:
 
 
 def prefer(kind: str | None) -> None:
-    """Write into the file `.tsunax-device` which kind "auto" tries first; None deletes the file.
+    """Write the kind that "auto" tries first into `.tsunax-device`; None deletes the file.
 
-    The file counts in its directory and all below it. It is the nearest one, or else a new one in
-    the current directory. Warns if the backend has started already. Raises DeviceError for an
-    unknown kind.
+    The file counts in its directory and all below it. The nearest one is written, or else a new one
+    in the current directory. Warns if the backend has started. Raises DeviceError for an unknown
+    kind.
     """
     if kind is not None:
         _check_kind(kind, "prefer()", _preference.KINDS)

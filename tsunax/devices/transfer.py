@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -25,15 +24,15 @@ __all__ = ["device_of", "to_device", "to_host"]
 
 
 def _has_to_move(x: Any, place: Sharding) -> bool:
-    """Whether it is an array that JAX can have, and not committed to that place.
+    """Whether it is an array for JAX, and not committed to that place.
 
-    An array that is there and not committed would follow the first other one away.
+    An uncommitted array would follow the next committed one to another device.
     """
-    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
-    if not trees.is_array(x) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+    if not trees.is_array(x) or not checks.is_numeric(x):
         return False
-    is_committed = isinstance(x, jax.Array) and not trees.is_traced(x) and x.committed
-    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
+    return not (trees.is_placed(x) and x.committed) or not x.sharding.is_equivalent_to(
+        place, x.ndim
+    )
 
 
 def _is_leaf(x: Any) -> bool:
@@ -45,10 +44,10 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
-    An array that is there already stays the same object, and one that occurs twice stays one.
-    NumPy's arrays are copied (`device_put` alone shares their memory on a CPU) and get JAX's
-    widths: float64 becomes float32 unless x64 is on. For a loader: `prefetch(data, device)`. Raises
-    StateError for a deleted array, WrongTypeError for a loader.
+    An array that is there already stays the same object; an array that occurs twice stays one.
+    NumPy arrays are copied (`device_put` alone shares their memory on a CPU), in JAX's widths:
+    float64 becomes float32 unless x64 is on. Raises StateError for a deleted array, and
+    WrongTypeError for a loader: use `prefetch(data, device)`.
 
     >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> tree["w"].device == jax.devices("cpu")[0], tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
@@ -70,10 +69,10 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """A tree with its JAX arrays as NumPy's, in memory of their own.
+    """A tree with its JAX arrays as copies in NumPy arrays.
 
-    An array that occurs twice stays one. Keys stay JAX's, on the CPU if JAX has one; other leaves
-    stay as they are. A copy does not keep its array from being donated, as `np.asarray` would.
+    An array that occurs twice stays one. Keys stay JAX arrays, on the CPU if JAX has one; other
+    leaves stay as they are. `np.asarray` would keep the arrays from being donated; a copy does not.
     Raises StateError for a deleted array.
 
     >>> to_host({"name": "relu", "w": jnp.ones(2)})
@@ -92,7 +91,7 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def device_of(tree: PyTree) -> Device | None:
-    """The device that the JAX arrays of a tree are on; None if there are none: NumPy's are nowhere.
+    """The device of the JAX arrays of a tree; None if there are none.
 
     Raises DeviceError, with two paths, for arrays on several devices.
 
@@ -101,7 +100,7 @@ def device_of(tree: PyTree) -> Device | None:
     """
     first: tuple[str, Device] | None = None
     for at, leaf in trees.leaves_at("tree", tree):
-        if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+        if not trees.is_placed(leaf):
             continue
         if len(leaf.sharding.device_set) > 1:
             got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."

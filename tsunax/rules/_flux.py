@@ -1,7 +1,6 @@
 """Rules of Optimisers.jl (Flux) that optax's namesakes do not reproduce under any arguments.
 
-Plain optax factories with optax's names for numbers; `tsunax.rules` makes them live. Where
-arguments of optax's rule are enough there is nothing here but a line in docs/rules.md.
+Plain optax factories with optax's names for numbers; `tsunax.rules` makes them live.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ __all__ = [
 def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=False):
     """`Momentum` and `Nesterov` of Optimisers.jl, with the rate inside the velocity.
 
-    Old steps keep their rate. v ← momentum·v + learning_rate·g, params ←
-    params − v; with `nesterov`, params ← params − (momentum·v + learning_rate·g). `sgd` has the
-    rate outside, where a new one applies to the whole history. At a constant rate both are the same
-    (Sutskever et al. 2013, whose "classical momentum" this is).
+    v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`,
+    params ← params − (momentum·v + learning_rate·g). A new rate applies to new gradients
+    only, in `sgd` to the whole history. The "classical momentum" of Sutskever et al. 2013.
 
     >>> rule = flux_momentum(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -42,10 +40,10 @@ def flux_rprop(
 ):
     """`Rprop` of Optimisers.jl and PyTorch: a step size per number, and signs of gradients only.
 
-    Same sign as before: the size grows, times `eta_plus`. Other sign: it shrinks, times
-    `eta_minus`, and the number rests for one step. params ← params − size·sign(g). The sizes start
-    at `learning_rate` and live in the state: changing it later changes nothing. (`optax.rprop`
-    makes each of these moves one step late.) iRprop⁻ of Igel and Hüsken 2000.
+    params ← params − size·sign(g). If the sign is that of the step before, the size grows by
+    `eta_plus`; else it shrinks by `eta_minus`, and the number rests for one step. The sizes start
+    at `learning_rate`; a later change of it has no effect. (`optax.rprop` does each of this one step
+    late.) iRprop⁻ of Igel and Hüsken 2000.
 
     >>> rule = flux_rprop(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -54,9 +52,8 @@ def flux_rprop(
     """
 
     def init(params):
-        return optax.ScaleByRpropState(
-            optax.tree.full_like(params, learning_rate), optax.tree.zeros_like(params)
-        )
+        sizes = optax.tree.full_like(params, learning_rate)
+        return optax.ScaleByRpropState(sizes, optax.tree.zeros_like(params))
 
     def update(updates, state: Any, params=None):
         del params
@@ -66,19 +63,14 @@ def flux_rprop(
 
         def resize(turn, size):
             grown = jnp.minimum(size * eta_plus, max_step_size)
-            return jnp.where(
-                turn > 0,
-                grown,
-                jnp.where(turn < 0, jnp.maximum(size * eta_minus, min_step_size), size),
-            )
+            shrunk = jnp.maximum(size * eta_minus, min_step_size)
+            return jnp.where(turn > 0, grown, jnp.where(turn < 0, shrunk, size))
 
         sizes = jax.tree.map(resize, turns, state.step_sizes)
-        signs = jax.tree.map(
-            lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign), turns, signs
-        )
-        return jax.tree.map(lambda size, sign: -size * sign, sizes, signs), optax.ScaleByRpropState(
-            sizes, signs
-        )
+        rest = lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign)
+        signs = jax.tree.map(rest, turns, signs)
+        updates = jax.tree.map(lambda size, sign: -size * sign, sizes, signs)
+        return updates, optax.ScaleByRpropState(sizes, signs)
 
     return optax.GradientTransformation(init, update)
 
@@ -139,9 +131,8 @@ def flux_adamw(
     """
     rate = optax.scale_by_learning_rate(learning_rate)
     decay = optax.add_decayed_weights(weight_decay if couple else -weight_decay)
-    return optax.chain(
-        optax.scale_by_adam(b1, b2, eps), *((decay, rate) if couple else (rate, decay))
-    )
+    rest = (decay, rate) if couple else (rate, decay)
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), *rest)
 
 
 def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
@@ -165,8 +156,7 @@ def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
         moments: Any = adam.update(updates, state[0], params)[1]
         m = optax.tree.bias_correction(moments.mu, b1, moments.count)
         v = optax.tree.bias_correction(moments.nu, b2, moments.count)
-        # the division last: XLA keeps its result, but would also store what a product behind it is
-        # made of (+12 %)
+        # the division last: XLA stores its result only, but of a product also the factors (+12 %)
         now = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
         return jax.tree.map(lambda now, before: 2 * now - before, now, state[1]), (moments, now)
 

@@ -109,7 +109,7 @@ class Gather:
         due = (total > 0) & ((calls >= n) | flush)
 
         def apply():
-            mean = weighted_sums.mean(sums, total, grads)
+            mean = weighted_sums.divided(sums, total, grads)
             known = {"value": value / total, "grad": mean}
             given = extra | {name: x for name, x in known.items() if name in extra or flush}
             return self.update(mean, state.inner, params, weight=total, **given)

@@ -68,11 +68,8 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     bound = as_scalar(max_norm)
 
     def report(params, values):
-        whats = (
-            f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
-            for at, x in trees.leaves_at("grads", params)
-        )
-        return RuleReport(values, tuple(whats))
+        what = lambda at, x: f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
+        return RuleReport(values, tuple(what(*leaf) for leaf in trees.leaves_at("grads", params)))
 
     def init(params):
         n = len(jax.tree.leaves(params))
@@ -91,20 +88,11 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
 
 
 def array_norm(x: jax.Array, p: float) -> jax.Array:
-    """The norm (Σ|x|ᵖ)^(1/p) of one array, in float32.
-
-    It is max |x| for inf, min |x| for -inf, and the number of nonzeros for 0.
-    """
-    x = jnp.abs(x).astype(jnp.promote_types(jnp.float32, jnp.abs(x).dtype))
-    if p == 0:
-        return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, jnp.sum(x != 0).astype(x.dtype))
-    if p in (float("inf"), float("-inf")):
-        return jnp.max(x) if p > 0 else jnp.min(x)
-    if p == 1:
-        return jnp.sum(x)
-    if p == 2:
-        return jnp.sqrt(jnp.sum(x * x))
-    return jnp.sum(x**p) ** (1 / p)
+    """The norm (Σ|x|ᵖ)^(1/p) of one array, in float32: `jnp.linalg.norm`, but NaN for p=0, too."""
+    x = jnp.abs(x)
+    x = x.astype(trees.wide_dtype(x)).ravel()
+    norm = jnp.linalg.norm(x, p)
+    return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, norm) if p == 0 else norm
 
 
 def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"):

@@ -120,7 +120,7 @@ class _PartitionUpdate:
     updates: tuple[Callable, ...]
 
     def in_words(self, inner: Callable[[Any], str]) -> str:
-        """As checkpoints of format 1 have it."""
+        """The outline of this update in checkpoints of format 1."""
         assign = f"_Assign(patterns={inner(self.patterns)}, labels=None)"
         return f"_PartitionUpdate(assign={assign}, updates={inner(self.updates)})"
 

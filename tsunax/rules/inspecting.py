@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tsunax._core import PyTree, trees
@@ -38,21 +39,13 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
 
     It is traced for shapes. A missing extra argument is no fault yet: `ts.update` may be given it.
     """
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
-    is_complex = lambda x: jnp.issubdtype(trees.dtype_of(x), jnp.complexfloating)
-    complex_ = [(path, x) for path, x in named if is_complex(x)]
+    named = trees.leaves_at("params", params)
+    complex_ = [(at, x) for at, x in named if trees.is_a(x, np.complexfloating)]
     if not complex_ and _is_ours(rule.update):
         return
-    wide = lambda x: x.astype(trees.wide_dtype(x))
-    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
-    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
-    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
-    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
-    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     cause = None
     try:
-        before = jax.eval_shape(rule.init, params)
-        updates, after = jax.eval_shape(run, params, before, *numbers)
+        before, updates, after = _traced(rule, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return  # it may still work outside of jit
     except RuleError:
@@ -74,14 +67,26 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
     if complex_ and not isinstance(cause, TsunaxError):
-        path, leaf = complex_[0]
+        where, leaf = complex_[0]
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
-        where, got = trees.access_str("params", path), f"dtype {leaf.dtype}"
-        raise RuleError("leaf", where, got, "real numbers for this rule", fix) from cause
+        expected = "real numbers for this rule"
+        raise RuleError("leaf", where, f"dtype {leaf.dtype}", expected, fix) from cause
     from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
     way = _IN_OPTAX if from_optax else ""
     what = "rule" if "<" in name else f"rule {name}"
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
+
+
+def _traced(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> tuple[Any, Any, Any]:
+    """The shapes of the state before an update, of the updates, and of the state after it."""
+    wide = lambda x: x.astype(trees.wide_dtype(x))
+    loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
+    extra = {"value_fn": loss, "obj_fn": loss, "grad_fn": lambda p, *_: jax.grad(loss)(p)}
+    extra = {name: accepting(f, ("step", "weight", *SEARCHES)) for name, f in extra.items()}
+    run = lambda g, s, step, x: rule.update(g, s, g, step=step, weight=x, value=x, grad=g, **extra)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    before = jax.eval_shape(rule.init, params)
+    return before, *jax.eval_shape(run, params, before, *numbers)
 
 
 _IN_OPTAX = (

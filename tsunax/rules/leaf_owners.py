@@ -37,14 +37,11 @@ def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
     return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
 
 
-def owners(
-    init: Callable[[Any], Any], params: PyTree
-) -> tuple[Any, list[tuple[Any, ...]], list[int | None]]:
-    """`(shapes, paths, owners)` of the leaves of an optax state: which parameter each is made from.
+def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | None]]:
+    """`(shapes, owners)` of an optax state: which parameter is each of its leaves made from?
 
-    `shapes` is `jax.eval_shape(init, params)`. `paths` has the key path of each of its leaves,
-    `owners` the index of its parameter among the leaves of `params`; None for a count, and for a
-    leaf that several parameters made together.
+    `shapes` is `jax.eval_shape(init, params)`. `owners` has, for each of its leaves, the index of a
+    leaf of `params`; None for a count, and for a leaf that several parameters made together.
 
     Each parameter is wrapped in a `trees.Marked` node. optax's tree functions pass through it:
     masks, labels, factored and stacked moments need no special case. If `init` fails on these
@@ -55,7 +52,7 @@ def owners(
     found = _owners_by_marks(init, params, keyed)
     if found is None:
         found = owners_by_suffix(params, keyed)
-    return shapes, [path for path, _ in keyed], found
+    return shapes, found
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
@@ -83,7 +80,7 @@ def owners_of(
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
     """Owners of the leaves of an optimizer state in which live states contain their tables."""
-    shapes, _, found = owners(init, params)
+    shapes, found = owners(init, params)
     fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
 
     def align(fresh, actual):

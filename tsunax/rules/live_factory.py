@@ -40,45 +40,31 @@ def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class LiveInit:
-    """The init half of a live rule, with its numbers."""
+    """The init half of a live rule; without numbers it is for shapes and key paths only."""
 
     live: Live
-    values: tuple[Any, ...] = field(hash=False)
+    values: tuple[Any, ...] | None = field(hash=False)
 
     def plain(self) -> optax.GradientTransformationExtraArgs:
         """The optax rule with the numbers of step 0."""
-        numbers = {}
-        for name, value in zip(self.live.names, self.values, strict=True):
+        numbers: dict[str, Any] = dict.fromkeys(self.live.names, 0.5)
+        for name, value in zip(numbers, self.values or (), strict=self.values is not None):
             value: Any = value(0) if callable(value) else value
             numbers[name] = Number(value, 1 - value) if trees.is_traced(value) else float(value)
         return self.live.build(numbers)
 
     def __call__(self, params: PyTree) -> LiveState:
-        live = self.live
-        paths = tuple(trees.paths(params))
+        live, given = self.live, self.values
         return LiveState(
-            table=table_of(live, self.values),
+            table=jnp.zeros((4, 1, live.columns)) if given is None else table_of(live, given),
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
-            scope=Scope(interned(paths)),
+            scope=Scope(interned(tuple(trees.paths(params)))),
         )
 
     def blank(self) -> Function:
-        return BlankInit(self.live)
-
-
-@dataclass(frozen=True)
-class BlankInit:
-    """The init half of a live rule without its numbers, for shapes and key paths only."""
-
-    live: Live
-
-    def __call__(self, params: PyTree) -> LiveState:
-        live = self.live
-        inner = live.build(dict.fromkeys(live.names, 0.5)).init(params)
-        count = jnp.zeros([], jnp.int32) if any(live.schedules) else None
-        return LiveState(jnp.zeros((4, 1, live.columns)), inner, count=count, live=live)
+        return LiveInit(self.live, None)
 
 
 @dataclass(frozen=True, repr=False)

@@ -35,7 +35,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tsunax._core import Maybe, PyTree, Scalar, TreeDef, trees
 
-# --------------------------------------------------------------------------------------- one number
+# One live number
 
 
 def weak(x: ArrayLike) -> jax.Array:
@@ -156,7 +156,7 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
     return exact if value.dtype.type(exact) == value else float(value)
 
 
-# ------------------------------------------------------------------------------------- all of them
+# All live numbers of an optimizer state
 
 
 def is_live(x: object) -> bool:
@@ -335,7 +335,7 @@ def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     return out
 
 
-# -------------------------------------------------------------------------------------------- names
+# Flat names
 
 
 def patterns(path: Sequence[Any]) -> tuple[str, ...]:

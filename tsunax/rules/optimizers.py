@@ -60,7 +60,6 @@ momo_adam: Final = live(optax.contrib.momo_adam)
 muon: Final = live(optax.contrib.muon)
 prodigy: Final = live(optax.contrib.prodigy)
 # its factory checks these in Python
-# it checks the others in Python
 reduce_on_plateau: Final = live(optax.contrib.reduce_on_plateau, static=("factor", "rtol", "atol"))
 schedule_free_adamw: Final = live(optax.contrib.schedule_free_adamw)
 schedule_free_sgd: Final = live(optax.contrib.schedule_free_sgd)

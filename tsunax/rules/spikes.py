@@ -1,6 +1,4 @@
-"""`reject_spikes`: a rule that reports gradient norms and losses far above their running band to
-the verdict.
-"""
+"""`reject_spikes`: a rule that rejects steps whose gradient norm or loss is far above its band."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ class SpikeState:
     """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
     One array, because on a small step each further one costs as much as all of the arithmetic.
-    Columns: the log of the gradient norm, the loss. Rows: their centres, their mean distances from
-    it, how many, inf for a spike.
+    Columns: the log of the gradient norm, the loss. Rows: the centre, the mean distance from it,
+    the number of steps, inf for a spike.
     """
 
     band: jax.Array  # f32[4, 2]
@@ -47,12 +45,12 @@ _SPIKES = (
 def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     """Reject a step whose gradient norm or loss is far above those of the last steps.
 
-    Put it first in a chain. The band of the last steps, about `1 / (1 - decay)` of them, reaches
-    `factor` mean distances above the mean (of a Gaussian 4.8 standard deviations at 6: one step in
-    a million), and at least to the double, so that a quiet run is not cut short by a ripple. The
-    norm is looked at on a log scale. Nothing is rejected in the first `warmup` steps: norms are
-    wild at the start of a run. Rejected steps change no statistics. A level that has risen for good
-    is rejected for good: watch `state.rejected_in_a_row`.
+    Put it first in a chain. The band of about `1 / (1 - decay)` last steps reaches `factor` mean
+    distances above their mean (6: 4.8 standard deviations of a Gaussian, one step in a million), and
+    at least to twice the mean, so that a ripple in a quiet run is no spike. Norms are compared on a
+    log scale. Norms are wild at the start of a run: nothing is rejected in the first `warmup` steps.
+    Rejected steps change no statistics. A level that has risen for good is rejected for good: watch
+    `state.rejected_in_a_row`.
     """
     reach, rate = as_scalar(factor), 1 - decay
 

@@ -57,7 +57,7 @@ def fast(fn: Callable) -> Callable:
 
 
 def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """Those of a program, each slow convolution as a call of a fast one."""
+    """The equations of a program, with a call of a fast convolution for each slow one."""
     is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
     return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
 
@@ -80,7 +80,7 @@ def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def _is_cut(sharding) -> bool:
-    """Whether an axis is laid over a mesh by type (axes that XLA cuts do not show here)."""
+    """Whether the type says that an axis is spread over a mesh (XLA may spread others)."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
