@@ -108,7 +108,8 @@ def migrate(
     given the same one; else that of the new rule is used, and reported. Frozen leaves stay frozen.
 
     Args:
-      rule: the new rule, or the old one for a change of something else.
+      rule: the new rule, or the old one for a change of something else. Of `States` a dict of rules
+        by member; the others stay as they are.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
@@ -134,17 +135,15 @@ def migrate(
         if not isinstance(rule, Mapping) or not rule:
             got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
             raise WrongTypeError("rule", where, got, "a rule by member", fix)
-        options: dict[str, Any] = {"params": params, "trainable": trainable, "ema": ema}
-        options |= {"precision": precision, "loss_scale": loss_scale}
-        options |= {"model_state": model_state, "key": key}
-        at = {name: state.member_at(name, where)[0] for name in rule}
-        found = {name: migrate(state.members[at[name]], rule[name], **options) for name in rule}
+        given: dict[str, Any] = {"params": params, "trainable": trainable, "ema": ema, "key": key}
+        given |= {"precision": precision, "loss_scale": loss_scale, "model_state": model_state}
+        of = {name: state.members[state.member_at(name, where)[0]] for name in rule}
+        found = {name: migrate(member, rule[name], **given) for name, member in of.items()}
         named = lambda name, kind: [f"{name}/{x}" for x in getattr(found[name][1], kind)]
         kinds = (field.name for field in dataclasses.fields(Report))
         parts = (tuple(x for name in found for x in named(name, kind)) for kind in kinds)
         new = state.replace(**{name: member for name, (member, _) in found.items()})
         return cast(_State, new), Report(*parts)
-    assert not isinstance(rule, Mapping)
     check_state(state, where)
     if members_of(state) is not None:
         fix = "Migrate each member: ts.populations.member(runs, i)."
@@ -161,7 +160,7 @@ def migrate(
     if trainable is KEEP:
         kept["trainable"] = _trained_by_name(given, state)
     options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh, found = setup(rule, _with_masters(given, state), **options), _Found()
+    fresh, found = setup(cast(Any, rule), _with_masters(given, state), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)

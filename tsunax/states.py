@@ -90,9 +90,7 @@ class States:
             return own(x) if is_known else x
 
         members = {name: jax.tree.map(apart, state) for name, state in members.items()}
-        self._take(clock, tally, jax.tree.map(apart, carry), members)
-
-    def _take(self, clock: Any, tally: Any, carry: PyTree, members: Mapping[str, Any]) -> None:
+        carry = jax.tree.map(apart, carry)
         self.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
 
     def __getattr__(self, name: str) -> TrainState:
@@ -135,7 +133,11 @@ class States:
 
         Raises StateError for an unknown name, WrongTypeError for a member that is no state.
         """
-        self._check_known("replace()", new)
+        for name, x in new.items():
+            if name not in (*self.members, "carry"):
+                raise StateError(unknown("member", "States", name, [*self.members, "carry"]))
+            if name != "carry":
+                _check_state(name, x)
         members = {name: new.get(name, x) for name, x in self.members.items()}
         known = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
         known |= {name: members[name].rejected for name in members if name in new}
@@ -151,7 +153,6 @@ class States:
 
         Raises as `replace`.
         """
-        self._check_known("advance()", new)
         if all_or_none and jnp.ndim(self.clock) > 1:
             fix = "Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch)."
             raise StateError("run", "advance()", "a population", "one run", fix)
@@ -164,13 +165,6 @@ class States:
             members = {name: _unless(bad, x, old[name]) for name, x in members.items()}
         tally = _tally(members.values()) if all_or_none else run.tally
         return _made(clock, tally, run.carry, members)
-
-    def _check_known(self, where: str, new: Mapping[str, Any]) -> None:
-        for name, x in new.items():
-            if name != "carry":
-                if name not in self.members:
-                    raise StateError(unknown("member", where, name, [*self.members, "carry"]))
-                _check_state(name, x, where)
 
     def member_at(self, where: object, by: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it: "critic/encoder/**"."""
@@ -204,7 +198,7 @@ class States:
 
 def _made(clock: Any, tally: Any, carry: PyTree, members: Mapping[str, Any]) -> States:
     run = object.__new__(States)
-    run._take(clock, tally, carry, members)
+    run.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
     return run
 
 
@@ -221,20 +215,20 @@ def _check(members: Mapping[str, Any]) -> None:
         if not name.isidentifier() or name.startswith("_") or name in taken:
             expected = "a name that can be an attribute, and is none of States'"
             raise StateError("name", "States()", repr(name), expected)
-        _check_state(name, state, "States()")
+        _check_state(name, state)
         if id(state) in seen:
             got = f"one state for {seen[id(state)]!r} and {name!r}"
             raise StateError("members", "States()", got, "a state for each", "Set up another one.")
         seen[id(state)] = name
 
 
-def _check_state(name: str, state: object, where: str) -> None:
+def _check_state(name: str, state: object) -> None:
     if not isinstance(state, TrainState):
         fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             fix = "A step returns two things: state, info = step(state, batch)."
         what, got = f"member {name!r}", trees.describe(state)
-        raise WrongTypeError(what, where, got, "a TrainState", fix)
+        raise WrongTypeError(what, "States", got, "a TrainState", fix)
 
 
 def _unless(bad: Any, new: TrainState, old: TrainState) -> TrainState:

@@ -101,8 +101,8 @@ def describe(
     another shape, dtype or weak type, the other rule, selection or precision, or where the trees
     differ. Equal steps, of one function, share the loop of `fit` and its traces.
 
-    Raises WrongTypeError for a step that is none, and what the step itself raises for
-    these arguments.
+    Raises WrongTypeError for a step that is none, and what the step itself raises for these
+    arguments.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -112,7 +112,9 @@ def describe(
     (True, True)
     """
     where = "describe()"
-    _check_step(step, state, where)
+    if not isinstance(step, TrainStep) and not (isinstance(state, States) and callable(step)):
+        fix = "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
     if not isinstance(state, States):
         check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
@@ -180,17 +182,6 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
             fastest = min(fastest, time.perf_counter() - start)
         best = max(best, 2 * n**3 / fastest)
     return best
-
-
-def _check_step(step: object, state: PyTree, where: str) -> None:
-    is_one = isinstance(step, TrainStep)
-    if isinstance(state, States) and (is_one or not callable(step)):
-        fix = "Or describe a member: ts.describe(step, run.member, batch)."
-        expected = "the function (run, batch) -> (run, info) that fit takes"
-        raise WrongTypeError("step", where, trees.describe(step), expected, fix)
-    if not isinstance(state, States) and not is_one:
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
 
 
 def _donation(state: TrainState | States, text: str) -> tuple[int, tuple[str, ...]]:
