@@ -22,7 +22,7 @@ PACKAGE = ROOT / "tsunax"
 TIERS = {
     0: "errors _core",
     1: "metrics losses loss regularize guard precision averages reproduce rules schedules",
-    2: "state microbatches _step step program hyper",
+    2: "state states microbatches _step step program hyper",
     3: "distributed data devices",
     4: "checkpoints models run loop",
     5: "populations migration insight testing tuning",

@@ -52,6 +52,7 @@ from tsunax.state import TrainState as TrainState
 from tsunax.state import averaged as averaged
 from tsunax.state import setup as setup
 from tsunax.state import trainable as trainable
+from tsunax.states import States as States
 from tsunax.step import StepInfo as StepInfo
 from tsunax.step import update as update
 from tsunax.step import value_and_grad as value_and_grad

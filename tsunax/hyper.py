@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,34 +25,43 @@ from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
 from tsunax.rules.subtree_numbers import Cut, recut
 from tsunax.state import TrainState, check_state, trainable, trained_part
+from tsunax.states import States, training_states
+
+_State = TypeVar("_State", bound=TrainState | States)
 
 
-def hyperparams(state: TrainState) -> dict[str, Any]:
+def hyperparams(state: TrainState | States) -> dict[str, Any]:
     """Every live hyperparameter that the next step will use, by flat name.
 
     The name is `learning_rate` if it is unique, `learning_rate@encoder/**` in a group of rules or a
     subtree that `adjust` cut, and `0.max_norm` if a chain repeats it. Values are Python floats, as
     they were given, and arrays under tracing. Only a schedule waits for the device, to read the
     step. Schedules in a wrapper that does not pass the step on (`optax.MultiSteps`) run on their own
-    count; `info.hyperparams` leaves them out.
+    count; `info.hyperparams` leaves them out. Those of `States` begin with the
+    member: `critic/learning_rate`.
 
     >>> import tsunax as ts
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
+    if isinstance(state, States):
+        found = {at: hyperparams(member) for at, member in training_states(state).items()}
+        return {at + name: x for at, known in found.items() for name, x in known.items()}
     check_state(state, "hyperparams()")
     if state.numbers is None:
         return {}
     return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
 
 
-def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainState:
+def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
 
     A value is a number, traced or not; `None` gives a number back to its schedule. A new value
     never compiles the step again. The first cut of a subtree does, once: `adjust(state, where)`
     without values is that cut alone. `adjust(a, hyperparams(b))` copies into cuts that `a` has. The
-    result shares its arrays with `state`: a step that is given one of them donates both.
+    result shares its arrays with `state`: a step that is given one of them donates both. Of
+    `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or the
+    names do, `adjust(run, **hyperparams(other))`.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
     name that a chain repeats; PatternError if `where` matches nothing.
@@ -63,6 +72,8 @@ def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainSta
     >>> {k: v for k, v in hyperparams(state).items() if "rate" in k}
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
+    if isinstance(state, States):
+        return cast(_State, _adjusted(state, where, values))
     check_state(state, "adjust()", where)
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
@@ -79,14 +90,32 @@ def adjust(state: TrainState, where: Where = "**", /, **values: Any) -> TrainSta
     return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
 
 
-def freeze(state: TrainState, where: Where) -> TrainState:
+def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
+    """`adjust` of the member that `where` begins with, or of those that the names begin with."""
+    if not isinstance(where, Mapping) and not (isinstance(where, str) and where == "**"):
+        name, inside = run.member_at(where, "adjust()")
+        return run.replace(**{name: adjust(run.members[name], inside, **values)})
+    values = {**where, **values} if isinstance(where, Mapping) else values
+    of: dict[str, dict[str, Any]] = {}
+    for given, x in values.items():
+        if "/" not in given:
+            fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
+            raise HyperparameterError(
+                unknown("hyperparameter", "adjust()", given, hyperparams(run), fix)
+            )
+        name, inside = run.member_at(given, "adjust()")
+        of.setdefault(name, {})[inside] = x
+    return run.replace(**{name: adjust(run.members[name], **x) for name, x in of.items()})
+
+
+def freeze(state: _State, where: Where) -> _State:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients are still computed (`setup(trainable=...)` saves that), but count as zero in
     norms and global clipping. The first freeze of a state compiles the step again, unless
     `setup(freezable=True)` made room for it; later freezes and thaws never do, also under jit, scan
     and vmap. The result shares its arrays with `state`: a step that is given one of them donates
-    both.
+    both. Of `States`, `where` begins with the member: "critic/head".
 
     Raises PatternError if `where` matches nothing that is trained.
 
@@ -102,7 +131,7 @@ def freeze(state: TrainState, where: Where) -> TrainState:
     return _set_frozen(state, where, True)
 
 
-def thaw(state: TrainState, where: Where = "**") -> TrainState:
+def thaw(state: _State, where: Where = "**") -> _State:
     """Train frozen leaves again, with the moments that they had when they were frozen.
 
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
@@ -117,8 +146,14 @@ def thaw(state: TrainState, where: Where = "**") -> TrainState:
 # Freezing
 
 
-def _set_frozen(state: TrainState, where: Where, on: bool) -> TrainState:
-    check_state(state, "freeze()" if on else "thaw()", where)
+def _set_frozen(state: _State, where: Where, on: bool) -> _State:
+    by = "freeze()" if on else "thaw()"
+    if isinstance(state, States):
+        everything = isinstance(where, str) and where == "**"
+        at = [state.member_at(x, by) for x in (state.members if everything else [where])]
+        new = {name: _set_frozen(state.members[name], inside, on) for name, inside in at}
+        return cast(_State, state.replace(**new))
+    check_state(state, by, where)
     flags = patterns.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]

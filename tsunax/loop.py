@@ -38,7 +38,6 @@ from tsunax.run.history import History
 from tsunax.run.info_columns import form_of, logged_step
 from tsunax.run.options import Goal, check_step, check_whole, options_of
 from tsunax.run.run import with_state
-from tsunax.state import TrainState
 
 _State = TypeVar("_State")
 
@@ -116,13 +115,13 @@ def _loop_of(step: Step) -> fused_loop.Fused:
 def _stacked(state: PyTree, infos: fused_loop.Infos, rows: Any) -> PyTree:
     """Infos as a step would give them: those of some rows, or of one."""
     infos = jax.tree.map(lambda x: x[rows], infos)
-    return infos.stacked(state.numbers if isinstance(state, TrainState) else None)
+    return infos.stacked(state)
 
 
 def iterate(
     step: Step,
     state: _State,
-    data: Iterable[PyTree],
+    data: Iterable[PyTree] | None = None,
     *,
     steps: int | None = None,
     epochs: int | None = None,
@@ -135,7 +134,7 @@ def iterate(
     the state that was yielded: copy what you want to keep. Send another one, and the loop goes on
     with it.
     """
-    goal = Goal("iterate()", steps, epochs)
+    goal = Goal("iterate()", steps, epochs, has_data=data is not None)
     check_step("iterate()", step, state)
     check_whole("iterate()", steps_per_call=steps_per_call)
     left = goal.left(0)
@@ -159,7 +158,7 @@ def iterate(
 def fit(
     step: Step,
     state: _State,
-    data: Iterable[PyTree],
+    data: Iterable[PyTree] | None = None,
     *,
     steps: int | None = None,
     epochs: int | None = None,
@@ -189,8 +188,10 @@ def fit(
 
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
-        trace; its state may be any pytree, for example the two states of a GAN.
-      data: `batches(...)`, or any iterable of batches. A new state (`state.calls == 0`) begins with
+        trace; its state may be any pytree, for example `States`, several states as one run.
+      data: `batches(...)`, or any iterable of batches; None for a step whose data come from the
+        state: it is called as `step(state)`, or with None for a batch, and there are no epochs. A
+        new state (`state.calls == 0`) begins with
         the first batch, a trained one goes on where `batches` and `prefetch` are.
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data.
@@ -243,7 +244,7 @@ def fit(
     >>> history["loss"]
     array([9.        , 1.350..., 0.164...])
     """
-    goal = Goal("fit()", steps, epochs)
+    goal = Goal("fit()", steps, epochs, has_data=data is not None)
     opening.check_fit(step, state, dry_run, resume, checkpoint, history)
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)

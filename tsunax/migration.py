@@ -11,8 +11,9 @@ by place.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tsunax._step.members import members_of
 from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
-from tsunax.errors import StateError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
@@ -35,10 +36,12 @@ from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in, owners_of
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
+from tsunax.states import States
 
 __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
+_State = TypeVar("_State", bound=TrainState | States)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ class _Slot(NamedTuple):
 
 
 def migrate(
-    state: TrainState,
-    rule: optax.GradientTransformation,
+    state: _State,
+    rule: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
     *,
     params: PyTree = KEEP,
     trainable: Where = KEEP,
@@ -96,7 +99,7 @@ def migrate(
     loss_scale: ArrayLike | LossScale | str | None = KEEP,
     model_state: PyTree = KEEP,
     key: Maybe = KEEP,
-) -> tuple[TrainState, Report]:
+) -> tuple[_State, Report]:
     """The state under another rule, and a report of kept, new and dropped arrays.
 
     Options that are not given stay as they were. Arrays are matched by their field, the name of
@@ -105,7 +108,8 @@ def migrate(
     given the same one; else that of the new rule is used, and reported. Frozen leaves stay frozen.
 
     Args:
-      rule: the new rule, or the old one for a change of something else.
+      rule: the new rule, or the old one for a change of something else. Of `States` a dict of rules
+        by member; the others stay as they are.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
@@ -126,6 +130,20 @@ def migrate(
     (1, 1.0)
     """
     where = "migrate()"
+    if isinstance(state, States):
+        first = next(iter(state.members))
+        if not isinstance(rule, Mapping) or not rule:
+            got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
+            raise WrongTypeError("rule", where, got, "a rule by member", fix)
+        given: dict[str, Any] = {"params": params, "trainable": trainable, "ema": ema, "key": key}
+        given |= {"precision": precision, "loss_scale": loss_scale, "model_state": model_state}
+        of = {name: state.members[state.member_at(name, where)[0]] for name in rule}
+        found = {name: migrate(member, rule[name], **given) for name, member in of.items()}
+        named = lambda name, kind: [f"{name}/{x}" for x in getattr(found[name][1], kind)]
+        kinds = (field.name for field in dataclasses.fields(Report))
+        parts = (tuple(x for name in found for x in named(name, kind)) for kind in kinds)
+        new = state.replace(**{name: member for name, (member, _) in found.items()})
+        return cast(_State, new), Report(*parts)
     check_state(state, where)
     if members_of(state) is not None:
         fix = "Migrate each member: ts.populations.member(runs, i)."
@@ -142,7 +160,7 @@ def migrate(
     if trainable is KEEP:
         kept["trainable"] = _trained_by_name(given, state)
     options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh, found = setup(rule, _with_masters(given, state), **options), _Found()
+    fresh, found = setup(cast(Any, rule), _with_masters(given, state), **options), _Found()
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)

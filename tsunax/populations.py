@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,19 @@ from tsunax._step.state_setup import as_key
 from tsunax.errors import StateError, WrongTypeError, remedy
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState
+from tsunax.states import COUNTED, States
+
+_State = TypeVar("_State", bound=TrainState | States)
 
 __all__ = ["each", "member", "population", "select"]
 
 
-def population(
-    make: Callable[..., TrainState], n: int, *, key: ArrayLike = 0, **values: Any
-) -> TrainState:
+def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **values: Any) -> _State:
     """A state of n members: `make(key, **values)` for each, with its key and its entry of `values`.
 
     Args:
-      make: returns a state from `setup`; it is traced once, under vmap, so that numbers reach it as
-        tracers. Members may differ in numbers, not in shapes or functions.
+      make: returns a state from `setup`, or `States`; it is traced once, under vmap, so that
+        numbers reach it as tracers. Members may differ in numbers, not in shapes or functions.
       n: the number of members.
       key: an int or a key, split into one for each member.
       values: arrays whose first axis is n (learning rates, decays, noise), passed to `make` by name.
@@ -69,16 +70,16 @@ def population(
     if one is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
     keys = jax.random.split(one, n)
-    runs = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
-    if not isinstance(runs, TrainState):
-        fix = "make returns ts.setup(rule, params, ...)."
+    runs: Any = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
+    if not isinstance(runs, COUNTED):
+        fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
-    return runs
+    return runs  # pyright: ignore[reportReturnType]
 
 
-def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> TrainState:
+def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> Any:
     try:
         return make(key, **values)
     except Exception as error:
@@ -100,12 +101,12 @@ def _check_takes(make: Function, values: dict[str, Any]) -> None:
         pass
 
 
-def member(runs: TrainState, i: int) -> TrainState:
+def member(runs: _State, i: int) -> _State:
     """One member as an ordinary state, with copied arrays. Raises StateError for a bad index."""
     return _taken(runs, i, 0, "member", "an index")
 
 
-def select(runs: TrainState, indices: ArrayLike) -> TrainState:
+def select(runs: _State, indices: ArrayLike) -> _State:
     """The population of the members at these indices, in this order; an index may repeat.
 
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
@@ -114,7 +115,7 @@ def select(runs: TrainState, indices: ArrayLike) -> TrainState:
     return _taken(runs, indices, 1, "indices", "a list of ints")
 
 
-def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> TrainState:
+def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _State:
     where = "member()" if what == "member" else "select()"
     n, at = _members(runs, where), np.asarray(indices)
     fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
@@ -125,7 +126,7 @@ def _taken(runs: TrainState, indices: Any, ndim: int, what: str, kind: str) -> T
 
 
 @jax.jit
-def _gathered(runs: TrainState, at: Any) -> TrainState:
+def _gathered(runs: Any, at: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
 
 

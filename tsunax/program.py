@@ -236,7 +236,7 @@ class TrainStep:
         return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
-        self, state: TrainState, batch: PyTree, **extra: Any
+        self, state: TrainState, batch: PyTree = None, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
@@ -265,11 +265,11 @@ class TrainStep:
             step_errors.raise_if_rejected(self, state, info, batch, extra)
         return state, info
 
-    def lower(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Lowered:
         """The program for these arguments (arrays or `ShapeDtypeStruct`s), not yet compiled."""
         return self.trace(state, batch, **extra).lower()
 
-    def trace(self, state: TrainState, batch: PyTree, **extra: Any) -> jax.stages.Traced:
+    def trace(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Traced:
         """The traced program for these arguments, with its `.jaxpr`."""
         check_state(state, "lower()", batch)
         shardings, moving, still = place_state(*split(state))
@@ -308,7 +308,8 @@ def train_step(
       loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It
         may name, as further parameters, `key` (new at every call), `model_state`, `train` (True),
         `mask` (f32 of shape (rows,), 1 for real rows), `step`, and the names given to the step as
-        `extra`; it gets what it names.
+        `extra`; it gets what it names. `loss_fn(params, key)` and others whose second argument
+        is `key`, `step`, `model_state` or `ema` take no batch: `step(state)`.
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
         one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
         loss that compares rows, uses batch statistics, or is a sum over rows changes, with a

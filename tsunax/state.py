@@ -93,22 +93,22 @@ class TrainState:
     @property
     def step(self) -> jax.Array:
         """int32: updates applied. The clock of schedules, averages and logs."""
-        return _count_in(self.clock, 0)
+        return count_in(self.clock, 0)
 
     @property
     def calls(self) -> jax.Array:
         """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return _count_in(self.clock, 1)
+        return count_in(self.clock, 1)
 
     @property
     def rejected(self) -> jax.Array:
         """int32: calls whose step was rejected by its verdict."""
-        return _count_in(self.clock, 2)
+        return count_in(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
         """int32: calls rejected since the last one that was not."""
-        return _count_in(self.clock, 3)
+        return count_in(self.clock, 3)
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced, by copies of the given arrays.
@@ -152,7 +152,7 @@ class TrainState:
         return state_text(self)
 
 
-def _count_in(clock: Any, i: int) -> Any:
+def count_in(clock: Any, i: int) -> Any:
     """One of the counts in a clock, or its shape in the shape of one."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
@@ -388,6 +388,8 @@ def check_state(state: object, where: str, second: object = None) -> None:
     fix = "Make one: ts.setup(rule, params)."
     if isinstance(second, TrainState):
         fix = "The state comes first."
+    elif isinstance(getattr(state, "members", None), dict):  # `States`
+        fix = f"Give one of its members: run.{next(iter(state.members))}."  # pyright: ignore
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         fix = "A step returns two things: state, info = step(state, batch)."
     raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)

@@ -27,6 +27,8 @@ from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
+# a loss function whose first argument after params is one of these takes no batch
+_OF_THE_STATE = frozenset({"key", "model_state", "step", "ema"})
 # names of what the step itself gives to loss_fn or to the rule: not for keywords of users
 _TAKEN = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
@@ -42,6 +44,7 @@ class LossFn:
     names: tuple[str, ...]
     optional: frozenset[str]
     takes_any: bool
+    takes_batch: bool = True  # `loss_fn(params, key)` draws its own
 
     @classmethod
     def of(
@@ -62,13 +65,16 @@ class LossFn:
         positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
         starred = of_kind("VAR_POSITIONAL")
         are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
-        if are_exchanged or (len(positional) < 2 and not starred):
+        rest = positional[1:] + of_kind("KEYWORD_ONLY")
+        takes_batch = bool(starred) or not rest or rest[0].name not in _OF_THE_STATE
+        if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
             got = trees.describe_call(fn)
             fix = f"After these two it may name {', '.join(_OFFERED)}."
             raise LossError("signature", where, f"{got:.120}", form, fix)
-        rest = positional[2:] + of_kind("KEYWORD_ONLY")
+        rest = rest[takes_batch and len(positional) > 1 :]
         optional = frozenset(p.name for p in rest if p.default is not p.empty)
-        return cls(fn, tuple(p.name for p in rest), optional, bool(of_kind("VAR_KEYWORD")))
+        names = tuple(p.name for p in rest)
+        return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
     def keywords(
         self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
@@ -117,8 +123,11 @@ class LossFn:
         keywords = jax.tree.map(lambda x: x, keywords)
         if isinstance(mask, np.ndarray):
             keywords["mask"] = jnp.asarray(mask)
+        if not self.takes_batch and jax.tree.leaves(batch):
+            got, fix = "a batch", "Let it take one, loss_fn(params, batch, ...); or give None."
+            raise LossError("batch", trees.describe_call(self.fn), got, "none", fix)
         try:
-            out = self.fn(params, batch, **keywords)
+            out = self.fn(params, *[batch][: self.takes_batch], **keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
                 error.add_note(_explaining().note(self.fn, batch, error))

@@ -11,11 +11,12 @@ import numpy as np
 
 from tsunax.errors import StateError
 from tsunax.state import TrainState
+from tsunax.states import COUNTED, States
 
 
 def members_of(state: Any) -> int | None:
     """How many members a population has; None for a single state or another object."""
-    if not isinstance(state, TrainState):
+    if not isinstance(state, COUNTED):
         return None
     shape: tuple[int, ...] = state.clock.shape
     return shape[0] if len(shape) > 1 else None
@@ -44,7 +45,7 @@ def check_local_members(state: Any, where: str) -> None:
         raise StateError("population", where, got, "of one", fix)
 
 
-def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = None):
+def over_members(f: Callable, state: TrainState | States, *trees, at_once: int | None = None):
     """Map `f(state, *trees)` over the members of a population.
 
     A tree in `each` has one value for each member; the members share all others. `at_once` members
@@ -64,7 +65,7 @@ def over_members(f: Callable, state: TrainState, *trees, at_once: int | None = N
     return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
 
 
-def check_each(state: TrainState, trees) -> None:
+def check_each(state: TrainState | States, trees) -> None:
     """Raise StateError unless the arrays of each `each` have a first axis of the members."""
     n = members_of(state)
     found = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]

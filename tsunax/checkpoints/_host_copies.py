@@ -52,7 +52,7 @@ def step_to_save(tree: Tree, step) -> int:
         if not tree.states:
             got, fix = "a tree without a TrainState", "save(state, step=...)."
             raise WrongTypeError("state", "save()", got, "one, or step=", fix)
-        step = int(np.max(np.asarray(next(iter(tree.states.values())).clock)[..., 0]))
+        step = int(np.max(np.asarray(tree.clocks[0])[..., 0]))
     checks.check_count(step, "save()", "step", 0)
     if step >= 1 << 48:
         raise HyperparameterError("step", "save()", step, "< 2**48")

@@ -12,7 +12,7 @@ import numpy as np
 
 from tsunax.checkpoints import _host_copies, _matching, _reading, leaves
 from tsunax.errors import StateError, warn
-from tsunax.state import TrainState
+from tsunax.states import COUNTED
 
 __all__ = []
 
@@ -43,7 +43,7 @@ def later(run, at: int, state, calls: int) -> _reading.Restored:
         expected = f"step {at} or later, as {newest}"
         raise StateError("state", "fit()", got, expected, fix)
     if calls > saved:
-        if not isinstance(state, TrainState):
+        if not isinstance(state, COUNTED):
             fix = "A tree of others has no clock of its own: give another path."
             raise StateError("state", "fit()", got, "a TrainState, or a fresh tree", fix)
         text = f"{here}, {newest} at step {at}: the state given goes on"

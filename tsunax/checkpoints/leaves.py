@@ -21,6 +21,7 @@ import numpy as np
 from tsunax._core import PyTree, trees
 from tsunax.errors import WrongTypeError
 from tsunax.state import TrainState
+from tsunax.states import COUNTED
 
 __all__ = []
 
@@ -155,10 +156,11 @@ class Tree:
     leaves: list[tuple[Keys, Any]]
     states: dict[Keys, TrainState]
     names: list[str]
+    clocks: list[Any]  # of those, after the clock of a run that they are members of
 
 
 def tree_of(tree: PyTree) -> Tree:
-    out, names, taken = Tree([], {}, []), [], {}
+    out, names, taken = Tree([], {}, [], []), [], {}
     _walk(tree, (), (), out, names)
     for name in names:  # of a custom node, the keys may differ in their type alone
         taken[name] = n = taken.get(name, 0) + 1
@@ -173,6 +175,8 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
         names.append(name)
         return
     box = trees._is_box(x)  # the wrappers of flax come and go between its versions
+    if isinstance(x, COUNTED):
+        out.clocks.append(x.clock)
     if isinstance(x, TrainState):
         out.states[path] = x
     for key, child in children:

@@ -26,7 +26,7 @@ _LONG = 100  # entries of an array whose values are shown
 
 
 def script_of(
-    step: Any, state: PyTree, data: Iterable[PyTree], extra: Mapping[str, Any]
+    step: Any, state: PyTree, data: Iterable[PyTree] | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Calls and numbers of a script's states, and the rest of what it gives as texts."""
     states = list(leaves.tree_of(state).states.values())

@@ -28,6 +28,7 @@ from tsunax.distributed import collectives
 from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part
+from tsunax.states import States
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
@@ -90,7 +91,8 @@ def shard(
     The axes of a parameter are spread over axes of the mesh as the first of these says:
 
     1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None is
-       whole on each device.
+       whole on each device. Of `States`, patterns begin with the member, or with "carry":
+       `{"carry/**": P("data")}`.
     2. The names of its axes in flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`):
        axes of the mesh, or names that `logical` maps to them, `{"embed": "fsdp", "mlp": "tensor"}`.
     3. Whole on each device.
@@ -101,8 +103,8 @@ def shard(
     Other fields (clock, key, live numbers) are whole.
 
     Args:
-      state: a `TrainState`, any tree of arrays, or a function that makes one, of which no array is
-        ever whole on one device.
+      state: a `TrainState`, `States`, any tree of arrays, or a function that makes one, of which no
+        array is ever whole on one device.
       mesh: from `mesh`, or any `jax.sharding.Mesh`.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
@@ -125,7 +127,7 @@ def shard(
     choice = _Choice(mesh, rules, logical, zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
-    specs = choice.of_state(like) if isinstance(like, TrainState) else choice.of_params(like)
+    specs = choice.of_any(like)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     where = jax.tree.unflatten(jax.tree.structure(like), shardings)
     if make is not None:
@@ -178,14 +180,32 @@ class _Choice:
             out.append(spec if is_final else self._over(spec, leaf, "fsdp"))
         return out
 
-    def of_state(self, state: TrainState) -> list[P]:
-        """The specs of all leaves of a state; populations are cut by members."""
+    def of_any(self, state: PyTree) -> list[P]:
+        """The specs of all leaves of a state, of `States`, or of another tree.
+
+        Populations are cut by members.
+        """
         if (n := members_of(state)) is not None:
             if n % self.mesh.size:
                 expected = f"a multiple of {self.mesh.size} devices"
                 raise DeviceError("population", "shard()", f"{n} members", expected)
             return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
-        params = self.of_params(state.params)
+        if isinstance(state, TrainState):
+            return self.of_state(state, self.of_params(state.params))
+        if not isinstance(state, States):
+            return self.of_params(state)
+        carry = {"carry": state.carry} if jax.tree.leaves(state.carry) else {}
+        parts = carry | {name: s.params for name, s in state.members.items()}
+        specs = iter(self.of_params(parts))  # one tree, so that a pattern may match several
+        found = {
+            name: [next(specs) for _ in jax.tree.leaves(parts[name])] for name in sorted(parts)
+        }
+        whole = [P()] * 2  # clock and tally
+        members = (self.of_state(s, found[name]) for name, s in state.members.items())
+        return sum(members, whole + found.get("carry", []))
+
+    def of_state(self, state: TrainState, params: list[P]) -> list[P]:
+        """Those of all leaves of a state: what belongs to a parameter follows it."""
         places = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
         ruled = jax.tree.leaves(trained_part(dataclasses.replace(state, params=places)))
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]

@@ -21,6 +21,7 @@ from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
+from tsunax.run import fused_loop
 
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
@@ -136,7 +137,8 @@ def find_batch_size(
     is returned was compiled, and did fit.
 
     Args:
-      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`.
+      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`; for `States` the
+        function that `fit` takes.
       state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`).
       example: a batch of any number of rows, or its shapes.
       mode: "power" tries 1, 2, 4, ... times `multiple_of`, and `max_size`; "binsearch" all sizes.
@@ -222,6 +224,7 @@ def _found(
     """The largest of these sizes that fits; with `whole`, the micro-batches that it is cut into."""
     state, example, extra = arguments
     checks.check_count(max_trials, where, "max_trials")
+    step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         got = trees.describe(margin)
         raise HyperparameterError("margin", where, got, "a number from 0 to below 1")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsunax._core import Device, PyTree, checks, tables, trees
+from tsunax._core import Device, Function, PyTree, checks, tables, trees
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_fields import frozen_flags
 from tsunax.errors import StateError, WrongTypeError
@@ -29,6 +29,7 @@ from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
+from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
@@ -81,7 +82,9 @@ class Description:
         return "\n".join([*_summary(self), "", *_rows(self.leaves)])
 
 
-def describe(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> Description:
+def describe(
+    step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
+) -> Description:
     """Describe the cost and effects of a step from its compiled program, without executing it.
 
     FLOPs are counted over the whole step, gradient and rule included, with loops (`accumulate=`, a
@@ -90,15 +93,16 @@ def describe(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) ->
     the compiled program.
 
     Args:
-      step: a `train_step`.
+      step: a `train_step`; for `States` the function `(run, batch) -> (run, info)` that `fit` takes,
+        compiled with the run donated.
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
 
     `recompiles` says why this step was traced again since it was made, by `fit` too: the leaf with
     another shape, dtype or weak type, the other rule, selection or precision, or where the trees
     differ. Equal steps, of one function, share the loop of `fit` and its traces.
 
-    Raises WrongTypeError for a step that is no `train_step`, and what the step itself raises for
-    these arguments.
+    Raises WrongTypeError for a step that is none, and what the step itself raises for these
+    arguments.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -108,20 +112,22 @@ def describe(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) ->
     (True, True)
     """
     where = "describe()"
-    if not isinstance(step, TrainStep):
+    if not isinstance(step, TrainStep) and not (isinstance(state, States) and callable(step)):
         fix = "Make one: ts.train_step(loss_fn)."
         raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
-    check_state(state, where, batch)
+    if not isinstance(state, States):
+        check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with arrays or shapes."
         raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
-    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+    given = jax.tree.leaves(batch)
+    if given and not any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     shapes, more = _memory.as_shapes(state, batch, extra)
     times = [time.perf_counter()]
     with warnings.catch_warnings():  # of donation, which is described with the leaves
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        traced = step.trace(state, shapes, **more)
+        traced = fused_loop.lowerable(step, state).trace(state, shapes, **more)
         times.append(time.perf_counter())
         lowered = traced.lower()
         times.append(time.perf_counter())
@@ -129,27 +135,29 @@ def describe(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) ->
         times.append(time.perf_counter())
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
-    donated, failed = _donation(step, state, text)
+    donates = getattr(step, "donate", True)
+    donated, failed = _donation(state, text) if donates else (0, ())
     costs = compiled.cost_analysis() or {}
     costs = costs[0] if isinstance(costs, list) else costs
-    loop = fused_loop.fused(step, step.donate)
-    shared = loop.step if isinstance(loop.step, TrainStep) else step  # of equal steps
-    looped = [trace for trace in shared.traces if trace.kind == "loop" and shared is not step]
-    traces = [*step.traces, *looped]
-    places = [("step", x) for x in step.programs.devices]
-    places += [("loop", x) for x in loop.programs.devices]
+    loop, traces, places = fused_loop.fused(step, donates), [], []
+    if isinstance(step, TrainStep):
+        shared = loop.step if isinstance(loop.step, TrainStep) else step  # of equal steps
+        looped = [trace for trace in shared.traces if trace.kind == "loop" and shared is not step]
+        traces = [*step.traces, *looped]
+        places = [("step", x) for x in step.programs.devices]
+        places += [("loop", x) for x in loop.programs.devices]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         bytes_accessed=costs.get("bytes accessed"),
         memory=None if analysis is None else _memory.need_in(compiled, state, shapes),
-        donates=step.donate,
+        donates=donates,
         donated=donated,
         aliased=0 if analysis is None else analysis.alias_size_in_bytes,
         not_aliased=failed,
         communication=_cost.collectives_in(text),
-        leaves=_leaves(state),
+        leaves=tuple(x for at, s in training_states(state).items() for x in _leaves(at, s)),
         seconds=dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)),
-        traces=len(traces),
+        traces=len(traces) or 1,
         recompiles=tuple(retrace_reasons(traces, places)),
         device=device.device_kind,
         devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
@@ -176,26 +184,27 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     return best
 
 
-def _donation(step: TrainStep, state: TrainState, text: str) -> tuple[int, tuple[str, ...]]:
+def _donation(state: TrainState | States, text: str) -> tuple[int, tuple[str, ...]]:
     """Bytes on one device that the step consumes, and the leaves whose memory is not used again."""
-    if not step.donate:
-        return 0, ()
     known, aliased = _cost.donated_in(text)
-    fields = "params", *state._moving
+    is_one = isinstance(state, TrainState)
+    fields = ("params", *state._moving) if is_one else ()
     total, failed = 0, []
-    for path, x in jax.tree_util.tree_flatten_with_path(split(state)[0])[0]:
+    moving = split(state)[0] if is_one else state
+    for path, x in jax.tree_util.tree_flatten_with_path(moving)[0]:
         size = _memory.bytes_on_one(x)
         total += size
-        name = "moving" + jax.tree_util.keystr(path)
+        name = ("moving" if is_one else "state") + jax.tree_util.keystr(path)
         if size and name in known and name not in aliased:
-            failed.append(trees.access_str(f"state.{fields[path[0].idx]}", path[1:]))
+            at, path = (f".{fields[path[0].idx]}", path[1:]) if is_one else ("", path)
+            failed.append(trees.access_str(f"state{at}", path))
     return total, tuple(failed)
 
 
 # --------------------------------------------------------------------------------------- the leaves
 
 
-def _leaves(state: TrainState) -> tuple[Leaf, ...]:
+def _leaves(at: str, state: TrainState) -> tuple[Leaf, ...]:
     named = trees.leaves_with_names(state.params)
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
@@ -206,7 +215,7 @@ def _leaves(state: TrainState) -> tuple[Leaf, ...]:
         if on:
             status = next(frozen) or "trained"
         about = str(trees.dtype_of(x)), status, _sharding(x)
-        found.append(Leaf(trees.shown_path(name), np.shape(x), *about))
+        found.append(Leaf(at + trees.shown_path(name), np.shape(x), *about))
     return tuple(found)
 
 

@@ -15,14 +15,16 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import PyTree, checks, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._step.members import members_of
 from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, place_state
+from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
+from tsunax.states import States
 
 __all__ = ["ReplayReport", "replay"]
 
@@ -50,7 +52,9 @@ class ReplayReport:
         return self.text
 
 
-def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> ReplayReport:
+def replay(
+    step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
+) -> ReplayReport:
     """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
@@ -61,7 +65,8 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     Nothing is donated. It needs memory for every intermediate value of the step.
 
     Args:
-      step: the `train_step`.
+      step: the `train_step`; for `States` the function that `fit` takes, whose infos are looked
+        through: "info['critic'].loss".
       state: as it was given to that call: from the state after a rejected step
         `state.replace(calls=state.calls - 1)`, with a loss scale also the one before. `fit` keeps
         both: `replay(step, *error.rejected[-1].of(error.state))`.
@@ -78,10 +83,13 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     ("gradient of params['w']", 'div', True)
     """
     where = "replay()"
-    if not isinstance(step, TrainStep):
+    if isinstance(state, States):
+        checks.check_all_alive(state, "state")
+    elif not isinstance(step, TrainStep):
         fix = "Make one: ts.train_step(loss_fn)."
         raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
-    check_state(state, where, batch)
+    else:
+        check_state(state, where, batch)
     if members_of(state) is not None:
         fix = "Give ts.populations.member(state, i)."
         raise StateError("state", where, "a population", "one member", fix)
@@ -89,7 +97,10 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
         fix = "Call it outside of jit, with the arrays of that call."
         raise StateError("state", where, "a traced one", "a concrete one", fix)
     for name, tree in {"state": state, "batch": batch, **extra}.items():
-        checks.check_arrays(tree, name)
+        if jax.tree.leaves(tree):
+            checks.check_arrays(tree, name)
+    if isinstance(state, States) or not isinstance(step, TrainStep):
+        return _replayed(step, (state, batch, extra))
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)
@@ -108,6 +119,15 @@ def replay(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> R
     n = step.accumulate
     found = _searched(look, ("loss", "gradient of params"), given, n)
     return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
+
+
+def _replayed(step: Function, given: tuple) -> ReplayReport:
+    """That of a step of `States`: of its infos, and of what it makes of the run."""
+    once = fused_loop.fused(step, True).once
+    look = lambda *given: (once(*given)[1].info,)
+    move = lambda *given: (once(*given)[0],)
+    found = _searched(look, ("info",), given, 1)
+    return found or _searched(move, ("new state",), given, 1, (given[0],)) or _finite("Infos")
 
 
 MOVED = "new params", "new model_state", "new average", "new opt_state"
@@ -149,7 +169,11 @@ def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
     if found != "gradient norm":
         text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
         return ReplayReport(found, "", None, "", "", "", True, (), text)
-    text = "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
+    return _finite("Loss, gradients")
+
+
+def _finite(what: str) -> ReplayReport:
+    text = f"{what} and the new state are finite. If the step was rejected, a rule did it "
     text += "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
     text += "in another order."
     return ReplayReport("", "", None, "", "", "", False, (), text)

@@ -24,7 +24,7 @@ from tsunax.distributed import collectives
 from tsunax.errors import DataError, ProcessError, StateError, warn
 from tsunax.hyper import hyperparams
 from tsunax.run.feed import Chunk, innermost
-from tsunax.state import TrainState
+from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
 
@@ -32,7 +32,7 @@ SMALL = 1 << 16  # bytes of an array that is compared in full
 class Alike:
     """Compares the processes of a run or an evaluation; does nothing for one process alone."""
 
-    def __init__(self, where: str, state: PyTree, data: Iterable[PyTree]) -> None:
+    def __init__(self, where: str, state: PyTree, data: Iterable[PyTree] | None) -> None:
         self.where = where
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         spread = next((x for x in arrays if not x.is_fully_addressable), None)
@@ -120,7 +120,7 @@ class Alike:
         said = collectives.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
         everyone = [json.loads(text) for text in said]
         if any(changed for _, changed in everyone):
-            numbers = hyperparams(state) if isinstance(state, TrainState) else {}
+            numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
             things = {"hyperparams": numbers, "state": small(state)}
             collectives.compare(f"the callbacks of {place}", things, collectives.LAST)
         return next((text for text, _ in everyone if text), "")

@@ -5,6 +5,7 @@ A boundary is a step at which one of them needs the state.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from tsunax.run.row_log import RowLog
 from tsunax.run.rows import check_row, join
 from tsunax.run.run import Run, blamed
 from tsunax.state import TrainState, donated
+from tsunax.states import States, training_states
 
 
 @dataclass(eq=False)
@@ -195,9 +197,13 @@ def _check_returned(new, run: Run) -> None:
     old, fix = run.state, "A callback keeps the structure of the state."
     if any(map(trees.is_gone, jax.tree.leaves(new))):
         raise StateError(donated("the callback's result"))
-    if isinstance(old, TrainState) and isinstance(new, TrainState):
-        for name in ("params", "model_state"):
-            checks.check_like(name, getattr(new, name), getattr(old, name), fix)
+    both = training_states(old), training_states(new)
+    if both[0] and both[0].keys() == both[1].keys():
+        for at, name in itertools.product(both[0], ("params", "model_state")):
+            mine, theirs = (getattr(states[at], name) for states in both)
+            checks.check_like(f"{at}{name}", theirs, mine, fix)
+        if isinstance(old, States):
+            checks.check_like("carry", new.carry, old.carry, fix)
         if logged_step(new, run.step) != run.step:
             fix = "The history goes forward: state.replace(step=run.step)."
             raise StateError("step", "the callback's state", int(new.step), run.step, fix)

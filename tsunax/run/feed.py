@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
-from tsunax.state import TrainState
+from tsunax.states import COUNTED
 
 # of batches that one call takes: in a cache, and a fraction of what a model needs
 BUFFER_BYTES = 1 << 20
@@ -31,6 +32,13 @@ NO_LIMIT = np.iinfo(np.int32).max
 REPEATED_BYTES = 4 << 20  # of copies of the only batch: made once for many calls
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
 SHAPES = 16  # that batches may have in a run: each one compiles
+
+
+class NoData:
+    """What `fit(step, state, steps=n)` reads: no batches, and no epochs."""
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return itertools.repeat(None)
 
 
 class Chunk(NamedTuple):
@@ -59,7 +67,7 @@ class Feed:
     def __init__(
         self,
         step: Any,
-        data: Iterable[PyTree],
+        data: Iterable[PyTree] | None,
         state: PyTree,
         steps_per_call: int | str | None,
         interval: float,
@@ -72,6 +80,7 @@ class Feed:
         tells: bool = True,  # the data given where they are after each call, not at `sync` alone
         last: int | None = None,  # epochs in all: no call goes beyond
     ):
+        data = NoData() if data is None else data
         self._step, self._crosses, self._tells = step, crosses, tells
         self._last = NO_LIMIT if last is None else last
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
@@ -151,6 +160,13 @@ class Feed:
 
     def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
         epochs, data = self.epoch, self.source.data
+        if isinstance(data, NoData):
+            if self._setting is None:
+                return Chunk(fused_loop.Single(None), None, 1, 0, 0)
+            most = self._setting if isinstance(self._setting, int) else RESIDENT
+            self.size = int(max(2, min(most, self._interval, RESIDENT)))
+            count = min(n, self.size)
+            return Chunk(fused_loop.Nothing(self.size), _count(count, limit), count, 0, 0)
         if self._setting is None:
             return self._single(state, step)
         if isinstance(data, Batches) and data.resident is not None:
@@ -334,6 +350,7 @@ class Feed:
         settings, now = place.get("settings"), _settings_of(self.source.data)
         if (settings is not None and now is None) or (now is not None and "data" in place):
             ours, other = "ts.batches(...)", f"a {type(self.source.data).__name__}"
+            other = "no data" if isinstance(self.source.data, NoData) else other
             got, saved = (other, ours) if now is None else (ours, "data of another kind")
             expected = f"{saved}, with which the checkpoint was saved"
             fix = "Give the data of that run; or start another one, with another path."
@@ -461,7 +478,7 @@ def _count(n: int, limit: int) -> np.ndarray:
 
 def _is_new(state) -> bool:
     """Whether no step has seen it: a `TrainState`, or a tree of some."""
-    is_state = lambda x: isinstance(x, TrainState)
+    is_state = lambda x: isinstance(x, COUNTED)
     parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 

@@ -25,7 +25,7 @@ import numpy as np
 from tsunax._core import PyTree, Step, checks, placement
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import collectives
-from tsunax.errors import NonFiniteError, RowError
+from tsunax.errors import NonFiniteError, RowError, StateError
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
 from tsunax.run.boundaries import Boundaries
@@ -34,7 +34,6 @@ from tsunax.run.options import Options
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog
 from tsunax.run.run import OF_FIT, OF_ROWS, Run
-from tsunax.state import TrainState
 from tsunax.step import StepInfo
 
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
@@ -50,7 +49,7 @@ class Fit:
         self,
         step: Step,
         state: PyTree,
-        data: Iterable[PyTree],
+        data: Iterable[PyTree] | None,
         options: Options,
         history: History,
         memory: dict[str, Any],
@@ -272,7 +271,8 @@ class Fit:
         epochs = feed.epochs_of(chunks)
         verdicts = info_columns.verdicts(infos, len(epochs))
         # of one state its clock counts, else every call does
-        is_one = isinstance(infos, StepInfo) and not rejections.is_population
+        is_told = isinstance(infos, fused_loop.Told)
+        is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.count + np.cumsum(verdicts > 0)
         fatal = rejections.note(verdicts, steps, epochs, infos)
@@ -291,13 +291,13 @@ class Fit:
             got, fix = "a name that fit reserves", "Rename the metric."
             raise RowError(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix)
         run.taken.update(columns, held)
-        # a callback may change them
-        numbers = run.state.numbers if isinstance(run.state, TrainState) else None
+        state = run.state  # a callback may change it
 
         def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                found |= info_columns.scheduled(numbers, steps[at] - 1)
+                stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[at]))
+                found |= fused_loop.scheduled(infos, state, stack)
             return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
@@ -308,6 +308,11 @@ class Fit:
             row_of = functools.partial(rows_of, applied[-1:])
             self.log.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
+        if isinstance(run.info, fused_loop.Told):
+            now, run.info = run.info.clock, run.info.info
+            if is_one and int(now[0]) != run.step:
+                got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
+                raise StateError("state", "step", got, expected)
         rejections.count = int(rejected[n - 1])
         self.bar.show(run.step, run.metrics)
         if fatal is not None:

@@ -27,23 +27,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Device, Extra, PyTree, Scalar, Step, TreeDef, checks, placement, trees
+from tsunax._core import (
+    Device,
+    Extra,
+    Function,
+    PyTree,
+    Scalar,
+    Step,
+    TreeDef,
+    checks,
+    placement,
+    trees,
+)
 from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
+from tsunax._step.members import over_members
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
 from tsunax.program import Programs, Traced, TrainStep, place_state, raise_fault
 from tsunax.rules.number_table import Numbers
-from tsunax.state import TrainState, assemble, donated, split
+from tsunax.state import TrainState, donated
+from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
 from tsunax.step import StepInfo
 
 
@@ -58,6 +73,28 @@ class Single:
 
     def at(self, i: Scalar) -> PyTree:
         return self.batch
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size",))
+@dataclass(frozen=True)
+class Nothing:
+    """No batches, for a step whose data come from the state."""
+
+    size: int
+
+    def one(self) -> None:
+        return None
+
+    def at(self, i: Scalar) -> None:
+        return None
+
+
+class Told(NamedTuple):
+    """The info of a call of a step of `States`, with the clock of the run after it."""
+
+    info: PyTree
+    clock: jax.Array  # int32 (4,)
+    rejected: dict[str, jax.Array]  # calls of each member: int32
 
 
 @functools.partial(
@@ -141,11 +178,12 @@ class Infos:
         infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
         return infos, dict(zip(self.named, columns, strict=True))
 
-    def stacked(self, numbers: Numbers | None) -> PyTree:
-        """The infos as a step would give them, on the device."""
+    def stacked(self, state: PyTree) -> PyTree:
+        """The infos as a step would give them, on the device, with the numbers of a state."""
         columns = (self.table[..., i] for i in range(self.table.shape[-1]))
         infos = self._whole(columns, iter(self.others), jax.lax.bitcast_convert_type)
-        return infos._replace(numbers=numbers) if isinstance(infos, StepInfo) else infos
+        infos = _with_numbers(infos, numbers_of(state))
+        return infos.info if isinstance(infos, Told) else infos
 
     def _whole(self, columns, others, as_dtype) -> Any:
         leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
@@ -157,8 +195,8 @@ class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
 
     `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos`
-    are as long as the feed; the first n of them are filled. A `TrainState` with `limit` rejected
-    steps in a row goes no further: where the host learns of it late, it is still as it was then.
+    are as long as the feed; the first n of them are filled. A state with a clock and `limit`
+    rejected steps in a row goes no further: where the host learns of it late, it is still as it was then.
     """
 
     step: Step
@@ -173,7 +211,7 @@ class Fused:
         run = step.pure if isinstance(step, TrainStep) else self.once
 
         def train_steps(kind, moving, still, feed, n, extra):
-            whole = lambda moving, still: moving if kind is None else assemble(kind, moving, still)
+            whole = functools.partial(assemble_any, kind)
             state, trace = whole(moving, still), None
             changed: list[int] = []
             if isinstance(step, TrainStep):
@@ -188,9 +226,9 @@ class Fused:
                 _check_same(state, new)
                 if kind is None:
                     return new, [], Infos.of(jax.tree.map(jnp.asarray, info))
-                if isinstance(info, StepInfo):
-                    info = info._replace(numbers=None)  # those of the state after the call
-                new, after = split(new)
+                # those of the state after the call
+                info = _with_numbers(info, dict.fromkeys(training_states(state)))
+                _, new, after = split_any(new)
                 pairs = zip(jax.tree.leaves(after), jax.tree.leaves(still), strict=True)
                 found = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
                 changed[:] = found
@@ -199,7 +237,7 @@ class Fused:
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, still, feed.at(0))[2]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
-            zero = 0 if kind is None else jnp.sum(state.clock) * 0
+            zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 
             def goes_on(carry):
@@ -220,7 +258,7 @@ class Fused:
             _, moving, more, infos = jax.lax.while_loop(goes_on, body, start)
             if isinstance(step, TrainStep) and trace is not None:  # one that failed is none
                 step.traces.append(trace)
-            infos = _with_scheduled(infos, None if kind is None else state.numbers)
+            infos = _with_scheduled(infos, state)
             return moving, dict(zip(changed, more, strict=True)), infos
 
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
@@ -228,9 +266,25 @@ class Fused:
         return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
 
     def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
-        """One call of the step, as it is."""
+        """One call of the step, as it is; of a population of `States`, for each of them."""
+        if not isinstance(state, States):
+            return self._once(state, batch, extra)
+        new, info = over_members(self._counted, state, batch, extra)
+        counts = {name: new.tally[..., i] for i, name in enumerate(new.members)}
+        return new, Told(info, new.clock, counts)
+
+    def _counted(self, run: States, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
+        new, info = self._once(run, batch, extra)
+        _check_same(run, new)
+        if new.clock is run.clock:
+            got, fix = "a run that counts no call", "End it: return run.advance(...), info."
+            raise StateError("state", "step", got, "one with a call more", fix)
+        return new, info
+
+    def _once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         try:
-            out = self.step(state, batch, **extra)
+            given = (state, batch) if batch is not None or _takes_batch(self.step) else (state,)
+            out = self.step(*given, **extra)
         except Exception:
             if isinstance(state, TrainState):
                 check_no_loss_fn(self.step, state, batch, "step", A_STEP)
@@ -251,17 +305,15 @@ class Calls:
     """Calls of a loop one after the other: the state is taken apart once, and assembled once."""
 
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
-        self._kind: Any = None
-        self._moving: PyTree = state
-        self._still: PyTree = ()
+        self._kind, moving, still = split_any(state)
         self._extra = extra
-        if isinstance(state, TrainState):
-            self._kind, (moving, still) = (type(state), state.plan), split(state)
-            shardings, self._moving, self._still = loop.programs.place_state(state, moving, still)
+        if self._kind is not None:
+            shardings, moving, still = loop.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
-            shardings, self._moving, self._still = place_state(state)
+            shardings, moving, still = place_state(moving)
+        self._moving, self._still = moving, still
         self._program = loop.programs[shardings]
 
     def __call__(self, feed: PyTree, n: np.ndarray | jax.Array) -> Infos:
@@ -269,10 +321,10 @@ class Calls:
         try:
             self._moving, more, infos = self._program(*given)
         except Exception as error:
-            if self._kind is not None:
-                batches = feed.batches if isinstance(feed, Stacked) else feed.arrays
-                first = jax.tree.map(lambda x: x[0], batches)
-                raise_fault(error, self.state, first, self._extra)
+            if isinstance(state := self.state, TrainState):
+                given = getattr(feed, "batches", getattr(feed, "arrays", None))
+                first = jax.tree.map(lambda x: x[0], given)
+                raise_fault(error, state, first, self._extra)
             raise
         if more:
             self._still = _with_leaves(self._still, more)
@@ -281,7 +333,7 @@ class Calls:
     @property
     def state(self) -> Any:
         """The state after the calls so far."""
-        return assemble(self._kind, self._moving, self._still) if self._kind else self._moving
+        return assemble_any(self._kind, self._moving, self._still)
 
 
 def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
@@ -290,17 +342,47 @@ def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
-def _with_scheduled(infos: Infos, numbers) -> Infos:
-    """The infos with the scheduled hyperparameters of every step as further columns."""
-    if numbers is None or not numbers.scheduled:
-        return infos
-    stacked = infos.stacked(numbers)
-    if not isinstance(stacked, StepInfo):
-        return infos
+def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
+    """An info with the numbers of its state; of a run, those that a dict of infos names."""
+    if isinstance(info, Told):
+        if not isinstance(info.info, Mapping):
+            return info
+        infos = dict(info.info)
+        for at, x in numbers.items():
+            if isinstance(part := infos.get(at.removesuffix("/")), StepInfo):
+                infos[at.removesuffix("/")] = part._replace(numbers=x)
+        return info._replace(info=infos)
+    return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
+
+
+def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
+    """Columns of the hyperparameters that a schedule moves, in stacked infos, by `mapped(f, steps)`.
+
+    Of a run those of the members that a dict of infos names.
+    """
+    info = info.info if isinstance(info, Told) else info
+    parts = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
+    columns: dict[str, Any] = {}
+    for at, numbers in numbers_of(state).items():
+        part = parts.get(at.removesuffix("/"))
+        if numbers is None or not isinstance(part, StepInfo) or part.step is None:
+            continue
+        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
+            moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
+            columns |= dict(c for name, x in moved.items() for c in by_member(at + name, x))
+    return columns
+
+
+def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
     held = numbers.named(None)
-    moving = lambda step: {k: x for k, x in numbers.named(step).items() if k not in held}
-    moved = jax.vmap(moving)(stacked.step)
-    columns = dict(column for name, x in moved.items() for column in by_member(name, x))
+    return {name: x for name, x in numbers.named(step).items() if name not in held}
+
+
+def _with_scheduled(infos: Infos, state: PyTree) -> Infos:
+    """The infos with the scheduled hyperparameters of every step as further columns."""
+    columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
+    if not columns:
+        return infos
     more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
     table = jnp.concatenate([infos.table, *more], 1)
     return dataclasses.replace(infos, table=table, named=tuple(columns))
@@ -311,12 +393,33 @@ def by_member(name: str, x: np.ndarray | jax.Array) -> list[tuple[str, Any]]:
     return [(name, x)] if np.ndim(x) < 2 else [(f"{name}/{i}", x[:, i]) for i in range(x.shape[1])]
 
 
+def _takes_batch(step: Step) -> bool:
+    """Whether a step takes anything beside the state, as far as its signature tells."""
+    kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    known = [p for p in checks.parameters_of(step) if p.kind not in kinds]
+    return len(known) != 1 or known[0].kind == inspect.Parameter.VAR_POSITIONAL
+
+
 def _check_same(old, new) -> None:
     fix = "A step returns a state like the one that it got."
-    if isinstance(old, TrainState) and not isinstance(new, TrainState):
-        fix = "A step returns (state, info)."
-        raise StateError("state", "step", trees.describe(new), "a TrainState", fix)
+    known = {TrainState: "a TrainState", States: "a run: return run.advance(...), info"}
+    for kind, expected in known.items():
+        if isinstance(old, kind) and not isinstance(new, kind):
+            fix = "A step returns (state, info)."
+            raise StateError("state", "step", trees.describe(new), expected, fix)
     checks.check_like("state", new, old, fix)
+
+
+def lowerable(step: Any, state: PyTree) -> Any:
+    """The step of a state, with `lower` and `trace`; one of `States`, as `fit` would call it."""
+    if not isinstance(state, States) or not callable(step) or hasattr(step, "lower"):
+        return step
+
+    def call(state: PyTree, batch: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        new, told = fused(step, True).once(state, batch, extra)
+        return new, told.info
+
+    return jax.jit(convolutions.fast(call), donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=32)

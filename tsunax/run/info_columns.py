@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +11,11 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
-from tsunax.errors import StateError
-from tsunax.rules.number_table import Numbers
+from tsunax.errors import RowError, StateError
 from tsunax.run import fused_loop
 from tsunax.run.run import OF_FIT
 from tsunax.state import TrainState, donated
+from tsunax.states import COUNTED, States, numbers_of
 from tsunax.step import StepInfo
 
 
@@ -53,6 +53,9 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
 
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
     """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
+    if isinstance(infos, fused_loop.Told):  # the clock of the run says it
+        in_a_row = infos.clock[..., 3]
+        return np.min(in_a_row.reshape(n, -1), 1)
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
     found = [np.asarray(x.verdict) for x in parts if x.verdict is not None]
@@ -65,12 +68,22 @@ def own_names(infos: PyTree) -> list[str]:
     """The names that the user gave: of metrics, or of a dict's own numbers."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
+    infos = infos.info if isinstance(infos, fused_loop.Told) else infos
     names = infos if isinstance(infos, Mapping) else ()
     return [name for name in names if name in (*OF_FIT, "step")]
 
 
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone."""
+    if isinstance(infos, fused_loop.Told):
+        found = dict(columns(infos.info))
+        for name, x in infos.rejected.items():
+            if (name := f"{name}/rejected") in found:
+                got, fix = "a name that fit reserves", "Rename the metric."
+                raise RowError(repr(name), "step", got, "another name", fix)
+            found[name] = np.min(np.reshape(x, (len(x), -1)), 1)  # of a population, by all
+        yield from found.items()
+        return
     if isinstance(infos, StepInfo):
         names = "loss grad_norm update_norm loss_scale dropped weight".split()
         found = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
@@ -100,26 +113,15 @@ MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 
 def _still(state) -> dict[str, float]:
     """The live hyperparameters that no schedule moves, by flat name."""
-    if not isinstance(state, TrainState) or state.numbers is None:
-        return {}
-    found = {}
-    for name, x in state.numbers.named(None).items():
+    known = ((at, x.named(None)) for at, x in numbers_of(state).items() if x is not None)
+    found: dict[str, float] = {}
+    for name, x in {at + name: x for at, named in known for name, x in named.items()}.items():
         many = {f"{name}/{i}": float(v) for i, v in enumerate(np.ravel(x))}
         found |= many if np.ndim(x) else {name: float(x)}
     return found
 
 
-def scheduled(numbers: Numbers | None, steps: Iterable[int]) -> dict[str, np.ndarray]:
-    """Those that one moves, for a few steps."""
-    if numbers is None or not numbers.scheduled:
-        return {}
-    held, rows = numbers.named(None), [numbers.named(int(step)) for step in steps]
-    names = [name for name in (rows[0] if rows else {}) if name not in held]
-    moved = {name: np.array([row[name] for row in rows]) for name in names}
-    return dict(column for name, x in moved.items() for column in fused_loop.by_member(name, x))
-
-
-def counts_of(state: TrainState) -> np.ndarray:
+def counts_of(state: TrainState | States) -> np.ndarray:
     """What the clock of a state holds, read once: int (4,), or (members, 4)."""
     if trees.is_gone(state.clock):
         raise StateError(donated("fit()"))
@@ -130,18 +132,18 @@ def counts_of(state: TrainState) -> np.ndarray:
 
 def logged_step(state: PyTree, default: int) -> int:
     """The clock of a state; of a population, whose members have their own, the calls."""
-    if not isinstance(state, TrainState):
+    if not isinstance(state, COUNTED):
         return default
     counts = counts_of(state)
     return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
 
 
 def most_calls(state: PyTree) -> int:
-    return int(np.max(counts_of(state)[..., 1])) if isinstance(state, TrainState) else 0
+    return int(np.max(counts_of(state)[..., 1])) if isinstance(state, COUNTED) else 0
 
 
 def rejected_of(state: PyTree) -> tuple[int, int]:
-    if not isinstance(state, TrainState):
+    if not isinstance(state, COUNTED):
         return 0, 0
     counts = counts_of(state)
     return int(np.min(counts[..., 2])), int(np.min(counts[..., 3]))
@@ -151,13 +153,13 @@ class HeldNumbers:
     """The unscheduled hyperparameters in a row: learning rates, and those that were adjusted."""
 
     def __init__(self) -> None:
-        self._numbers: Any = None  # that they were read from
+        self._numbers: dict[str, Any] = {}  # that they were read from
         self._start: dict[str, float] | None = None
         self._told: dict[str, float] = {}
 
     def of(self, state: PyTree) -> dict[str, float]:
-        numbers = getattr(state, "numbers", None)
-        if self._start is None or numbers is not self._numbers:
+        numbers = numbers_of(state)
+        if self._start is None or any(x is not self._numbers[at] for at, x in numbers.items()):
             now = _still(state)
             start = now if self._start is None else self._start
             self._told = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}

@@ -21,6 +21,7 @@ from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, check_step
 from tsunax.state import TrainState, own
+from tsunax.states import training_states
 
 
 def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
@@ -36,7 +37,7 @@ def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManag
 def begin(
     step: Step,
     state: PyTree,
-    data: Iterable[PyTree],
+    data: Iterable[PyTree] | None,
     options: Options,
     progress: Any,
     history: History | None,
@@ -110,11 +111,11 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
         found["rows_from"] = start + (closed != start)
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
-    if isinstance(state, TrainState):
-        found |= {f"start/{name}": x for name, x in hyperparams(state).items()}
-        found["parameters"] = sum(np.size(x) for x in jax.tree.leaves(state.params))
-        if state.plan.precision is not None:
-            found["precision"] = state.plan.precision.compute
+    for at, s in training_states(state).items():
+        found |= {f"start/{at}{name}": x for name, x in hyperparams(s).items()}
+        found[f"{at}parameters"] = sum(np.size(x) for x in jax.tree.leaves(s.params))
+        if s.plan.precision is not None:
+            found[f"{at}precision"] = s.plan.precision.compute
     return found
 
 

@@ -17,14 +17,20 @@ from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state
+from tsunax.states import COUNTED
 
 
 class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
-    def __init__(self, where: str, steps: int | None, epochs: int | None) -> None:
+    def __init__(
+        self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
+    ) -> None:
         given = {"steps": steps, "epochs": epochs}
         check_whole(where, **{name: x for name, x in given.items() if x is not None})
+        if not has_data and steps is None:
+            got = "no data" if epochs is None else f"epochs={epochs} without data"
+            raise WrongTypeError("goal", where, got, "steps=, if there are no data")
         if (steps is None) == (epochs is None):
             both = f"steps={steps} and epochs={epochs}"
             got = "neither steps nor epochs" if steps is None else both
@@ -214,9 +220,10 @@ def check_step(where: str, step: object, state: PyTree) -> None:
         check_state(state, where)
         return
     names = [p.name for p in checks.parameters_of(step)]
-    if isinstance(state, TrainState) and names[:1] == ["params"]:
+    if isinstance(state, COUNTED) and names[:1] == ["params"]:
         fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
         raise WrongTypeError("step", where, trees.describe_call(step), A_STEP, fix)
+    checks.check_all_alive(state, "state")
     if not jax.tree.leaves(state):
         raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
 

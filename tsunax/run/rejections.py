@@ -15,9 +15,11 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
+from tsunax.run.fused_loop import Told
 from tsunax.run.info_columns import most_calls, rejected_of
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
+from tsunax.states import States, training_states
 from tsunax.step import StepInfo
 
 
@@ -33,7 +35,7 @@ class Rejections:
         self.in_a_row: int = 0
         self.calls: int = most_calls(state)  # of the state before the calls that were not read
         self.is_population: bool = members_of(state) is not None
-        has_scale = isinstance(state, TrainState) and state.loss_scale is not None
+        has_scale = any(s.loss_scale is not None for s in training_states(state).values())
         # rejected ones in a row that end a call; under a loss scale some do not count
         self.limit: int | None = None if has_scale or self.is_population else self.max_bad + before
 
@@ -41,6 +43,19 @@ class Rejections:
         """Whether one verdict and one state belong to a call."""
         is_one = isinstance(self.run.state, TrainState) and not self.is_population
         return isinstance(info, StepInfo) and is_one
+
+    def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
+        """What a call rejected: (name, state, info) of it, as far as the infos say whose they are."""
+        info = info.info if isinstance(info, Told) else info
+        infos = info if isinstance(self.run.state, States) else {"": info}
+        if self.is_population or not isinstance(infos, Mapping):
+            return []
+        states = training_states(self.run.state).items()
+        parts = [(at[:-1], s, infos.get(at[:-1])) for at, s in states]
+        parts = [
+            (at, s, x) for at, s, x in parts if isinstance(x, StepInfo) and not np.ndim(x.verdict)
+        ]
+        return [part for part in parts if part[2].verdict is not None and part[2].verdict > 0]
 
     def note(
         self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
@@ -57,20 +72,20 @@ class Rejections:
             if verdict <= 0:
                 self.in_a_row = 0
                 continue
-            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            parts = self._rejected_parts(jax.tree.map(lambda x, i=i: x[i], infos))
             count += 1
             run.history.mark("rejected", int(steps[i]))
-            known = self._is_known(info)
-            if known and step_errors.is_searching(run.state, info, verdict):
+            if parts and all(step_errors.is_searching(s, x, x.verdict) for _, s, x in parts):
                 continue  # for its loss scale
             self.in_a_row += 1
             if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
-                why, loss = "a loss or gradient is not finite", ""
-                if known:
-                    why = guard.explain(verdict, run.state.opt_state)
-                    loss = f" (loss {float(info.loss):.6g})" if info.loss is not None else ""
+                why, loss = _why(parts) or "a loss or gradient is not finite", ""
+                if len(parts) == 1 and (x := parts[0][2].loss) is not None:
+                    loss = f" (loss {float(x):.6g})"
                 what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
-                warn(f"{what}. {count} so far; the state is as it was.", RuntimeWarning)
+                is_one = isinstance(run.state, TrainState)
+                whose = "the state" if is_one else "what was rejected"
+                warn(f"{what}. {count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None
@@ -99,15 +114,22 @@ class Rejections:
             limit = "on_nonfinite='raise'"
         elif self.max_bad > 1:
             limit = f"the last of {self.max_bad} in a row, {limit}"
-        known = isinstance(run.info, StepInfo) and not self.is_population
-        why = guard.explain(int(run.info.verdict), None) if known else "not finite"
+        known = self._is_known(run.info)
+        why = _why(self._rejected_parts(run.info)) or "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = step_errors.rejection_reason(
                 self.step, run.state, run.info, _batch_of(i, chunks)[0], extra
             )
         what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
-        raise NonFiniteError(f"{what}. `error.state` is the state before it.", run.state, run.info)
+        when = "after" if isinstance(run.state, States) else "before"  # another member has moved
+        raise NonFiniteError(f"{what}. `error.state` is the state {when} it.", run.state, run.info)
+
+
+def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
+    """What was rejected and why, in words."""
+    told = (f"{at}{at and ': '}{guard.explain(int(x.verdict), s.opt_state)}" for at, s, x in parts)
+    return "; ".join(told)
 
 
 def _batch_of(i: int, chunks) -> tuple[Any, int]:

@@ -1,0 +1,281 @@
+"""Several training states as one run: a GAN, an actor and its critic, an agent and its environment.
+
+    run = ts.States(generator=g, critic=c)
+
+    def step(run, batch):
+        c, c_info = critic_step(run.critic, batch, generator=run.generator.params)
+        g, g_info = generator_step(run.generator, batch, critic=c.params)
+        return run.advance(generator=g, critic=c), {"generator": g_info, "critic": c_info}
+
+    run, history = ts.fit(step, run, data, steps=1000)
+
+A pytree with a clock of its own, and no more: what happens in a step stands in the step.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey
+
+from tsunax import guard
+from tsunax._core import PyTree, placement, trees
+from tsunax._core.trees import own
+from tsunax._step.state_fields import COUNTS
+from tsunax.errors import StateError, WrongTypeError, unknown
+from tsunax.state import TrainState, assemble, count_in, split
+
+__all__ = ["States"]
+
+
+# Not a dataclass: the names of its fields are the user's
+@jax.tree_util.register_pytree_with_keys_class
+class States:
+    """Named training states as one value, with one clock, and what lives beside them.
+
+    `ts.States(generator=g, critic=c)`: a pytree with `run.generator` and `run.critic`, to which
+    `fit`, `Checkpoints`, `shard`, `adjust` and the others apply as to a single state. `carry=` is
+    any tree of arrays: environments, a replay buffer. A step is a function `(run, batch) -> (run,
+    info)` that ends with `run.advance(...)`, which counts the call:
+
+    - `run.step`: calls in which no update of a member was rejected. What `fit`, logs and
+      checkpoints count.
+    - `run.calls`: every call of the step, however often it calls a member.
+    - `run.rejected`, `run.rejected_in_a_row`: calls in which the update of a member was rejected.
+
+    The members' own clocks count their own updates: schedules, averages and keys follow those.
+
+    Members of populations make a population of runs. Raises WrongTypeError for a member that is no
+    state, StateError for none, for one state under two names, and for a name that cannot be an
+    attribute.
+
+    >>> import tsunax as ts
+    >>> state = lambda rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
+    >>> run = ts.States(actor=state(0.1), critic=state(0.3))
+    >>> run = ts.adjust(run, "critic", learning_rate=0.2)
+    >>> ts.hyperparams(run), int(run.step)
+    ({'actor/learning_rate': 0.1, 'critic/learning_rate': 0.2}, 0)
+    """
+
+    clock: jax.Array  # int32 (4,): as that of a `TrainState`
+    # int32 (members,): their rejected calls when the last call was counted. Not read off the members
+    # of the old run: outside of jit a step has donated those
+    tally: jax.Array
+    carry: PyTree  # moves as the step says, whatever the verdicts
+    members: Mapping[str, TrainState]
+
+    def __init__(self, *, carry: PyTree = None, **members: TrainState) -> None:
+        _check(members)
+        first = next(iter(members.values()))
+        shape = jnp.shape(first.clock)[:-1]
+        for name, state in members.items():
+            if (other := jnp.shape(state.clock)[:-1]) != shape:
+                got = f"{name!r} of {other or 'one'}, the first of {shape or 'one'}"
+                raise StateError("members", "States()", got, "populations of one size, or none")
+        clock = np.zeros((*shape, len(COUNTS)), np.int32)
+        clock, tally = placement.beside(first.params, clock), _tally(members.values())
+        seen: set[int] = set()  # a key that two states were given would be donated twice
+
+        def apart(x: Any) -> Any:
+            is_known = id(x) in seen and isinstance(x, jax.Array)
+            seen.add(id(x))
+            return own(x) if is_known else x
+
+        members = {name: jax.tree.map(apart, state) for name, state in members.items()}
+        carry = jax.tree.map(apart, carry)
+        self.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
+
+    def __getattr__(self, name: str) -> TrainState:
+        members = self.__dict__.get("members", {})
+        if name not in members:
+            if name.startswith("__"):  # of copy, pickle and inspect, which ask for what may be
+                raise AttributeError(name)
+            raise AttributeError(unknown("member", "States", name, members))
+        return members[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        fix = f"Make another one: run = run.replace({name}=...)."
+        raise AttributeError(f"States are frozen. {fix}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.members]
+
+    @property
+    def step(self) -> jax.Array:
+        """int32: calls in which no update of a member was rejected."""
+        return count_in(self.clock, 0)
+
+    @property
+    def calls(self) -> jax.Array:
+        """int32: every call of the step."""
+        return count_in(self.clock, 1)
+
+    @property
+    def rejected(self) -> jax.Array:
+        """int32: calls in which the update of a member was rejected."""
+        return count_in(self.clock, 2)
+
+    @property
+    def rejected_in_a_row(self) -> jax.Array:
+        """int32: such calls since the last one that was none."""
+        return count_in(self.clock, 3)
+
+    def replace(self, **new: Any) -> States:
+        """The run with some members, or its carry, replaced; not counted as a call.
+
+        Raises StateError for an unknown name, WrongTypeError for a member that is no state.
+        """
+        for name, x in new.items():
+            if name not in (*self.members, "carry"):
+                raise StateError(unknown("member", "States", name, [*self.members, "carry"]))
+            if name != "carry":
+                _check_state(name, x)
+        members = {name: new.get(name, x) for name, x in self.members.items()}
+        known = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
+        known |= {name: members[name].rejected for name in members if name in new}
+        tally = jnp.stack([*known.values()], -1)
+        return _made(self.clock, tally, new.get("carry", self.carry), members)
+
+    def advance(self, *, all_or_none: bool = False, **new: Any) -> States:
+        """The run after one call of its step: some members and the carry replaced, the call counted.
+
+        Each member is what its own verdict made of it: where the critic's update was rejected, the
+        generator has moved. With `all_or_none` all updates of a call are rejected if one is: then
+        only counts and loss scales move in any member. The carry moves in any case.
+
+        Raises as `replace`.
+        """
+        if all_or_none and jnp.ndim(self.clock) > 1:
+            fix = "Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch)."
+            raise StateError("run", "advance()", "a population", "one run", fix)
+        run = self.replace(**new)
+        bad = jnp.any(run.tally > self.tally, -1)  # `replace` has counted them
+        clock = guard.count(self.clock, None, bad[..., None].astype(jnp.int32))
+        members = run.members
+        if all_or_none:
+            old = self.members
+            members = {name: _unless(bad, x, old[name]) for name, x in members.items()}
+        tally = _tally(members.values()) if all_or_none else run.tally
+        return _made(clock, tally, run.carry, members)
+
+    def member_at(self, where: object, by: str) -> tuple[str, str]:
+        """The member that a pattern begins with, and the pattern in it: "critic/encoder/**"."""
+        name, _, inside = where.partition("/") if isinstance(where, str) else ("", "", "")
+        if name not in self.members:
+            shown = where if isinstance(where, str) else trees.describe(where)
+            fix = "Give a member, or 'member/pattern'."
+            raise StateError(unknown("member", by, shown, self.members, fix))
+        return name, inside or "**"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """The clock, the carry and each member, by name; called by JAX."""
+        parts = {"clock": self.clock, "tally": self.tally, "carry": self.carry, **self.members}
+        return [(GetAttrKey(name), x) for name, x in parts.items()], tuple(self.members)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> States:
+        """The inverse; called by JAX."""
+        clock, tally, carry, *members = parts
+        return _made(clock, tally, carry, dict(zip(names, members, strict=True)))
+
+    def __repr__(self) -> str:
+        concrete = trees.is_array(self.clock) and not trees.is_traced(self.clock)
+        concrete = concrete and jnp.ndim(self.clock) == 1 and not trees.is_gone(self.clock)
+        head = f"step={int(self.step)}, calls={int(self.calls)}" if concrete else "..."
+        parts = [f"{name}: {state!r}" for name, state in self.members.items()]
+        if found := jax.tree.leaves(self.carry):
+            parts.append(f"carry: {trees.listed([trees.describe(x) for x in found], 6)}")
+        return "\n".join([f"States({head})", *(textwrap.indent(x, "  ") for x in parts)])
+
+
+def _made(clock: Any, tally: Any, carry: PyTree, members: Mapping[str, Any]) -> States:
+    run = object.__new__(States)
+    run.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
+    return run
+
+
+def _tally(states: Iterable[TrainState]) -> Any:
+    return jnp.stack([state.rejected for state in states], -1)
+
+
+def _check(members: Mapping[str, Any]) -> None:
+    if not members:
+        fix = "For example ts.States(generator=g, critic=c)."
+        raise StateError("members", "States()", "none", "a training state by name", fix)
+    taken, seen = {*dir(States), *States.__annotations__}, {}
+    for name, state in members.items():
+        if not name.isidentifier() or name.startswith("_") or name in taken:
+            expected = "a name that can be an attribute, and is none of States'"
+            raise StateError("name", "States()", repr(name), expected)
+        _check_state(name, state)
+        if id(state) in seen:
+            got = f"one state for {seen[id(state)]!r} and {name!r}"
+            raise StateError("members", "States()", got, "a state for each", "Set up another one.")
+        seen[id(state)] = name
+
+
+def _check_state(name: str, state: object) -> None:
+    if not isinstance(state, TrainState):
+        fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
+        if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+            fix = "A step returns two things: state, info = step(state, batch)."
+        what, got = f"member {name!r}", trees.describe(state)
+        raise WrongTypeError(what, "States", got, "a TrainState", fix)
+
+
+def _unless(bad: Any, new: TrainState, old: TrainState) -> TrainState:
+    """`new`, or `old` with the counts of a rejected call if `bad`."""
+    if new is old:
+        return old
+    calls = new.calls - old.calls
+    counts = [old.step, new.calls, old.rejected + calls, old.rejected_in_a_row + calls]
+    clock = jnp.where(bad, jnp.stack(counts), new.clock)
+    kept = guard.choose(~bad, new, old)
+    return dataclasses.replace(kept, clock=clock, loss_scale=new.loss_scale)
+
+
+def training_states(tree: PyTree) -> dict[str, TrainState]:
+    """The training states of a run by name, with a slash: "critic/"; one state as it is: ""."""
+    if isinstance(tree, TrainState):
+        return {"": tree}
+    members = tree.members if isinstance(tree, States) else {}
+    return {f"{name}/": state for name, state in members.items()}
+
+
+COUNTED = (TrainState, States)  # what has a clock
+
+
+def numbers_of(tree: PyTree) -> dict[str, Any]:
+    """The live numbers of each of them, by the same names."""
+    return {at: state.numbers for at, state in training_states(tree).items()}
+
+
+def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
+    """What a step changes of a state and what it only reads, see `state.split`, and how to join them."""
+    if isinstance(state, TrainState):
+        return (type(state), state.plan), *split(state)
+    if not isinstance(state, States):
+        return None, state, ()
+    parts = [split(x) for x in state.members.values()]
+    kind = tuple((name, type(x), x.plan) for name, x in state.members.items())
+    moving = state.clock, state.tally, state.carry, [moving for moving, _ in parts]
+    return kind, moving, [still for _, still in parts]
+
+
+def assemble_any(kind: Any, moving: PyTree, still: PyTree) -> Any:
+    """The inverse of `split_any`."""
+    if kind is None:
+        return moving
+    if isinstance(kind[0], type):
+        return assemble(kind, moving, still)
+    clock, tally, carry, parts = moving
+    rows = zip(kind, parts, still, strict=True)
+    return _made(clock, tally, carry, {k[0]: assemble(k[1:], new, old) for k, new, old in rows})
