@@ -59,7 +59,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
-) -> Any:
+) -> PyTree:
     """`run(batch, extra)`, with both on the mesh of the state; errors are those of its arguments."""
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
@@ -387,8 +387,8 @@ class EvalStep:
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
         read = "clock", "params", "model_state", average
-        none = dict.fromkeys(f.name for f in state._fields if f.name not in read)
-        return dataclasses.replace(state, plan=plan, **none)
+        none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
+        return dataclasses.replace(state, **{**none, "plan": plan})
 
     def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
         run = lambda *args: self._compiled(self._read(state), *args)

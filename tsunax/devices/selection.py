@@ -112,7 +112,7 @@ def _number_in(found: Sequence[Device], index: Any, where: str) -> Device:
     return found[int(index)]
 
 
-def device_given(where: Any, call: str) -> Device:
+def device_given(where: str | Device, call: str) -> Device:
     if isinstance(where, str):
         return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
     if not isinstance(where, jax.Device):

@@ -93,7 +93,7 @@ def check_number(
         raise HyperparameterError(name, where, f"{value}", bounds, fix)
 
 
-def checked_schedule(where: str, name: str, value: Any) -> ScheduleShape | None:
+def checked_schedule(where: str, name: str, value: Scalar | Function) -> ScheduleShape | None:
     """The shape of a schedule, or None for a number. Raises for a bad one of either."""
     if not callable(value):
         return check_number(where, name, value)
