@@ -70,7 +70,7 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
     number of them.
     """
-    if not jax.tree.leaves(batch) and mask is None:  # n draws of a loss_fn that takes no batch
+    if batch is None and mask is None:  # n draws of a loss_fn that takes no batch
         return batch, None
     check_rows(batch)
     rows = rows_of(batch)
