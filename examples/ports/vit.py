@@ -70,7 +70,7 @@ def make(steps, seed=0):
         right = logits.argmax(-1) == y
         return ts.Loss.mean(losses, metrics={"accuracy": right}, model_state=model_state)
 
-    rule = ts.rules.adamw(ts.schedules.warmup_cosine_decay_schedule(0.0, 2e-3, 100, steps))
+    rule = ts.rules.adamw(ts.schedules.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps))
     state = ts.setup(rule, model.params, model_state=model.model_state, key=seed)
     # end of training
     return ts.batches(load()[0], 60, shuffle=True, seed=seed), state, loss_fn
