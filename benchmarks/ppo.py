@@ -28,7 +28,7 @@ UPDATES = 976
 
 def by_hand(seed):
     """The same training in JAX and optax alone: `(carry, update)`."""
-    graphdef, params = nnx.split(ppo.Network(nnx.Rngs(seed)), nnx.Param)
+    graphdef, params = nnx.split(ppo.Network(nnx.Rngs(jax.random.key(seed))), nnx.Param)
     apply = lambda params, seen: nnx.merge(graphdef, params)(seen)
     rate = optax.linear_schedule(2.5e-4, 0.0, UPDATES * ppo.EPOCHS * ppo.PARTS)
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
@@ -69,17 +69,13 @@ def many(step, carry, n: int):
 
 def main() -> None:
     for agents, n, rounds in ((1, 40, 11), (64, 2, 9)):
-        seeds = jnp.arange(agents)
-        carry, (_, update), (_, step) = jax.vmap(lambda seed: by_hand(seed)[0])(seeds), by_hand(0), ppo.make(UPDATES)
-        runs = jax.vmap(lambda seed: ppo.make(UPDATES, seed)[0])(seeds)
-        if agents == 1:
-            carry, runs = by_hand(0)[0], ppo.make(UPDATES)[0]
-            contenders = {"by hand": (many(update, carry, n), n), "tsunax": (many(step, runs, n), n)}
-        else:
-            contenders = {
-                "by hand": (many(jax.vmap(update), carry, n), n),
-                "tsunax": (many(jax.vmap(step), runs, n), n),
-            }
+        (carry, update), (run, step) = by_hand(0), ppo.make(UPDATES)
+        if agents > 1:
+            carry = jax.vmap(lambda seed: by_hand(seed)[0])(jnp.arange(agents))
+            make = lambda key, seed: ppo.make(UPDATES, seed)[0]
+            run = ts.population(make, agents, seed=jnp.arange(agents))
+            update, step = jax.vmap(update), jax.vmap(step)
+        contenders = {"by hand": (many(update, carry, n), n), "tsunax": (many(step, run, n), n)}
         title = f"PPO, {agents} agent{'s' * (agents > 1)} of {ppo.ENVS} carts, updates of {ppo.STEPS} steps"
         compare(title, contenders, "by hand", [("tsunax", "by hand", 1.02)], rounds=rounds)
     begun = time.perf_counter()

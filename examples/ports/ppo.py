@@ -108,7 +108,7 @@ def play(network, cart, key):
 
 def make(updates, seed=0):
     """The run and its step, for `main` and for the tests; `seed` may be traced."""
-    graphdef, params = nnx.split(Network(nnx.Rngs(seed)), nnx.Param)
+    graphdef, params = nnx.split(Network(nnx.Rngs(jax.random.key(seed))), nnx.Param)
     apply = lambda params, seen: nnx.merge(graphdef, params)(seen)
 
     # training
