@@ -123,7 +123,8 @@ def test_a_port_has_the_losses_of_plain_jax(name):
             state, info = step(state, batch)
             ours.append(info.loss), theirs.append(loss)
         np.testing.assert_allclose(ours, theirs, rtol=2e-4)  # batch statistics are divided by small spreads
-        assert_trees_close(state.params, params, rtol=1e-3, atol=2e-4)
+        # the gradient of a bias of keys is rounding alone, which Adam makes large: half a step of it
+        assert_trees_close(state.params, params, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.medium
