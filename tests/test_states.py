@@ -494,3 +494,46 @@ def test_without_data_it_is_sharded_mapped_logged_and_stopped():
     )
     assert int(run.step) == 4 and rows == [1, 2, 4]
     assert ts.fit(walked, walking(), steps=100, dry_run=True)[0].calls == 2
+
+
+def test_replicas_that_meet_after_each_step_are_data_parallelism():
+    """The page's DiLoCo with H = 1 and SGD; with more steps apart, against a loop of plain optax."""
+    rows, start = X[:48].reshape(2, 6, 2, 2, 3), {"w": jnp.array([1.0, -1.0, 0.5])}
+    loss_fn = lambda params, x: jnp.mean((x @ params["w"] - x[:, 0] * x[:, 1]) ** 2)
+    inner = ts.train_step(loss_fn)
+
+    def meet(run, batch):
+        everywhere = lambda p: jnp.broadcast_to(p, (2, *p.shape))
+        workers = run.carry.replace(params=jax.tree.map(everywhere, run.model.params))
+        train = lambda workers, rows: inner(workers, ts.populations.each(rows))
+        workers, infos = jax.lax.scan(train, workers, batch)
+        moved = jax.tree.map(lambda old, new: old - new.mean(0), run.model.params, workers.params)
+        model, info = ts.update(run.model, moved, loss=jnp.mean(infos.loss))
+        return run.advance(model=model, carry=workers), info
+
+    def trained(rule, outer, rows):
+        workers = ts.population(lambda key: ts.setup(rule, start), 2)
+        run = ts.States(model=ts.setup(outer, start), carry=workers)
+        return ts.fit(meet, run, list(rows), epochs=1, progress=False)[0].model.params["w"]
+
+    state = ts.setup(ts.rules.sgd(0.02), start)
+    for x in rows.reshape(12, 4, 3):  # the rows of both workers
+        state, _ = inner(state, x)
+    met = trained(ts.rules.sgd(0.02), ts.rules.sgd(1.0), rows.reshape(12, 1, 2, 2, 3))
+    np.testing.assert_allclose(met, state.params["w"], rtol=1e-5)
+
+    rule, outer = optax.adam(0.01), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    params, outer_state, states = start, outer.init(start), [rule.init(start) for _ in range(2)]
+    for call in rows:
+        ends = []
+        for i in range(2):
+            own = params
+            for x in call[:, i]:
+                updates, states[i] = rule.update(jax.grad(loss_fn)(own, x), states[i])
+                own = optax.apply_updates(own, updates)
+            ends.append(own)
+        moved = jax.tree.map(lambda old, *new: old - sum(new) / 2, params, *ends)
+        updates, outer_state = outer.update(moved, outer_state)
+        params = optax.apply_updates(params, updates)
+    met = trained(ts.rules.adam(0.01), ts.rules.sgd(0.7, momentum=0.9, nesterov=True), rows)
+    np.testing.assert_allclose(met, params["w"], rtol=1e-4)
