@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,8 +57,9 @@ from tsunax.state import Plan, TrainState, base, check_state, donated, own, trai
 from tsunax.step import StepInfo
 
 __all__ = [
-    "check_accumulation", "check_donation", "check_frozen", "check_fused", "check_population",
-    "check_precision", "check_purity", "check_recompiles", "check_resume", "check_sharding",
+    "check_accumulation", "check_coordinates", "check_donation", "check_frozen", "check_fused",
+    "check_population", "check_precision", "check_purity", "check_recompiles", "check_resume",
+    "check_sharding",
 ]  # fmt: skip
 
 EXACT = 1e-5  # of float32, for sums in another order
@@ -285,6 +286,50 @@ def check_population(
         found = _compared(f"member {i}", *pair, tolerance * steps, "params", sizes=sizes)
         worst = max(worst, found)
     return worst
+
+
+def check_coordinates(
+    make: Function,
+    widths: Sequence[int],
+    batch: PyTree,
+    steps: int = STEPS,
+    tolerance: float = 0.25,
+) -> dict[str, float]:
+    """Check that training moves what a model computes as much at any width (µP).
+
+    `make(width)` returns `(step, state, outputs)`, and `outputs(params, batch)` a dict of arrays:
+    activations of layers, logits. After `steps` steps on the batch the mean size of their change
+    is fitted by a power of the width. Returns the powers by name, all near 0 under
+    `rules.scale_by_width` and a matching initialization.
+
+    Raises CheckError for a power outside of `tolerance`: above 0, rates that fit a narrow model are
+    too large for a wide one; below, a wide one stands still there.
+    """
+    where, sizes = "check_coordinates()", {}
+    if len(set(widths)) < 2:
+        raise DataError("widths", where, str(list(widths)), "two or more, for example 64, 128, 256")
+    for width in widths:
+        step, state, outputs = make(width)
+        _check(step, state, where, batch)
+        before = outputs(state.params, batch)
+        state, infos = _run_steps(step, state, batch, {}, steps)
+        _check_taken(_taken_steps(infos, state), where, batch)
+        change = jax.tree.map(
+            lambda a, b: np.mean(np.abs(a - b)), outputs(state.params, batch), before
+        )
+        for name, size in change.items():
+            sizes.setdefault(name, []).append(max(float(size), 1e-30))
+    logs = np.log(np.asarray(widths, float))
+    powers = {name: float(np.polyfit(logs, np.log(x), 1)[0]) for name, x in sizes.items()}
+    for name, power in powers.items():
+        if abs(power) > tolerance:
+            got = f"a change that goes with the width to the power {power:.2f}"
+            expected = f"0, give or take {tolerance:g}"
+            fix = (
+                "Chain rules.scale_by_width after the rule, and look at the layer's initial scale."
+            )
+            raise CheckError(f"outputs[{name!r}]", where, got, expected, fix)
+    return powers
 
 
 def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> None:

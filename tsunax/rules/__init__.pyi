@@ -67,4 +67,5 @@ from tsunax.rules.optimizers import sm3 as sm3
 from tsunax.rules.optimizers import sophia as sophia
 from tsunax.rules.optimizers import yogi as yogi
 from tsunax.rules.spikes import reject_spikes as reject_spikes
+from tsunax.rules.widths import scale_by_width as scale_by_width
 from tsunax.rules.wrapping import wrap as wrap
