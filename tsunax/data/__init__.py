@@ -1,12 +1,16 @@
 """Data: batches of arrays and records, a cursor over any data, and prefetching.
 
-`batching` makes batches, of `columns` in an `order`; `cursors` read any iterable of batches;
-`prefetching` reads ahead. It knows devices by their shardings only, and nothing of states.
+`batching` makes batches, of rows in an `order`; `packing` makes arrays of sequences; `cursors` read
+any iterable of batches; `prefetching` reads ahead. It knows devices by their shardings only, and nothing of states.
 """
 
 from tsunax.data.batching import Batches, batches
 from tsunax.data.cursors import Source, as_source
 from tsunax.data.on_devices import gather
+from tsunax.data.packing import interleave, pack, pad
 from tsunax.data.prefetching import Prefetched, prefetch
 
-__all__ = ["Batches", "Prefetched", "Source", "as_source", "batches", "gather", "prefetch"]
+__all__ = [
+    "Batches", "Prefetched", "Source", "as_source", "batches", "gather", "interleave", "pack", "pad",
+    "prefetch",
+]  # fmt: skip

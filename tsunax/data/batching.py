@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -52,11 +52,50 @@ class Data:
         raise NotImplementedError
 
 
-class Batches(Data):
-    """Data made by `batches`: an epoch for each iteration, with a position that can be set."""
+class Positioned(Data):
+    """Data whose position is two integers, epoch and batch."""
 
-    is_whole: bool = False
-    is_placed: bool = False
+    def __init__(self) -> None:
+        self._place: tuple[int, int] = (0, 0)
+
+    def get_state(self) -> dict[str, int]:
+        """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
+        epoch, position = self._place
+        if position >= len(self):
+            epoch, position = epoch + 1, 0
+        return {"epoch": epoch, "position": position}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
+        fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
+        fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
+        if not fits or int(state["position"]) > len(self):
+            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
+            raise DataError("state", "set_state()", state, expected)
+        self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
+        place = self.get_state()
+        self._place = place["epoch"], place["position"]
+
+    def afresh(self) -> Self:
+        """The same data at the beginning, with a separate position."""
+        other = copy.copy(self)
+        other._place, other.is_placed = (0, 0), False
+        return other
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        self._place, self.is_placed = (state["epoch"], state["position"]), False
+
+    def _begin(self) -> tuple[int, int]:
+        """The position of a loop that reads its first batch: a new epoch, or the one that was set."""
+        epoch, position = tuple(self.get_state().values())
+        if position and not self.is_placed:
+            epoch, position = epoch + 1, 0
+        self.is_placed = False
+        return epoch, position
+
+
+class Batches(Positioned):
+    """Data made by `batches`: an epoch for each iteration, with a position that can be set."""
 
     def __init__(
         self,
@@ -69,13 +108,13 @@ class Batches(Data):
         process: tuple[int, int],
         device: Device,
     ) -> None:
+        super().__init__()
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device
         self._seed, self._shuffle, self._drop = seed, shuffle, drop_remainder
         # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
         self._known_order: dict[int, order.EpochOrder] = {}
-        self._place = (0, 0)
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = shuffle or process[1] > 1
         arrays = row_readers.as_columns(arrays)
@@ -133,42 +172,6 @@ class Batches(Data):
         if self.resident is None:
             return [row_readers.read(leaf, rows) for leaf in self._leaves]
         return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]
-
-    # The position
-
-    def get_state(self) -> dict[str, int]:
-        """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
-        epoch, position = self._place
-        if position >= len(self):
-            epoch, position = epoch + 1, 0
-        return {"epoch": epoch, "position": position}
-
-    def set_state(self, state: Mapping[str, int]) -> None:
-        """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
-        fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
-        fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
-        if not fits or int(state["position"]) > len(self):
-            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
-            raise DataError("state", "set_state()", state, expected)
-        self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
-        self._place = tuple(self.get_state().values())
-
-    def afresh(self) -> Batches:
-        """The same data at the beginning, with a separate position."""
-        other = copy.copy(self)
-        other._place, other.is_placed = (0, 0), False
-        return other
-
-    def follow(self, state: Mapping[str, Any]) -> None:
-        self._place, self.is_placed = (state["epoch"], state["position"]), False
-
-    def _begin(self) -> tuple[int, int]:
-        """The position of a loop that reads its first batch: a new epoch, or the one that was set."""
-        epoch, position = tuple(self.get_state().values())
-        if position and not self.is_placed:
-            epoch, position = epoch + 1, 0
-        self.is_placed = False
-        return epoch, position
 
     # Batches of arrays
 

@@ -17,6 +17,7 @@ from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source, as_source
+from tsunax.data.packing import Interleaved
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
@@ -322,8 +323,11 @@ class Feed:
                 at, expected = trees.access_str("batch", path), f"{y.dtype}, as in the first batch"
                 raise DataError("dtype", f"{at}, step {step}", x.dtype, expected)
             rows_only &= x.shape[1:] == y.shape[1:]
+        if isinstance(innermost(self.source.data), Interleaved):
+            return False  # its shapes are a few, and known to the user
         if len(self._sizes) >= SHAPES:
-            got, fix = f"shape number {SHAPES + 1}", "Each one compiles: pad to a few sizes."
+            got = f"shape number {SHAPES + 1}"
+            fix = "Each one compiles: pad to a few sizes, ts.data.pad and ts.data.interleave."
             raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
         if not rows_only or len(self._sizes) > 1:
             shapes = lambda leaves: ", ".join(str(x.shape) for x in leaves)
@@ -493,7 +497,7 @@ def innermost(data: Any) -> Any:
 def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
     data = innermost(data)
-    return data.settings if isinstance(data, Batches) else None
+    return data.settings if isinstance(data, Batches | Interleaved) else None
 
 
 def length_of(batches: PyTree, where: str) -> int:

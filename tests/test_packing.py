@@ -1,0 +1,167 @@
+"""Sequences of different lengths: packed, padded to a few lengths, and batches of several shapes as one source."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from tests.helpers import assert_trees_close, assert_trees_equal
+from tsunax.data.cursors import as_source
+from tsunax.errors import DataError, WrongTypeError
+
+RNG = np.random.default_rng(0)
+TEXTS = [RNG.integers(1, 50, n).astype(np.int32) for n in RNG.integers(1, 33, 200)]
+
+
+def first_fit(lengths, room):
+    """The rows that first fit opens, by looking at each of them in turn."""
+    left, found = [], []
+    for n in lengths:
+        row = next((i for i, x in enumerate(left) if x >= n), len(left))
+        left += [room] * (row == len(left))
+        left[row] -= n
+        found.append(row)
+    return found
+
+
+def test_each_sequence_is_in_the_first_row_that_had_room():
+    packed = ts.data.pack(TEXTS, 48)
+    found = {}
+    for row, (values, segments, positions) in enumerate(zip(*packed, strict=True)):
+        for segment in range(1, segments.max() + 1):
+            at = np.flatnonzero(segments == segment)
+            assert np.all(np.diff(at) == 1) and positions[at].tolist() == list(range(len(at)))
+            found.setdefault(tuple(values[at]), []).append(row)
+        assert not values[segments == 0].any()
+    rows = {}
+    for text, row in zip(TEXTS, first_fit(map(len, TEXTS), 48), strict=True):
+        rows.setdefault(tuple(text), []).append(row)
+    assert found == rows
+    assert packed.values.shape[0] < 1.1 * sum(map(len, TEXTS)) / 48
+
+
+def test_many_sequences_are_packed_in_no_time():
+    lengths = RNG.integers(1, 500, 20_000)
+    packed = ts.data.pack([np.ones(n, np.int8) for n in lengths], 512)
+    assert packed.values.sum() == lengths.sum() and packed.values.mean() > 0.95
+
+
+def averages(params, tokens, segments):
+    """A loss for each token that looks at the mean of its own segment."""
+    x = params["table"][tokens]
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, None, :]
+    mean = jnp.einsum("rij,rjd->rid", same.astype(x.dtype), x) / jnp.maximum(same.sum(-1), 1)[..., None]
+    return jnp.sum((x - mean @ params["mix"]) ** 2, -1)
+
+
+def test_the_gradient_of_packed_sequences_is_that_of_each_alone():
+    """However they are packed or padded, cut into micro-batches and weighted."""
+    keys = jax.random.split(jax.random.key(0))
+    params = {"table": jax.random.normal(keys[0], (50, 4)), "mix": jax.random.normal(keys[1], (4, 4))}
+    state = ts.setup(ts.rules.sgd(0.1), params)
+
+    def of_packed(params, batch):
+        return ts.Loss.mean(averages(params, batch.values, batch.segments), batch.segments > 0)
+
+    def of_padded(params, batch):
+        segments = batch.mask.astype(jnp.int32)
+        return ts.Loss.mean(averages(params, batch.values, segments), batch.mask)
+
+    packed = ts.data.pack(TEXTS, 48)
+    loss, grads = ts.value_and_grad(of_packed)(state, packed)
+    cut_loss, cut = ts.value_and_grad(of_packed, accumulate=4)(state, packed)
+    (padded,) = ts.data.pad(TEXTS, [32]).values()
+    whole_loss, whole = ts.value_and_grad(of_padded)(state, padded)
+    assert loss.weight == whole_loss.weight == sum(map(len, TEXTS))
+    np.testing.assert_allclose([loss.compute(), cut_loss.compute()], whole_loss.compute(), rtol=1e-6)
+    assert_trees_close(grads, whole, rtol=1e-5, atol=1e-6)
+    assert_trees_close(cut, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_each_sequence_is_padded_to_the_least_length():
+    parts = ts.data.pad(TEXTS, [32, 8, 16])
+    assert list(parts) == [8, 16, 32] and sum(len(x.values) for x in parts.values()) == len(TEXTS)
+    for n, x in parts.items():
+        lengths = x.mask.sum(1)
+        assert x.values.shape[1] == n and lengths.max() <= n and lengths.min() > {8: 0, 16: 8, 32: 16}[n]
+    assert list(ts.data.pad([[1], [2]], [4, 8])) == [4]
+
+
+def source(shuffle=True, seed=3):
+    parts = ts.data.pad(TEXTS, [8, 16, 32])
+    return ts.data.interleave([ts.batches(x, 128 // n, shuffle=shuffle, seed=1) for n, x in parts.items()], seed)
+
+
+def test_an_epoch_has_each_batch_of_each_part():
+    data, again = source(), source()
+    seen = [batch.values.shape for batch in data]
+    assert len(seen) == len(data) and sum(shape[0] for shape in seen) == len(TEXTS)
+    assert {shape[1] for shape in seen} == {8, 16, 32} and seen != sorted(seen)
+    assert [batch.values.shape for batch in again] == seen
+    assert [batch.values.shape for batch in again] != seen  # another epoch, another order
+    texts = {tuple(row[mask]) for batch in source() for row, mask in zip(*batch, strict=True)}
+    assert texts == {tuple(text) for text in TEXTS}
+
+
+@pytest.mark.parametrize("at", [0, 1, 17])
+def test_it_goes_on_at_any_batch(at):
+    data, again = source(), source()
+    expected = [*data, *data]
+    reader = iter(again)
+    for _ in range(at):
+        next(reader)
+    other = source()
+    other.set_state(again.get_state())
+    rest = [*other, *other][: len(expected) - at]
+    for ours, theirs in zip(rest, expected[at:], strict=True):
+        assert_trees_equal(ours, theirs)
+    with pytest.raises(DataError, match="position at most"):
+        other.set_state({"epoch": 0, "position": 1000})
+
+
+def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
+    def loss_fn(params, batch):
+        return ts.Loss.mean((batch.values * params["w"] - 1.0) ** 2, batch.mask)
+
+    make = lambda: (ts.train_step(loss_fn), ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(())}))
+    step, state = make()
+    checkpoint = ts.Checkpoints(tmp_path, every=11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        once, _ = ts.fit(step, state, source(), steps=40, progress=False)
+        assert len(step.traces) <= 2 * 4  # three shapes and their short batches, one of which is a shape
+        step, state = make()
+        ts.fit(step, state, source(), steps=25, checkpoint=checkpoint, progress=False)
+        step, state = make()
+        resumed, _ = ts.fit(step, state, ts.prefetch(source()), steps=40, checkpoint=checkpoint, progress=False)
+    assert_trees_equal(resumed.params, once.params)
+    with pytest.raises(DataError, match="seed"):
+        step, state = make()
+        ts.fit(step, state, source(seed=4), steps=50, checkpoint=checkpoint, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ts.data.pack([], 4), r"^sequences at pack\(\): got none, expected one at least"),
+        (lambda: ts.data.pack([[1], [1, 2, 3]], 2), r"^sequences\[1\] at pack\(\): got a length of 3, expected 1 to 2"),
+        (lambda: ts.data.pack([[1], []], 2), r"got float64\[0\], expected int64\[1\] but for its length"),
+        (lambda: ts.data.pack([[1], [1.0]], 2), r"^sequences\[1\] at pack\(\): got float64"),
+        (lambda: ts.data.pad([[1, 2]], [1]), r"^sequences\[0\] at pad\(\): got a length of 2, expected 1 to 1"),
+        (lambda: ts.data.pad([[1, 2]], []), r"a length of 2, expected 1 to 0"),
+        (lambda: ts.data.interleave([]), r"^parts at interleave\(\): got none"),
+        (lambda: ts.data.interleave([[np.ones(2)]]), r"^parts\[0\] at interleave\(\): got list of 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_packed_is_told(call, text):
+    with pytest.raises((DataError, WrongTypeError), match=text):
+        call()
+
+
+def test_a_cursor_takes_runs_of_one_shape():
+    cursor, shapes = as_source(source()), []
+    while (chunk := cursor.take(4)) is not None:
+        shapes.append(chunk.values.shape)
+    assert sum(shape[0] for shape in shapes) == len(source()) and max(shape[0] for shape in shapes) > 1

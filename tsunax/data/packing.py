@@ -1,0 +1,181 @@
+"""Sequences of different lengths as arrays: packed into rows, or padded to a few lengths.
+
+pack      -> one shape: several sequences in a row, told apart by segments
+pad       -> a few shapes: each sequence padded to the least length that holds it
+interleave   batches of those shapes as one source, each shape compiled once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from tsunax._core import trees
+from tsunax.data import order
+from tsunax.data.batching import Batches, Positioned
+from tsunax.errors import DataError, WrongTypeError
+
+
+class Packed(NamedTuple):
+    """Sequences in rows of one length, see `pack`."""
+
+    values: np.ndarray  # (rows, length, ...); 0 where there is none
+    segments: np.ndarray  # int32 (rows, length): 1, 2, ... for the sequences of a row; 0 for none
+    positions: np.ndarray  # int32 (rows, length): within its sequence
+
+
+class Padded(NamedTuple):
+    """Sequences of one length, see `pad`."""
+
+    values: np.ndarray  # (n, length, ...); 0 where there is none
+    mask: np.ndarray  # bool (n, length): where there is some
+
+
+def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
+    """Sequences packed into rows of `length`, each into the first row that has room for it.
+
+    A token attends to those of its own segment, `segments[:, :, None] == segments[:, None, :]`, and
+    weighs 1 where `segments > 0`: with `Loss.mean(losses, where)` all tokens count alike, however
+    they were packed. `batches(pack(texts, 512), 32)` reads, shuffles and resumes them as any arrays.
+
+    Raises DataError for a sequence that is empty, longer than `length`, or of another kind.
+
+    >>> packed = pack([[1, 2, 3], [4, 5, 6, 7], [8]], 5)
+    >>> packed.values.tolist(), packed.segments.tolist()
+    ([[1, 2, 3, 8, 0], [4, 5, 6, 7, 0]], [[1, 1, 1, 2, 0], [1, 1, 1, 1, 0]])
+    """
+    arrays = _checked(sequences, length, "pack()")
+    room, counts, places = _Room(len(arrays), length), [0] * len(arrays), []
+    for x in arrays:
+        row, at = room.take(len(x))
+        counts[row] += 1
+        places.append((row, at, counts[row]))
+    rows = 1 + max(row for row, *_ in places)
+    values = np.zeros((rows, length, *arrays[0].shape[1:]), arrays[0].dtype)
+    segments, positions = np.zeros((2, rows, length), np.int32)
+    for x, (row, at, segment) in zip(arrays, places, strict=True):
+        part = row, slice(at, at + len(x))
+        values[part], segments[part], positions[part] = x, segment, np.arange(len(x))
+    return Packed(values, segments, positions)
+
+
+class _Room:
+    """The room of rows: the first one with enough of it, in the logarithm of their number."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.length = length
+        self.first = 1 << max(rows - 1, 0).bit_length()  # of the leaves of a tree of maxima
+        self.most = [length] * (2 * self.first)
+
+    def take(self, n: int) -> tuple[int, int]:
+        """The row, and where in it the n places begin."""
+        i = 1
+        while i < self.first:
+            i = 2 * i + (self.most[2 * i] < n)
+        row, at = i - self.first, self.length - self.most[i]
+        self.most[i] -= n
+        while i := i // 2:
+            self.most[i] = max(self.most[2 * i], self.most[2 * i + 1])
+        return row, at
+
+
+def pad(sequences: Sequence[ArrayLike], lengths: Sequence[int]) -> dict[int, Padded]:
+    """Sequences padded to the least of `lengths` that holds them: `{length: Padded}`.
+
+    For `interleave`: `[batches(x, 4096 // n) for n, x in pad(texts, [64, 128, 256]).items()]` has
+    about as many tokens in each batch. Lengths that no sequence needs are left out.
+
+    Raises DataError as `pack`.
+
+    >>> {n: x.values.tolist() for n, x in pad([[1, 2, 3], [4], [5, 6]], [2, 4]).items()}
+    {2: [[4, 0], [5, 6]], 4: [[1, 2, 3, 0]]}
+    """
+    lengths = sorted(lengths)
+    arrays = _checked(sequences, lengths[-1] if lengths else 0, "pad()")
+    found: dict[int, list[np.ndarray]] = {n: [] for n in lengths}
+    for x in arrays:
+        found[lengths[np.searchsorted(lengths, len(x))]].append(x)
+    return {n: _padded(part, n) for n, part in found.items() if part}
+
+
+def _padded(arrays: list[np.ndarray], length: int) -> Padded:
+    values = np.zeros((len(arrays), length, *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, x in zip(values, arrays, strict=True):
+        row[: len(x)] = x
+    return Padded(values, np.arange(length) < np.array([len(x) for x in arrays])[:, None])
+
+
+def _checked(sequences: Sequence[ArrayLike], length: int, where: str) -> list[np.ndarray]:
+    arrays = [np.asarray(x) for x in sequences]
+    if not arrays:
+        raise DataError("sequences", where, "none", "one at least")
+    kind = lambda x: (x.shape[1:], x.dtype)
+    for i, x in enumerate(arrays):
+        at = f"sequences[{i}]"
+        if not x.ndim or kind(x) != kind(arrays[0]):
+            expected = f"{trees.describe(arrays[0])} but for its length, as the first one"
+            raise DataError(at, where, trees.describe(x), expected)
+        if not 0 < len(x) <= length:
+            raise DataError(at, where, f"a length of {len(x)}", f"1 to {length}", "Cut it.")
+    return arrays
+
+
+class Interleaved(Positioned):
+    """Data made by `interleave`: batches of several sources in turn, with one position."""
+
+    def __init__(self, parts: Sequence[Batches], seed: int) -> None:
+        super().__init__()
+        self._parts, self._seed = list(parts), seed
+
+    def __repr__(self) -> str:
+        return f"Interleaved({', '.join(map(repr, self._parts))})"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the order of an epoch depends on, except its number."""
+        return {"seed": self._seed, "parts": [part.settings for part in self._parts]}
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, position = self._begin()
+        kinds = np.repeat(range(len(self._parts)), list(map(len, self._parts)))
+        kinds = kinds[order.drawn(len(kinds), self._seed, epoch)]
+        read, readers = np.bincount(kinds[:position], minlength=len(self._parts)), {}
+        for kind in kinds[position:].tolist():
+            if kind not in readers:
+                part = self._parts[kind].afresh()
+                part.set_state({"epoch": epoch, "position": int(read[kind])})
+                readers[kind] = part, iter(part)
+            part, reader = readers[kind]
+            batch = next(reader)
+            self.is_whole, position = part.is_whole, position + 1
+            self._place = epoch, position
+            yield batch
+
+
+def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) -> Interleaved:
+    """Batches of several sources as one, in an order drawn for each epoch.
+
+    Each part has a shape of its own, which a run compiles once, however many there are. An epoch has
+    every batch of every part. Like `batches`, it is a function of (seed, epoch) and resumes at any
+    batch. Steps that `fit` calls at once are of one shape.
+
+    >>> import tsunax as ts
+    >>> short, long = np.zeros((4, 8)), np.zeros((2, 16))
+    >>> data = interleave([ts.batches(short, 2), ts.batches(long, 1)], seed=1)
+    >>> [batch.shape for batch in data]
+    [(1, 16), (2, 8), (1, 16), (2, 8)]
+    """
+    parts = list(parts.values() if isinstance(parts, Mapping) else parts)
+    for i, part in enumerate(parts):
+        if not isinstance(part, Batches) or part.resident is not None:
+            expected = "ts.batches(...) without a device"
+            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected)
+    if not parts:
+        raise DataError("parts", "interleave()", "none", "one at least")
+    return Interleaved(parts, seed)
