@@ -40,6 +40,11 @@ def prepared(name):
         case "pinn":
             state, drawn, _ = module.make()
             return ts.train_step(drawn), state, None
+        case "maml":
+            return ts.train_step(module.loss_fn), module.make(), None
+        case "lora":
+            data, state, loss_fn = module.make(module.trained(0))
+            return ts.train_step(loss_fn), state, data
         case "clip":
             data, state, parts = module.make(STEPS)
             return ts.train_step(ts.losses.whole_batch(*parts), accumulate=4), state, data
