@@ -43,8 +43,8 @@ class States:
 
     `ts.States(generator=g, critic=c)`: a pytree with `run.generator` and `run.critic`, to which
     `fit`, `Checkpoints`, `shard`, `adjust` and the others apply as to a single state. `carry=` is
-    any tree of arrays: environments, a replay buffer. A step is a function `(run, batch) -> (run,
-    info)` that ends with `run.advance(...)`, which counts the call:
+    any tree of arrays: environments, a replay buffer. A step is a function of run and batch that
+    returns `(run, info)` and ends with `run.advance(...)`, which counts the call:
 
     - `run.step`: calls in which no update of a member was rejected. What `fit`, logs and
       checkpoints count.
