@@ -336,7 +336,7 @@ ERRORS: dict[str, tuple] = {
     "population": (
         lambda rule: migrate(ts.population(lambda key: ts.setup(rule, init(), key=key), 2), rule),
         StateError,
-        r"state at migrate\(\): got a population, expected one state. Each alone: ts.populations.member",
+        r"state at migrate\(\): got a population, expected one state. Migrate each member: ts.populations.member",
     ),
     "traced": (
         lambda rule: jax.jit(lambda s: migrate(s, rule)[0])(ts.setup(rule, init())),

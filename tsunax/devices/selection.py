@@ -221,7 +221,7 @@ def simulate(n: int) -> None:
     a participant that never runs, and XLA ends the process after 40 s: this sets NPROC for a larger
     pool. Raises DeviceError if the backend has started.
 
-    >>> x = jnp.ones(2)
+    >>> x = jax.numpy.ones(2)
     >>> simulate(8)
     Traceback (most recent call last):
     tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...

@@ -75,7 +75,7 @@ def to_host(tree: PyTree) -> PyTree:
     leaves stay as they are. `np.asarray` would keep the arrays from being donated; a copy does not.
     Raises StateError for a deleted array.
 
-    >>> to_host({"name": "relu", "w": jnp.ones(2)})
+    >>> to_host({"name": "relu", "w": jax.numpy.ones(2)})
     {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
     """
     checks.check_all_alive(tree, "tree")
@@ -95,7 +95,7 @@ def device_of(tree: PyTree) -> Device | None:
 
     Raises DeviceError, with two paths, for arrays on several devices.
 
-    >>> device_of({"w": jnp.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
+    >>> device_of({"w": jax.numpy.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
     (True, None)
     """
     first: tuple[str, Device] | None = None
