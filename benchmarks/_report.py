@@ -18,7 +18,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "rules": "a live rule <= 1.05 x plain optax",
     "convolutions": "a compiled loop no slower than a Python loop",
     "kept_sums": "a GPT <= 0.75 of the plain step, compiled in <= 0.7; no model slower; the same bits",
-    "packed": "what small leaves in one vector would gain and cost, by hand; no target",
+    "packed": "gain and cost of packing small leaves into one vector, by hand; no target",
     "ppo": "<= 1.02 x of PPO by hand in JAX and optax, at 1 and 64 agents",
     "accumulate": "temporary memory of one micro-batch and one f32 gradient",
     "precision": "norms and guard x <= 1.05",

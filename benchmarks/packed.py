@@ -1,4 +1,4 @@
-"""Small leaves as one vector: what it would gain and cost, written by hand in plain JAX.
+"""Gain and cost of packing small leaves into one vector, written by hand in plain JAX.
 
 All guarded contenders compute the same: both norms, the finite check, one choice. `flat` carries one vector for params
 and for each moment from call to call; `packed inside` takes and gives pytrees. Not in the package: docs/decisions.md.

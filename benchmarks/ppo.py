@@ -56,7 +56,7 @@ def by_hand(seed):
 
 
 def many(step, carry, n: int):
-    """A turn: n updates in one scan, from where the last turn ended."""
+    """A turn of n updates in one scan. It begins where the turn before ended."""
     held = [carry]
     run = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: step(carry), carry, length=n), donate_argnums=0)
 

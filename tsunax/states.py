@@ -259,7 +259,7 @@ def numbers_of(tree: PyTree) -> dict[str, Any]:
 
 
 def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
-    """What a step changes of a state and what it only reads, see `state.split`, and how to join them."""
+    """`(kind, moving, still)`: what `assemble_any` needs, what a step changes, what it only reads."""
     if isinstance(state, TrainState):
         return (type(state), state.plan), *split(state)
     if not isinstance(state, States):

@@ -2,7 +2,7 @@
 
     python examples/ports/ddpm.py           # a minute on two CPU cores; options: --steps, --seed
 
-It ends in `Frechet distance of what it drew: 1.0`, between the mean and the covariance of the
+It ends in `Frechet distance of the drawn digits: 1.0`, between the mean and the covariance of the
 pixels of drawn and real digits, and fails above 2. Two halves of the real ones are 1.4 apart, and
 noise is 39.8 away.
 
@@ -113,7 +113,7 @@ def main(steps, seed, target=2.0):
         # end of training
     drawn = jax.jit(lambda key: sample(lambda x, t: predict(params, x, t), key))(jax.random.key(1))
     found = distance(np.asarray(drawn), load())
-    print(f"Frechet distance of what it drew: {found:.2f}")
+    print(f"Frechet distance of the drawn digits: {found:.2f}")
     assert found <= target, f"expected at most {target}"
 
 

@@ -31,7 +31,7 @@ def load():
 
 
 def make(seed=0):
-    """Data, state, loss function and what is done to the gradient of a row, as the tests need it."""
+    """Data, state, loss function, and the function that clips the gradient of a row."""
     keys, sizes = jax.random.split(jax.random.key(seed), 2), [(64, 32), (32, 10)]
     params = [
         {"w": jax.random.normal(key, size) * (2 / size[0]) ** 0.5, "b": jnp.zeros(size[1])}

@@ -1,4 +1,4 @@
-"""Low-rank adapters teach a network that knows five digits the other five, and leave it as it was.
+"""A network knows five digits. Low-rank adapters beside its frozen weights learn the other five.
 
     python examples/ports/lora.py           # ten seconds on two CPU cores; options: --steps, --seed
 
@@ -40,7 +40,7 @@ def apply(params, x):
 
 
 def trained(seed, sizes=(64, 256, 256, 10)):
-    """A network that knows 0 to 4, with an adapter of rank 4 for each kernel."""
+    """A network trained on the digits 0 to 4, with an adapter of rank 4 beside each kernel."""
     keys = jax.random.split(jax.random.key(seed), (2, len(sizes) - 1))
     base = [
         {"kernel": jax.random.normal(key, (n, m)) * (2 / n) ** 0.5, "bias": jnp.zeros(m)}

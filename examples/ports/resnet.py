@@ -1,4 +1,4 @@
-"""A residual network of handwritten digits, with batch normalization and images that are shifted.
+"""A residual network of handwritten digits, with batch normalization and shifted images.
 
     python examples/ports/resnet.py         # half a minute on two CPU cores; options: --epochs, --seed
 

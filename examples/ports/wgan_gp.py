@@ -2,7 +2,7 @@
 
     python examples/ports/wgan_gp.py        # a minute on two CPU cores; options: --steps, --seed
 
-It ends in `Frechet distance of what it drew: 0.4`, between the mean and the covariance of the
+It ends in `Frechet distance of the drawn digits: 0.4`, between the mean and the covariance of the
 pixels of drawn and real digits, and fails above 1.5. Two halves of the real ones are 1.4 apart, and
 noise is 39.8 away.
 
@@ -85,7 +85,7 @@ def main(steps, seed, target=1.5):
     run, _ = ts.fit(step, run, data, steps=steps)
     # end of training
     found = distance(np.asarray(draw(run.generator.params, jax.random.key(1), 1000)), load())
-    print(f"Frechet distance of what it drew: {found:.2f}")
+    print(f"Frechet distance of the drawn digits: {found:.2f}")
     assert found <= target, f"expected at most {target}"
 
 

@@ -60,84 +60,103 @@ def gradient_of(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
         check_state(state, "value_and_grad()", batch)
-        now = trained_part(state)
-        if at is not None:
-            checks.check_like("(at=)", at, now, "It has the structure of ts.trainable(state).")
-        keywords = fn.keywords(state, batch, extra, train=True)
-        parts = now if at is None else at, overwritten_part(state)
+        parts, keywords = _parts(state, at), fn.keywords(state, batch, extra, train=True)
         if axes := around():
-            from tsunax._core import axes as named_axes
-
             if per_example is True:
                 raise _stacked_over(axes, where)
-            parts = named_axes.vary(parts, axes)
-            if whole and "model_state" in keywords:  # its loop carries it
-                keywords["model_state"] = named_axes.vary(keywords["model_state"], axes)
-            if "key" in keywords and "key" not in extra:
-                keywords["key"] = named_axes.own_key(keywords["key"], axes)
-        inputs: list[Any] = []  # found once for all micro-batches
-
-        def objective(
-            trained: PyTree, batch: PyTree, keywords: Extra, others: Any = parts[1], fn: LossFn = fn
-        ):
-            params = with_overwritten(state, with_rest(state, trained), others)
-            return loss_objective(fn, state, batch, keywords, inputs)(params)
-
-        def gradient(batch: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
-            of_parts = lambda trained, others: objective(trained, batch, keywords, others)
-            return _differentiated(fn, checkpoint, of_parts, parts)
-
+            parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
+        objective = _objective(fn, state)
+        gradient: Any = functools.partial(_differentiated, fn, checkpoint, objective, parts)
         finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
-        run, rows, given = gradient, batch, keywords
+        square = _square_of(state) if noise_scale else None
+        rows, given, n = batch, keywords, accumulate
         if per_example:
             from tsunax._step.per_example import apart
 
-            run, rows, given = apart(gradient, batch, keywords, per_example, finish, accumulate)
-            finish = lambda grads: grads
-        square = _square_of(state) if noise_scale else None
-        if accumulate == 1 or per_example is True:
-            loss, grads = run(rows, given)
+            gradient, rows, given = apart(gradient, batch, keywords, per_example, finish, n)
+            finish, n = lambda grads: grads, 1 if per_example is True else n  # done row by row
+        if n == 1:
+            loss, grads = gradient(rows, given)
         elif whole:
             from tsunax._core.cpu.convolutions import fast
 
-            loss, grads = fast(lambda: run(rows, given))()  # it has loops
+            loss, grads = fast(lambda: gradient(rows, given))()  # it has loops
         else:
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(run, accumulate, rows, given, base(state), parts[1], square=square)
+            loss, grads = of_all(gradient, n, rows, given, base(state), parts[1], square=square)
         if accumulate > 1 or per_example:
             from tsunax._step.row_mixing import warn_of_mixed_rows
 
-            of_embed = {"fn": dataclasses.replace(fn, fn=whole.mean_embedding)} if whole else {}
-            looked_at, n = (
-                functools.partial(objective, **of_embed),
-                0 if per_example else accumulate,
-            )
-            warn_of_mixed_rows(looked_at, parts[0], batch, keywords, name, n, bool(whole))
+            if whole:
+                objective = _objective(dataclasses.replace(fn, fn=whole.mean_embedding), state)
+            seen = lambda trained, batch, keywords: objective((trained, parts[1]), batch, keywords)
+            cut = 0 if per_example else accumulate
+            warn_of_mixed_rows(seen, parts[0], batch, keywords, name, cut, whole is not None)
         if axes:
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
         grads = finish(grads)
-        if square is not None:
-            loss = _with_noise_scale(state, loss, square(grads))
-        return loss, grads
+        return loss if square is None else _with_noise_scale(state, loss, square(grads)), grads
 
     return f
 
 
-def _differentiated(
-    fn: LossFn, checkpoint: Function, objective: Function, parts: tuple[PyTree, PyTree]
-) -> tuple[Loss, PyTree]:
-    """The Loss of `objective(*parts)`, and the gradients of its scalar.
+def _parts(state: TrainState, at: PyTree) -> tuple[PyTree, PyTree]:
+    """The trained leaves, or `at` in their place, and those that their gradient replaces."""
+    trained = trained_part(state)
+    if at is not None:
+        checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
+    return trained if at is None else at, overwritten_part(state)
 
-    `parts` are the trained leaves and those that gradients overwrite: the latter's are in the Loss.
+
+def _varying(
+    axes: tuple[str, ...], parts: PyTree, keywords: Extra, has_key: bool, carries: bool
+) -> tuple[PyTree, Extra]:
+    """Both as values that differ from device to device along named axes, with a key for each.
+
+    A key that the user gave (`has_key`) stays. Of a loss that `carries` the model state through a
+    loop, that differs too.
+    """
+    from tsunax._core import axes as named_axes
+
+    more: Extra = {}
+    if carries and "model_state" in keywords:
+        more["model_state"] = named_axes.vary(keywords["model_state"], axes)
+    if "key" in keywords and not has_key:
+        more["key"] = named_axes.own_key(keywords["key"], axes)
+    return named_axes.vary(parts, axes), {**keywords, **more}
+
+
+def _objective(fn: LossFn, state: TrainState) -> Function:
+    """`f((trained, overwritten), rows, keywords) -> (scaled mean loss, Loss)`."""
+    inputs: list[Any] = []  # found once for all micro-batches
+
+    def objective(parts: tuple[PyTree, PyTree], rows: PyTree, keywords: Extra):
+        params = with_overwritten(state, with_rest(state, parts[0]), parts[1])
+        return loss_objective(fn, state, rows, keywords, inputs)(params)
+
+    return objective
+
+
+def _differentiated(
+    fn: LossFn,
+    checkpoint: Function,
+    objective: Function,
+    parts: tuple[PyTree, PyTree],
+    rows: PyTree,
+    keywords: Extra,
+) -> tuple[Loss, PyTree]:
+    """The Loss of `objective(parts, rows, keywords)`, and the gradients of its scalar.
+
+    Those of the leaves that gradients replace, the second of `parts`, are in the Loss.
     """
     notes: list[bool] = []  # one if the loss depends on the trained leaves
 
     def noted(*parts: PyTree):
-        mean, loss = objective(*parts)
+        mean, loss = objective(parts, rows, keywords)
         return _noted(mean, notes), loss
 
     both = jax.value_and_grad(checkpoint(noted), argnums=(0, 1), has_aux=True)

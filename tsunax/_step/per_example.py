@@ -28,7 +28,7 @@ Gradient = Callable[[Any, Extra], tuple[Loss, Any]]  # of (rows, keywords)
 def apart(
     gradient: Gradient, batch: PyTree, keywords: Extra, of_row: Any, finish: Function, n: int
 ) -> tuple[Gradient, PyTree, Extra]:
-    """The gradient of rows by those of each, and its arguments: rows with their keys, keywords.
+    """A gradient function made of `gradient` for single rows, and its arguments (rows, keywords).
 
     With `of_row=True` it is their stack, computed in n micro-batches; else the mean, by weight, of
     `of_row(finish(gradient))` of each. Each row has a key, whatever micro-batch it is in.
@@ -89,7 +89,7 @@ def _given_mask(keywords: Extra) -> jax.Array | None:
 
 
 def _joined(losses: Loss) -> Loss:
-    """The loss of all rows, from those of each."""
+    """The losses of single rows, merged into the loss of the batch."""
     most = jax.tree.map(lambda x: x.max(0), losses.overwritten)
     alone = dataclasses.replace(losses, mean_value=None, overwritten=None)
     return dataclasses.replace(merged_losses(losses.weight != 0, alone), overwritten=most)

@@ -114,9 +114,8 @@ def warn_of_mixed_rows(
         return
     line, text = source_line((found.source,))
     what, form = ("embed", "rows that are apart") if in_embed else ("loss", "a mean over rows")
-    got = (
-        f"{'one' if in_embed else 'a loss'} that {_KINDS[found.kind]} (`{text or found.primitive}`)"
-    )
+    kind_of_loss = "one" if in_embed else "a loss"
+    got = f"{kind_of_loss} that {_KINDS[found.kind]} (`{text or found.primitive}`)"
     fix = (_FIXES[kind] if kind else _FIXES.get(found.kind, _FIXES[""])).format(n=n)
     where = f"{name}, {line}" if line else name
     expected = f"{form} under {f'accumulate={n}' if n else 'per_example'}"

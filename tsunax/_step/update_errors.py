@@ -60,9 +60,7 @@ def check_no_rows(new: Any, old: Any) -> None:
     """Raise RuleError for a rule that adds gradients of rows to its state, as in `accumulate`."""
     for (where, x), y in zip(trees.leaves_at("opt_state", new), jax.tree.leaves(old), strict=False):
         if np.shape(x) != np.shape(y):
-            fix = (
-                "Put the rule that takes gradients of rows first: chain(that one, accumulate(...))."
-            )
+            fix = "Put the rule that takes gradients of rows first: chain(it, accumulate(...))."
             got = f"shape {np.shape(x)}"
             raise RuleError("optimizer state", where, got, f"{np.shape(y)}", fix)
 

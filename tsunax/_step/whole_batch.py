@@ -123,7 +123,7 @@ class WholeBatch:
         for where, x in leaves or [("embeddings", out)]:
             if not leaves or jnp.shape(x)[:1] != (n,):
                 expected = f"an array with a first axis of the {n} rows given to embed"
-                fix = "What all rows share, such as a temperature, belongs into loss: it may name params."
+                fix = "What all rows share (a temperature) belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
 

@@ -20,10 +20,9 @@ def windows_flushed(state: TrainState) -> TrainState:
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
-    if (
-        shardings := placement.mesh_shardings(state)
-    ) is not None:  # what it computes stays where it was
-        there = shardings.of_leaves
+    shardings = placement.mesh_shardings(state)
+    if shardings is not None:
+        there = shardings.of_leaves  # what it computes stays where it was
         return jax.jit(_flushed, out_shardings=there)(placement.resharded(state, there))
     return _flushed(state)
 

@@ -122,7 +122,7 @@ def replay(
 
 
 def _replayed(step: Function, given: tuple) -> ReplayReport:
-    """That of a step of `States`: of its infos, and of what it makes of the run."""
+    """The replay of a step of `States`: first of its infos, then of the new run."""
     once = fused_loop.fused(step, True).once
     look = lambda *given: (once(*given)[1].info,)
     move = lambda *given: (once(*given)[0],)
