@@ -847,7 +847,7 @@ MESSAGES = {
     "differing": (
         lambda: check_batch({"x": np.ones((3, 2)), "y": np.ones(4)}),
         "batch: got 3 rows in batch['x'], 4 in batch['y'], expected the same in every leaf. "
-        "If leaves differ in length, as of a graph, pad them, or call step(state, batch) yourself.",
+        "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself.",
     ),
     "strings": (
         lambda: check_batch({"x": np.array(["a", "b"])}),

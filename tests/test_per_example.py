@@ -247,7 +247,7 @@ def test_a_rule_for_rows_without_rows_and_the_reverse():
         ts.train_step(loss_fn, per_example=True)(setup(), BATCH)
     aggregate = ts.rules.live(optax.contrib.differentially_private_aggregate)(0.5, 1.1, key=0)
     window = ts.rules.accumulate(aggregate, every=2)
-    rows_first = r"optimizer state at .*got shape \(12,.*rows first: chain\(that one, accumulate"
+    rows_first = r"optimizer state at .*got shape \(12,.*rows first: chain\(it, accumulate"
     with jax.numpy_rank_promotion("allow"), pytest.raises(RuleError, match=rows_first):
         ts.train_step(loss_fn, per_example=True)(setup(window), BATCH)
     _, grads = gradient(loss_fn, per_example=True)

@@ -85,6 +85,7 @@ RULES = {  # the same in plain optax
         optax.add_decayed_weights(1e-4), optax.sgd(optax.linear_onecycle_schedule(STEPS, 0.12), momentum=0.9)
     ),
     "neural_ode": optax.adabelief(3e-3),
+    "graph_network": optax.adam(optax.cosine_decay_schedule(2e-3, STEPS)),
     "masked_lm": optax.adamw(
         optax.warmup_cosine_decay_schedule(0.0, 3e-3, 0, STEPS),
         b2=0.98,

@@ -42,8 +42,8 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
         rows.setdefault(shape[0], place)
     if len(rows) > 1:
         found = ", ".join(f"{n} in {place}" for n, place in rows.items())
-        fix = "If leaves differ in length, as of a graph, pad them, or call step(state, batch) "
-        fix = f"{fix}yourself." if root == "batch" else ""
+        fix = "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself."
+        fix = fix if root == "batch" else ""
         got = found.replace(" in ", " rows in ", 1)
         raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
