@@ -175,6 +175,119 @@ def test_agents_have_the_numbers_of_plain_jax():
     assert_trees_close(run.agent.params, carry[0][0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["maml", "pinn"])
+def test_a_port_without_data_has_the_numbers_of_plain_jax(name):
+    """Rows drawn from the step's key; of MAML, a step of gradient descent within the loss, by hand."""
+    module = port(name)
+    if name == "maml":
+        state, rule, ours = module.make(), optax.adam(1e-3), module.loss_fn
+
+        def error_after(params, train, test):
+            grads = jax.grad(module.error)(params, train)
+            return module.error(jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), test)
+
+        def mean(params, key):
+            after = jax.vmap(error_after, (None, 0, 0))(params, *module.waves(key, module.TASKS))
+            return after.mean()
+    else:
+        state, ours, residuals = module.make()
+        rule, corner = optax.adam(2e-3), jnp.array([-1.0, 0.0])
+
+        def mean(params, key):
+            points = corner + jax.random.uniform(key, (512, 2)) * jnp.array([2.0, 1.0])
+            return residuals(params, points).compute()
+
+    with jax.numpy_rank_promotion("allow"):
+        params, key = jax.tree.map(jnp.copy, (state.params, state.key))
+        opt_state, theirs = rule.init(params), []
+
+        @jax.jit
+        def plain(params, opt_state, i):
+            loss, grads = jax.value_and_grad(mean)(params, jax.random.fold_in(key, i))
+            updates, opt_state = rule.update(grads, opt_state)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        for i in range(STEPS):
+            params, opt_state, loss = plain(params, opt_state, jnp.int32(i))
+            theirs.append(loss)
+        state, history = ts.fit(ts.train_step(ours), state, steps=STEPS, log_every=1, progress=False)
+    np.testing.assert_allclose(history["loss"], theirs, rtol=2e-5)
+    assert_trees_close(state.params, params, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.medium
+def test_adapters_have_the_numbers_of_plain_jax():
+    """The gradient of the adapters alone, beside a base that is an argument."""
+    module = port("lora")
+    keys = jax.random.split(jax.random.key(3), 6)
+    shapes = [(64, 32), (32, 32), (32, 10)]
+    layers = [
+        {"kernel": jax.random.normal(a, (n, m)) * 0.2, "bias": jnp.zeros(m)}
+        for a, (n, m) in zip(keys, shapes, strict=False)
+    ]
+    adapters = [
+        {"a": jax.random.normal(a, (n, 4)) * 0.2, "b": jnp.zeros((4, m))}
+        for a, (n, m) in zip(keys[3:], shapes, strict=True)
+    ]
+    join = lambda adapters: [x | {"lora": y} for x, y in zip(layers, adapters, strict=True)]
+    data, state, loss_fn = module.make(jax.tree.map(jnp.copy, join(adapters)))
+    rule = optax.adam(optax.cosine_decay_schedule(1e-2, 200))
+    opt_state, step = rule.init(adapters), ts.train_step(loss_fn)
+    mean = lambda adapters, x, y: optax.softmax_cross_entropy_with_integer_labels(
+        module.apply(join(adapters), x), y
+    ).mean()
+    with jax.numpy_rank_promotion("allow"):
+        for _, (x, y) in zip(range(STEPS), data, strict=False):
+            loss, grads = jax.value_and_grad(mean)(adapters, x, y)
+            updates, opt_state = rule.update(grads, opt_state)
+            adapters = optax.apply_updates(adapters, updates)
+            state, info = step(state, (x, y))
+            np.testing.assert_allclose(info.loss, loss, rtol=2e-5)
+    assert_trees_close(state.params, join(adapters), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.medium
+def test_a_q_network_has_the_numbers_of_plain_jax():
+    """A buffer, a target that is copied every 100 steps, and exploration that falls, by hand."""
+    module, steps = port("dqn"), 210
+    run, step, apply = module.make(400)
+    copied = jax.tree.map(jnp.copy, run)
+    params, rule = copied.agent.params, optax.adam(2.5e-4)
+    cart, (seen, actions, then, ends), key = copied.carry
+
+    def mean(params, target, batch):
+        seen, action, then, done = batch
+        best = apply(target, then).max(-1)
+        value = apply(params, seen)[jnp.arange(len(action)), action]
+        return jnp.mean((value - 1.0 - 0.99 * jnp.where(done, 0.0, best)) ** 2)
+
+    @jax.jit
+    def plain(carry, i):
+        params, target, opt_state, cart, (seen, actions, then, ends), key = carry
+        key, acting, moving, choosing = jax.random.split(key, 4)
+        random = jnp.maximum(1 - i / 200 * 0.95, 0.05)
+        coin, other = jax.random.uniform(acting, (2, module.ENVS))
+        action = jnp.where(coin < random, other < 0.5, apply(params, cart.seen).argmax(-1) == 1)
+        new, done = module.move(cart, action.astype(jnp.int32), moving)
+        at = jnp.arange(module.ENVS) + i * module.ENVS
+        buffer = (seen.at[at].set(cart.seen), actions.at[at].set(action.astype(jnp.int32)),
+                  then.at[at].set(new.seen), ends.at[at].set(done.astype(jnp.float32)))  # fmt: skip
+        rows = jax.random.randint(choosing, module.ROWS, 0, (i + 1) * module.ENVS)
+        loss, grads = jax.value_and_grad(mean)(params, target, [x[rows] for x in buffer])
+        updates, opt_state = rule.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        target = jax.tree.map(lambda p, t: jnp.where((i + 1) % 100 == 0, p, t), params, target)
+        return (params, target, opt_state, new, buffer, key), loss
+
+    carry = params, params, rule.init(params), cart, (seen, actions, then, ends), key
+    carry, losses = jax.lax.scan(plain, carry, jnp.arange(steps))
+    run, infos = jax.jit(lambda run: jax.lax.scan(lambda run, _: step(run), run, length=steps))(run)
+    np.testing.assert_allclose(infos["loss"], losses, rtol=1e-3)
+    assert_trees_close(run.agent.params, carry[0], rtol=1e-3, atol=1e-4)
+    assert_trees_close(ts.averaged(run.agent).params, carry[1], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PORTS)
 def test_a_port_reaches_its_number(name):
