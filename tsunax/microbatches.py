@@ -78,7 +78,8 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
     if padding and mask is None:
-        fix, expected = "Name `mask` in loss_fn, and the batch is padded.", "a multiple of"
+        fix = "Name `mask` in loss_fn, and the batch is padded; or drop the short last batch: "
+        fix, expected = f"{fix}ts.batches(..., drop_remainder=True).", "a multiple of"
         raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
 
     def apart(x: Any, fill: Any):

@@ -51,7 +51,7 @@ def make(seed=0):
     noise = optax.add_noise(eta=(NOISE * NORM / ROWS) ** 2, gamma=0, key=seed)
     state = ts.setup(ts.rules.chain(noise, ts.rules.sgd(1.0)), params)
     # end of training
-    data = ts.batches(load()[0], ROWS, shuffle=True, seed=seed)
+    data = ts.batches(load()[0], ROWS, shuffle=True, seed=seed, drop_remainder=True)
     return data, state, loss_fn, clipped
 
 
