@@ -113,6 +113,7 @@ def test_graphs_without_edge_values_and_targets():
     [
         ({"senders": [0, 5], "receivers": [1, 0]}, r"items\[1\]\['senders'\] .*got nodes 0 to 5, expected 0 to 1"),
         ({"senders": [0, -1], "receivers": [1, 0]}, r"got nodes -1 to 0, expected 0 to 1"),
+        ({"senders": [0.5, 1.0]}, r"items\[1\]\['senders'\] .*got float64\[2\], expected integers, one for each edge"),
         ({"senders": [0], "receivers": [0, 1]}, r"items\[1\]\['receivers'\] .*expected one row for each edge"),
         ({"nodes": np.zeros((0, 3))}, r"items\[1\] at pack_graphs\(\): got 0 nodes.*expected 1 to 4 nodes, 5 edges"),
         ({"nodes": np.zeros((9, 3))}, r"got 9 nodes, 2 edges, 1 graph, expected 1 to 4 nodes"),

@@ -119,7 +119,12 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     one = jax.tree.map(lambda x: np.asarray(x)[None], item.get("globals"))
     part = {"nodes": item["nodes"], "edges": item.get("edges")}
     part = jax.tree.map(np.asarray, part) | {"globals": one, "mask": np.ones(1, bool)}
-    part |= {name: np.array(item[name], np.int32) for name in ("senders", "receivers")}
+    for name in ("senders", "receivers"):
+        ends = np.asarray(item[name])
+        if ends.size and ends.dtype.kind not in "iu":
+            at, got = f"{where}['{name}']", trees.describe(ends)
+            raise DataError(at, "pack_graphs()", got, "integers, one for each edge")
+        part[name] = ends.astype(np.int32)
     if not jax.tree.leaves(part["nodes"]):
         raise DataError(f"{where}['nodes']", "pack_graphs()", "no array", "one at least")
     lengths = {NODE: np.shape(jax.tree.leaves(part["nodes"])[0])[:1], EDGE: part["senders"].shape}
