@@ -128,10 +128,11 @@ def test_a_port_has_the_losses_of_plain_jax(name):
             params, opt_state, model_state, loss = plain(params, opt_state, model_state, batch, jnp.int32(i))
             state, info = step(state, batch)
             ours.append(info.loss), theirs.append(loss)
-        # batch statistics are divided by small spreads, which makes rounding large
-        np.testing.assert_allclose(ours, theirs, rtol=2e-4 if name == "resnet" else 2e-5)
-        # the gradient of a bias of keys is rounding alone, which Adam makes large: half a step of it
-        assert_trees_close(state.params, params, rtol=1e-3, atol=1e-3 if name == "vit" else 2e-4)
+        # rounding becomes large where batch statistics are divided by small spreads, and under Adam in the
+        # gradient of a bias of keys, which is rounding alone: half a step of it
+        rounds = name in ("resnet", "vit")
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4 if rounds else 2e-5)
+        assert_trees_close(state.params, params, rtol=1e-3, atol=1e-3 if rounds else 2e-4)
 
 
 @pytest.mark.medium
