@@ -193,10 +193,12 @@ def tune(
     if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
         got, expected = f"backend={backend!r}", "'optuna' for a sampler or pruner, and not for"
         raise HyperparameterError("backend", where, got, f"{expected} vectorized names")
-    points = spaces.points(space) if backend == "grid" else [{}]
-    if points == [{}] and backend == "grid":
-        raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
-    trials = len(points) if trials is None and backend == "grid" else trials
+    points = [{}]
+    if backend == "grid":
+        points = spaces.points(space)
+        trials = len(points) if trials is None else trials
+        if points == [{}]:
+            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     checks.check_count(trials, where, "trials")
     assert trials is not None
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
@@ -211,7 +213,8 @@ def tune(
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         drawn = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
         left = ((i, None if search else drawn(i)) for i in range(trials) if i not in journal.trials)
-        ended = lambda: Result(tuple(sorted(journal.trials.values(), key=_index)), (*space,), mode)
+        in_order = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
+        ended = lambda: Result(in_order(), (*space,), mode)
         said = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
@@ -229,10 +232,6 @@ def tune(
         text = f"tune(): all {len(result)} trials failed, the first with {result.trials[0].cause}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return result
-
-
-def _index(trial: Trial) -> int:
-    return trial.index
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
