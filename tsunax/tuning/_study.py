@@ -221,8 +221,16 @@ def suggested(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def objective_of(objective: Callable, space: Mapping[str, Any], metric: str | None) -> Callable:
-    """See `tuning.as_optuna`."""
+def as_optuna(
+    objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
+) -> Callable[[Any], float]:
+    """An objective and its space for a study of Optuna of your own: as many workers as you start.
+
+        study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
+
+    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
+    handles exceptions of the objective.
+    """
     space = spaces.checked(space, "as_optuna()")
 
     def run(trial: Any) -> float:

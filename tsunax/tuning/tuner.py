@@ -20,7 +20,6 @@ import json
 import math
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,7 @@ from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
-__all__ = ["Cause", "Pruned", "Result", "Trial", "as_optuna", "as_trainable", "read", "tune"]
+__all__ = ["Cause", "Pruned", "Result", "Trial", "as_trainable", "read", "tune"]
 
 _SHOWN = 20  # trials in a table
 
@@ -227,11 +226,7 @@ def tune(
                 raise
         finally:
             bar.close(said)
-    result = ended()
-    if len(result) and all(trial.status == "failed" for trial in result.trials):
-        text = f"tune(): all {len(result)} trials failed, the first with {result.trials[0].cause}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-    return result
+    return ended()
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
@@ -364,16 +359,3 @@ def as_trainable(
         tune.report({**metrics, metric: value})
 
     return train
-
-
-def as_optuna(
-    objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
-) -> Callable[[Any], float]:
-    """An objective and its space for a study of Optuna of your own: as many workers as you start.
-
-        study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
-
-    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
-    handles exceptions of the objective.
-    """
-    return _study.objective_of(objective, space, metric)
