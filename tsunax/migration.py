@@ -137,7 +137,8 @@ def migrate(
         if not isinstance(rule, Mapping) or not rule:
             got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
             raise WrongTypeError("rule", where, got, "a rule by member", fix)
-        new, parts = {}, {field.name: () for field in dataclasses.fields(Report)}
+        new: dict[str, Any] = {}
+        parts: dict[str, tuple[str, ...]] = {f.name: () for f in dataclasses.fields(Report)}
         for name, of_member in rule.items():
             member = state.members[state.member_at(name, where)[0]]
             new[name], report = migrate(member, of_member, params=params, **options)

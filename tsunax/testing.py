@@ -230,17 +230,15 @@ def check_frozen(
     _check_taken(_taken_steps(infos, state), here, batch)
     frozen = frozen_flags(held)
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
+    owners = [*range(len(frozen))] * (1 + len(averages_of(held))) + owners
 
-    def leaves(s: TrainState) -> list[tuple[int | None, str, Any]]:
-        """(index of the parameter, name, leaf) of params, averages and moments."""
+    def leaves(s: TrainState) -> list[tuple[str, Any]]:
         averages = {name: average.params for name, average in averages_of(s).items()}
         named = trees.leaves_at("state", (trained_part(s), averages))
-        found: list[Any] = [(i % len(frozen), *pair) for i, pair in enumerate(named)]
-        moments = trees.leaves_at("opt_state", s.opt_state)
-        return found + [(i, *pair) for i, pair in zip(owners, moments, strict=True)]
+        return [*named, *trees.leaves_at("opt_state", s.opt_state)]
 
     moved = []
-    for (i, name, x), (_, _, y) in zip(leaves(held), leaves(after), strict=True):
+    for i, (name, x), (_, y) in zip(owners, leaves(held), leaves(after), strict=True):
         moved.append(i is not None and trees.bits_differ(x, y))
         if moved[-1] and frozen[i]:
             raise CheckError(f"leaf {name}", title, f"other bits after {STEPS} steps", "its own")
