@@ -92,7 +92,7 @@ def test_every_kind_of_leaf_comes_back_with_its_bits_and_type(tmp_path):
 
 
 def test_the_file_is_as_the_format_says(tmp_path):
-    exchange.save(tmp_path / "a.safetensors", ARRAYS, metadata={"note": "mine"})
+    exchange.save(tmp_path / "a.safetensors", ARRAYS)
     header, parts = by_hand(tmp_path / "a.safetensors")
     assert list(parts) == sorted(parts, key=lambda name: header[name]["data_offsets"])
     assert header["bf16"]["dtype"] == "BF16" and header["bf16"]["shape"] == [1, 2]
@@ -118,7 +118,7 @@ def test_the_file_is_as_the_format_says(tmp_path):
     assert start == 0
     assert all(header[name]["data_offsets"][0] % size.get(header[name]["dtype"], 1) == 0 for name in parts)
     about = header["__metadata__"]
-    assert about == {"format": "flax", "note": "mine"}
+    assert about == {"format": "flax"}
 
 
 def test_the_library_reads_ours_and_we_read_its(tmp_path):
@@ -290,17 +290,15 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
         "  'head' is float64[1], expected nothing of that name\n"
         "  Nearest to 'model.extra': 'model.bias', 'model.embed', 'head'. rename= finds other names."
     )
-    found = exchange.restore(path, like, where="embed", rename={"embed": "model.embed"})
+    found = exchange.restore(path, like, where="embed", rename=lambda name: "model." + name)
     assert found["embed"].sum() == 6 and found["extra"] is like["extra"]
     many = {f"n{i}": np.ones(1) for i in range(15)}
     lines = error_of(lambda: exchange.restore(path, many)).splitlines()
     assert len(lines) == 13 and lines[11] == "  and 8 more"
-    assert "Did you mean 'embed'?" in error_of(lambda: exchange.restore(path, like, rename={"embad": "model.embed"}))
     assert "no match among 3 leaves" in error_of(lambda: exchange.restore(path, like, where="nothing"), PatternError)
     assert "got 3 (int), expected a name" in error_of(
         lambda: exchange.restore(path, like, rename=lambda _: 3), WrongTypeError
     )
-    assert "a function or a dict" in error_of(lambda: exchange.restore(path, like, rename="x"), WrongTypeError)
 
 
 def test_cast_is_true_or_false(tmp_path):

@@ -374,18 +374,6 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_check_under_jit(name):
-    state = make()
-    for call in (
-        lambda: jax.jit(lambda x: ALL[name](state, x))(X),
-        lambda: jax.jit(lambda: ALL[name](state, X))(),
-        lambda: jax.jit(lambda s: ALL[name](s, X))(state),
-    ):
-        with pytest.raises(StateError, match=rf"at check_{name}\(\): got a traced one, .*outside of jit"):
-            call()
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in ALL if name != "population"])
 def test_no_check_of_a_donated_state(name):

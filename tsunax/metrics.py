@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -290,25 +290,26 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
+def _check_average(average: object, classes: int, place: str) -> None:
+    known = ("macro", "micro", "weighted", *(["binary"] if classes == 2 else []))
+    if average is not None and not checks.is_one_of(average, known):
+        got = f"{trees.describe(average)} with {classes} classes"
+        expected = "'binary' for 2 classes; or 'macro', 'micro', 'weighted' or None"
+        raise LossError("average", place, got, expected)
+
+
 @dataclass(frozen=True)
 class _ByClass:
     """A ratio for each class, from the weight of each pair of classes."""
 
     counts: jax.Array  # f32[targets, predictions]: Σ weight
     average: str | None = field(metadata={"static": True})
-
-    @classmethod
-    def _check_average(cls, average: object, classes: int | None, method: str) -> None:
-        known = ("macro", "micro", "weighted", *(["binary"] if classes == 2 else []))
-        if average is not None and not checks.is_one_of(average, known):
-            got = f"{trees.describe(average)} with {classes} classes"
-            expected = "'binary' for 2 classes; or 'macro', 'micro', 'weighted' or None"
-            raise LossError("average", f"{cls.__name__}.{method}()", got, expected)
+    _factors: ClassVar[tuple[int, int, int]]  # of hits, above; of predicted and actual, below
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:
         """The metric of no rows, from which merging starts."""
-        cls._check_average(average, classes, "empty")
+        _check_average(average, classes, f"{cls.__name__}.empty()")
         return cls(jnp.zeros((classes, classes), jnp.float32), average)
 
     @classmethod
@@ -322,16 +323,16 @@ class _ByClass:
         average: str | None = "binary",
     ) -> Self:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
+        place = f"{cls.__name__}.of()"
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
-        cls._check_average(average, classes, "of")
-        return cls(
-            _confusion(predictions, targets, where, classes, f"{cls.__name__}.of()"), average
-        )
+        _check_average(average, classes, place)
+        return cls(_confusion(predictions, targets, where, classes, place), average)
 
     merge = _add
 
-    def _averaged(self, of_hits: int, of_predicted: int, of_actual: int) -> jax.Array:
-        """The ratio of multiples of the sums of each class, averaged as `average` says."""
+    def compute(self) -> jax.Array:
+        """An f32 scalar, or f32[classes] if `average` is None."""
+        of_hits, of_predicted, of_actual = self._factors
         predicted, actual = jnp.sum(self.counts, axis=0), jnp.sum(self.counts, axis=1)
         above = of_hits * jnp.diagonal(self.counts)
         below = of_predicted * predicted + of_actual * actual
@@ -361,8 +362,7 @@ class Precision(_ByClass):
     Array(0.6666667, dtype=float32)
     """
 
-    def compute(self) -> jax.Array:
-        return self._averaged(1, 1, 0)
+    _factors = (1, 1, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -374,8 +374,7 @@ class Recall(_ByClass):
     Array([0.5, 1. ], dtype=float32)
     """
 
-    def compute(self) -> jax.Array:
-        return self._averaged(1, 0, 1)
+    _factors = (1, 0, 1)
 
 
 @jax.tree_util.register_dataclass
@@ -389,8 +388,7 @@ class F1(_ByClass):
     Array(0.8, dtype=float32)
     """
 
-    def compute(self) -> jax.Array:
-        return self._averaged(2, 1, 1)
+    _factors = (2, 1, 1)
 
 
 # ---------------------------------------------------------------------------------- real predictions

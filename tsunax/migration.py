@@ -33,7 +33,7 @@ from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
 from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
-from tsunax.rules.leaf_owners import owners_in, owners_of
+from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, base, check_state, own, setup, trained_part
 from tsunax.states import States
@@ -130,20 +130,21 @@ def migrate(
     (1, 1.0)
     """
     where = "migrate()"
+    options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
+    options |= {"trainable": trainable, "model_state": model_state, "key": key}
     if isinstance(state, States):
         first = next(iter(state.members))
         if not isinstance(rule, Mapping) or not rule:
             got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
             raise WrongTypeError("rule", where, got, "a rule by member", fix)
-        given: dict[str, Any] = {"params": params, "trainable": trainable, "ema": ema, "key": key}
-        given |= {"precision": precision, "loss_scale": loss_scale, "model_state": model_state}
-        of = {name: state.members[state.member_at(name, where)[0]] for name in rule}
-        found = {name: migrate(member, rule[name], **given) for name, member in of.items()}
-        named = lambda name, kind: [f"{name}/{x}" for x in getattr(found[name][1], kind)]
-        kinds = (field.name for field in dataclasses.fields(Report))
-        parts = (tuple(x for name in found for x in named(name, kind)) for kind in kinds)
-        new = state.replace(**{name: member for name, (member, _) in found.items()})
-        return cast(_State, new), Report(*parts)
+        new: dict[str, Any] = {}
+        parts: dict[str, tuple[str, ...]] = {f.name: () for f in dataclasses.fields(Report)}
+        for name, of_member in rule.items():
+            member = state.members[state.member_at(name, where)[0]]
+            new[name], report = migrate(member, of_member, params=params, **options)
+            for kind in parts:
+                parts[kind] += tuple(f"{name}/{x}" for x in getattr(report, kind))
+        return cast(_State, state.replace(**new)), Report(**parts)
     check_state(state, where)
     if members_of(state) is not None:
         fix = "Migrate each member: ts.populations.member(runs, i)."
@@ -152,8 +153,6 @@ def migrate(
         fix = "Call it outside of jit."
         raise StateError("state", where, "a traced state", "a concrete one", fix)
     given, plan = state.params if params is KEEP else params, state.plan
-    options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
-    options |= {"trainable": trainable, "model_state": model_state, "key": key}
     average, loss_scale = jax.tree.map(own, (state.average, state.loss_scale))
     kept = {"model_state": state.model_state, "key": state.key, "ema": average}
     kept |= {"precision": plan.precision, "loss_scale": loss_scale}
@@ -173,19 +172,14 @@ def migrate(
     return fresh, Report(*map(tuple, (found.kept, found.new, found.dropped, found.notes)))
 
 
-def _owners_of(state: TrainState) -> list[int | None]:
-    """The index of the parameter of each leaf of the whole optimizer state, tables included."""
-    if state.numbers is None:
-        return owners_of(state.plan.init, state.opt_state, None, base(state))
-    return owners_in(state.plan.init, state.numbers.layout.skeleton, base(state))
-
-
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
     named, slots = trees.leaves_with_names(base(state)), {}
     full = number_table.lower(state.opt_state, state.numbers)
     keyed = jtu.tree_flatten_with_path(full)[0]
-    for i, ((path, x), owner) in enumerate(zip(keyed, _owners_of(state), strict=True)):
+    skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
+    owners = owners_in(state.plan.init, skeleton, base(state))
+    for i, ((path, x), owner) in enumerate(zip(keyed, owners, strict=True)):
         name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
         inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
         if (slot := _slot(full, inside, name, x)) is not None:
@@ -308,9 +302,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     own_fields = [f for f in old._fields if f.name not in new.__dict__]
     values = {f.name: getattr(old, f.name) for f in own_fields}
     averages = averages_of(old)
-    shapes = lambda s: [
-        (name, np.shape(x)) for name, x in _trained_by_name_of(s, trained_part(s)).items()
-    ]
+    shapes = lambda s: [(k, x.shape) for k, x in _leaves_by_name(trained_part(s)).items()]
     for f in own_fields:
         if f.name in averages:
             values[f.name] = averages[f.name].of(base(new))
@@ -373,30 +365,26 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
 
 def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainState:
     """The averages of each leaf by name, if both states average alike."""
-    before, now = averages_of(old), averages_of(new)
-    carried = lambda name: _carry_average(old, new, name, before.get(name), now.get(name), report)
-    return dataclasses.replace(new, **{name: carried(name) for name in before | now})
-
-
-def _carry_average(old, new, field: str, before, average, report: _Found):
-    titled = lambda names: [f"{field} of {name}" for name in names]
-    there = {} if before is None else _trained_by_name_of(old, before.params)
-    if average is None:
-        report.dropped += titled(there)
-        return None
-    here = _trained_by_name_of(new, average.params)
-    if before is not None and before.uniform != average.uniform:
-        report.new += titled(here)
-        report.notes.append(f"{field}: of another kind, begins anew")
-        return average
-    fits = {name for name, x in here.items() if name in there and there[name].shape == x.shape}
-    leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
-    params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
-    count = average.count if before is None else _there(before.count, average.count)
-    report.kept += titled(name for name in here if name in fits)
-    report.new += titled(name for name in here if name not in fits)
-    report.dropped += titled(name for name in there if name not in here)
-    return dataclasses.replace(average, params=params, count=count)
+    befores, averages = averages_of(old), averages_of(new)
+    for field in befores | averages:
+        before, average = befores.get(field), averages.get(field)
+        there = {} if before is None else _trained_by_name_of(old, before.params)
+        here = {} if average is None else _trained_by_name_of(new, average.params)
+        titled = lambda names, field=field: [f"{field} of {name}" for name in names]
+        if before and average and before.uniform != average.uniform:
+            report.new += titled(here)
+            report.notes.append(f"{field}: of another kind, begins anew")
+            continue
+        fits = {name for name, x in here.items() if name in there and there[name].shape == x.shape}
+        report.kept += titled(name for name in here if name in fits)
+        report.new += titled(name for name in here if name not in fits)
+        report.dropped += titled(name for name in there if name not in here)
+        if before and average:
+            leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
+            params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
+            count = _there(before.count, average.count)
+            averages[field] = dataclasses.replace(average, params=params, count=count)
+    return dataclasses.replace(new, **averages)
 
 
 def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainState:

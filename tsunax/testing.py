@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ def check_accumulation(
     True
     """
     where = "check_accumulation()"
-    _check(step, state, where, batch, extra)
+    _check(step, state, where)
     if rows_of(batch) % n:
         raise WrongTypeError("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
     with warnings.catch_warnings():  # it is compared here
@@ -108,7 +109,7 @@ def check_precision(
     Finds leaves that overflow, underflow to zero, or lose more than `tolerance`.
     """
     where = "check_precision()"
-    _check(step, state, where, batch, extra)
+    _check(step, state, where)
     plan = state.plan
     if plan.precision is None:
         raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
@@ -137,7 +138,7 @@ def check_sharding(
     Randomness has to come from the key, not from shapes.
     """
     where = "check_sharding()"
-    _check(step, state, where, batch, extra)
+    _check(step, state, where)
     mesh = all_devices() if mesh is None else mesh
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
@@ -205,57 +206,44 @@ def check_fused(
         for n in (1, 4, "auto"):
             runs[n], rows = fit(step, _copy(state), anew(), steps_per_call=n, **options)
             _finite_losses(rows, where)
-        plain = _by_hand(step, _copy(state), anew(), steps)
+        source, plain, done = anew(), _copy(state), logged_step(state, 0)
+        for batch in itertools.chain.from_iterable(itertools.repeat(source)):
+            plain, _ = step(plain, batch)
+            done = logged_step(plain, done + 1)
+            if done >= steps:
+                break
     for n in (4, "auto"):
         _compared(f"steps_per_call={n!r}", runs[n], runs[1], 0.0, "state")
     found = _params(plain), _params(runs[1])
     return _compared("the plain loop", *found, tolerance * steps, "params")
 
 
-def _by_hand(step: Function, state: PyTree, data: Iterable[PyTree], steps: int) -> PyTree:
-    """A loop in Python up to a step of the state's clock."""
-    done = logged_step(state, 0)
-    while True:
-        for batch in data:
-            state, _ = step(state, batch)
-            done = logged_step(state, done + 1)
-            if done >= steps:
-                return state
-
-
 def check_frozen(
-    step: TrainStep,
-    state: TrainState,
-    batch: PyTree,
-    where: Where,
-    steps: int = STEPS,
-    **extra: Any,
+    step: TrainStep, state: TrainState, batch: PyTree, where: Where, **extra: Any
 ) -> None:
     """Check that frozen leaves keep their bits, with moments and averages, and that others move."""
     here, title = "check_frozen()", f"freeze({where!r})"
-    _check(step, state, here, batch, extra)
+    _check(step, state, here)
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = _copy(before)
-    after, infos = _run_steps(step, before, batch, extra, steps)
+    after, infos = _run_steps(step, before, batch, extra, STEPS)
     _check_taken(_taken_steps(infos, state), here, batch)
     frozen = frozen_flags(held)
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
+    owners = [*range(len(frozen))] * (1 + len(averages_of(held))) + owners
 
-    def leaves(s: TrainState) -> list[tuple[int | None, str, Any]]:
-        """(index of the parameter, name, leaf) of params, averages and moments."""
+    def leaves(s: TrainState) -> list[tuple[str, Any]]:
         averages = {name: average.params for name, average in averages_of(s).items()}
-        named = _leaves_by_path((trained_part(s), averages), "state").items()
-        found: list[Any] = [(i % len(frozen), *pair) for i, pair in enumerate(named)]
-        moments = _leaves_by_path(s.opt_state, "opt_state").items()
-        return found + [(i, *pair) for i, pair in zip(owners, moments, strict=True)]
+        named = trees.leaves_at("state", (trained_part(s), averages))
+        return [*named, *trees.leaves_at("opt_state", s.opt_state)]
 
     moved = []
-    for (i, name, x), (_, _, y) in zip(leaves(held), leaves(after), strict=True):
+    for i, (name, x), (_, y) in zip(owners, leaves(held), leaves(after), strict=True):
         moved.append(i is not None and trees.bits_differ(x, y))
         if moved[-1] and frozen[i]:
-            raise CheckError(f"leaf {name}", title, f"other bits after {steps} steps", "its own")
+            raise CheckError(f"leaf {name}", title, f"other bits after {STEPS} steps", "its own")
     if not all(frozen) and not any(moved[: len(frozen)]):
-        raise CheckError("others", title, f"none that moved in {steps} steps", "one at least")
+        raise CheckError("others", title, f"none that moved in {STEPS} steps", "one at least")
 
 
 def check_population(
@@ -264,7 +252,6 @@ def check_population(
     batch: PyTree,
     n: int = 3,
     tolerance: float = EXACT,
-    steps: int = STEPS,
     **values: Any,
 ) -> float:
     """Compare each member of `population(make, n, **values)` with its single run.
@@ -272,18 +259,17 @@ def check_population(
     The tolerance is for batched matrix products, which round differently from single ones.
     """
     where = "check_population()"
-    _check_live((), where, batch, values)
     runs = population(make, n, key=0, **values)
-    _check(step, runs, where, batch)
-    runs, infos = _run_steps(step, runs, batch, {}, steps)
+    _check(step, runs, where)
+    runs, infos = _run_steps(step, runs, batch, {}, STEPS)
     _check_taken(_taken_steps(infos, runs), where, batch)
     worst, sizes, keys = 0.0, None, jax.random.split(jax.random.key(0), n)
     for i in range(n):
         one = make(keys[i], **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
         sizes = _without_digits(step, one, batch, {}) if sizes is None else sizes
-        one, _ = _run_steps(step, one, batch, {}, steps)
-        pair = _params(member(runs, i)), _params(one)
-        found = _compared(f"member {i}", *pair, tolerance * steps, "params", sizes=sizes)
+        one, _ = _run_steps(step, one, batch, {}, STEPS)
+        pair = member(runs, i).params, one.params
+        found = _compared(f"member {i}", *pair, tolerance * STEPS, "params", sizes=sizes)
         worst = max(worst, found)
     return worst
 
@@ -310,24 +296,20 @@ def check_coordinates(
         raise DataError("widths", where, str(list(widths)), "two or more, for example 64, 128, 256")
     for width in widths:
         step, state, outputs = make(width)
-        _check(step, state, where, batch)
+        _check(step, state, where)
         before = outputs(state.params, batch)
         state, infos = _run_steps(step, state, batch, {}, steps)
         _check_taken(_taken_steps(infos, state), where, batch)
-        change = jax.tree.map(
-            lambda a, b: np.mean(np.abs(a - b)), outputs(state.params, batch), before
-        )
-        for name, size in change.items():
-            sizes.setdefault(name, []).append(max(float(size), 1e-30))
+        for name, x in outputs(state.params, batch).items():
+            change = float(np.mean(np.abs(x - before[name])))
+            sizes.setdefault(name, []).append(max(change, 1e-30))
     logs = np.log(np.asarray(widths, float))
     powers = {name: float(np.polyfit(logs, np.log(x), 1)[0]) for name, x in sizes.items()}
     for name, power in powers.items():
         if abs(power) > tolerance:
             got = f"a change that goes with the width to the power {power:.2f}"
             expected = f"0, give or take {tolerance:g}"
-            fix = (
-                "Chain rules.scale_by_width after the rule, and look at the layer's initial scale."
-            )
+            fix = "Chain rules.scale_by_width after the rule; look at the layer's initial scale."
             raise CheckError(f"outputs[{name!r}]", where, got, expected, fix)
     return powers
 
@@ -339,7 +321,7 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
     that the function reads while it is traced.
     """
     where, ends = "check_purity()", []
-    _check(step, state, where, batch, extra)
+    _check(step, state, where)
     start = _settled(step, state, batch, extra)
     for _ in range(2):
         anew = dataclasses.replace(step, donate=False)  # an equal step without compiled programs
@@ -369,7 +351,7 @@ def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: A
     executed.
     """
     where = "check_donation()"
-    _check(step, state, where, batch, extra)
+    _check(step, state, where)
     if not step.donate:
         got, fix = "train_step(..., donate=False)", "train_step(loss_fn) donates."
         raise WrongTypeError("step", where, got, "one that does", fix)
@@ -395,44 +377,36 @@ def check_recompiles(
     tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch is float32[3,2], was ...
     """
     where = "check_recompiles()"
-    _check(step, state, where, extra)
+    _check(step, state, where)
     anew, state, n = dataclasses.replace(step), _copy(state), 0
     for batch in batches:
-        _check_live((), where, batch)
         state, _ = anew(state, batch, **extra)
         n += 1
     if not n:
         raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     if (found := len(anew.traces)) > most:
-        reasons = "; ".join(
-            retrace_reasons(anew.traces, [("step", x) for x in anew.programs.devices])
-        )
-        raise CheckError("traces", f"{n} batches", found, f"at most {most}", reasons)
+        reasons = retrace_reasons(anew.traces, [("step", x) for x in anew.programs.devices])
+        raise CheckError("traces", f"{n} batches", found, f"at most {most}", "; ".join(reasons))
     return found
 
 
 # Checks of arguments
 
 
-def _check(step: Any, state: Any, where: str, *given: Any) -> None:
+def _check(step: Any, state: Any, where: str) -> None:
     if not isinstance(step, TrainStep):
         raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     check_state(state, where)
-    _check_live(state, where, *given)
+    _check_live(state, where)
 
 
-def _check_live(state: Any, where: str, *given: Any) -> None:
-    """Raise StateError for a donated state, and for traced arguments."""
-    # under jit, arrays made of concrete arguments are traced, too
-    if any(map(trees.is_traced, jax.tree.leaves((state, given, jnp.zeros(()))))):
-        fix = "Call it outside of jit, with arrays."
-        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
+def _check_live(state: Any, where: str) -> None:
     if any(map(trees.is_gone, jax.tree.leaves(state))):
         raise StateError(donated(where))
 
 
 def _begin(state: Any, steps: Any, where: str) -> int:
-    """The step of a concrete state. Raises HyperparameterError if it is not before `steps`."""
+    """The step of a live state. Raises HyperparameterError if it is not before `steps`."""
     _check_live(state, where)
     if not isinstance(state, TrainState):
         return 0
@@ -536,7 +510,7 @@ def _largest(x: Any) -> float:
 
 def _sizes_of_noise(grads: Any, root: str) -> dict[str, float]:
     """The largest size of all gradients, by the names of those that are rounding noise."""
-    sizes = {name: _largest(x) for name, x in _leaves_by_path(grads, root).items()}
+    sizes = {name: _largest(x) for name, x in trees.leaves_at(root, grads)}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
@@ -549,10 +523,6 @@ def _without_digits(step: TrainStep, state: TrainState, batch: Any, extra) -> di
 
 def _all_finite(tree: Any) -> bool:
     return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
-
-
-def _leaves_by_path(tree: Any, root: str) -> dict[str, Any]:
-    return dict(trees.leaves_at(root, tree))
 
 
 def _compared(
@@ -569,8 +539,8 @@ def _compared(
     """
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    found, theirs = [(0.0, "", "")], _leaves_by_path(expected, root)
-    for name, x in _leaves_by_path(got, root).items():
+    found, theirs = [(0.0, "", "")], dict(trees.leaves_at(root, expected))
+    for name, x in trees.leaves_at(root, got):
         far, text = _distance(x, theirs[name], tolerance == 0, sizes.get(name))
         found.append((far, name, text))
     worst, name, text = max(found, key=lambda x: x[0])

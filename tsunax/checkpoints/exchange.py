@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _host_copies, _matching, _orbax, _safetensors, leaves
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree, show
-from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told, unknown
+from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
 from tsunax.state import TrainState
 
 __all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
 
-Rename = Callable[[str], str] | Mapping[str, str] | None
+Rename = Callable[[str], str] | None
 _PARAMS = "params/"  # what the names of a whole state's params begin with
 _DEPTH = 64
 
@@ -37,9 +37,7 @@ _DEPTH = 64
 # ------------------------------------------------------------------------------------------- saving
 
 
-def save(
-    path: StrPath, tree: PyTree, *, rename: Rename = None, metadata: Mapping[str, str] | None = None
-) -> None:
+def save(path: StrPath, tree: PyTree, *, rename: Rename = None) -> None:
     """Write the arrays of `tree`, params or a whole training state, as a safetensors file.
 
     A name is the path that patterns match, "encoder/0/kernel"; of a state
@@ -48,10 +46,7 @@ def save(
 
     Args:
       path: "….safetensors"; its directory is made if it is not there.
-      rename: the name in the file for a name of the tree: a function, or a dict with those that
-        differ.
-      metadata: more text for the header. Its "format", which the hub requires, is "flax" if none is
-        given.
+      rename: a function of a name of the tree that returns the name in the file.
 
     Raises WrongTypeError for leaves and dtypes that the format does not have (int4, complex128,
     Python's numbers), CheckpointError for a path or names that cannot be, SaveError where writing
@@ -72,11 +67,10 @@ def save(
     found = _described(known, _names_in(tree, rename))
     leaves_of = zip(found, known.leaves, strict=True)
     arrays = {leaf.name: trees.on_host(x) for leaf, (_, x) in leaves_of}
-    about = {"format": "flax", **(metadata or {})}
     aside = durable_files.aside(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.write(aside, arrays, about)
+        _safetensors.write(aside, arrays, {"format": "flax"})  # the hub requires it
         os.replace(aside, path)  # a link is replaced, not followed
         durable_files.sync(path.parent)
     except (OSError, ValueError) as error:
@@ -128,9 +122,8 @@ def restore(
         with "model.safetensors" in one of these forms.
       where: a pattern over the params: restore only these, everything else stays as in `like`. What
         the file has beyond them is no matter then; without a pattern it is an error.
-      rename: the name in the file for a name of `like` ("encoder/0/kernel"): a function, or a dict
-        with those that differ. `lambda name: "model." + name.replace("/", ".")` is how torch writes
-        them.
+      rename: a function of a name of `like` ("encoder/0/kernel") that returns the name in the file.
+        `lambda name: "model." + name.replace("/", ".")` is how torch writes them.
       cast: let floats be restored in another float dtype.
 
     Raises CheckpointError: no such file, not safetensors; names, shapes or dtypes that do not fit
@@ -138,8 +131,8 @@ def restore(
 
     >>> import jax.numpy as jnp, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/a.safetensors", {"w": jnp.arange(3.0)}, rename=lambda name: "model." + name)
-    ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename={"w": "model.w"})
+    ...     save(f"{folder}/a.safetensors", {"model.w": jnp.arange(3.0)})
+    ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename=lambda name: "model." + name)
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
     with _refusing("safetensors file", path):
@@ -343,12 +336,6 @@ def _names_in(tree, rename: Rename) -> list[str]:
     names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
     if rename is None:
         return names
-    if isinstance(rename, Mapping):
-        if others := [name for name in rename if name not in names]:
-            raise CheckpointError(unknown("name", "rename", str(others[0]), names))
-        return [rename.get(name, name) for name in names]
-    if not callable(rename):
-        raise WrongTypeError("rename", "", trees.describe(rename), "a function or a dict")
     found = [rename(name) for name in names]
     if odd := [x for x in found if not isinstance(x, str)]:
         raise WrongTypeError("result of rename", "", trees.describe(odd[0]), "a name")

@@ -4,6 +4,7 @@ It knows nothing of states or steps.
 """
 
 from tsunax.tuning import spaces
-from tsunax.tuning.tuner import Pruned, Result, Trial, as_optuna, as_trainable, read, tune
+from tsunax.tuning._study import as_optuna
+from tsunax.tuning.tuner import Pruned, Result, Trial, as_trainable, read, tune
 
 __all__ = ["Pruned", "Result", "Trial", "as_optuna", "as_trainable", "read", "spaces", "tune"]

@@ -98,14 +98,11 @@ def _refusing(folder: Path):
 
 def _load(path: Path, mode: str = "") -> Any:
     optuna = _optuna()
-    storage = optuna.storages.JournalStorage(
-        _optuna(".storages.journal").JournalFileBackend(str(path))
-    )
+    backend = _optuna(".storages.journal").JournalFileBackend(str(path))
+    given = {"study_name": _STUDY, "storage": optuna.storages.JournalStorage(backend)}
     if not mode:
-        return optuna.load_study(study_name=_STUDY, storage=storage)
-    return optuna.create_study(
-        study_name=_STUDY, storage=storage, direction=f"{mode}imize", load_if_exists=True
-    )
+        return optuna.load_study(**given)
+    return optuna.create_study(**given, direction=f"{mode}imize", load_if_exists=True)
 
 
 def _repair(path: Path) -> None:
@@ -168,10 +165,9 @@ def _distribution(entry: Any) -> Any:
     kinds = _optuna(".distributions")
     if isinstance(entry, spaces.choice):
         return kinds.CategoricalDistribution([spaces.label(x) for x in entry.options])
-    if isinstance(entry, spaces.integer):
-        return kinds.IntDistribution(entry.low, entry.high, log=entry.log)
-    is_log = isinstance(entry, spaces.log_uniform)
-    return kinds.FloatDistribution(entry.low, entry.high, log=is_log)
+    is_int = isinstance(entry, spaces.integer)
+    kind = kinds.IntDistribution if is_int else kinds.FloatDistribution
+    return kind(entry.low, entry.high, log=entry.log)
 
 
 # ---------------------------------------------------------------------------------------- the search
@@ -183,9 +179,8 @@ class Search:
     def __init__(self, space: Mapping, about: dict, pruner: Any, sampler: Any, journal: Journal):
         optuna = _optuna()
         self.space, self.seed = space, about["seed"]
+        sampler = sampler or (lambda seed: optuna.samplers.TPESampler(seed=seed))
         self.make = sampler if callable(sampler) else None
-        if sampler is None:
-            self.make = lambda seed: optuna.samplers.TPESampler(seed=seed)
         self.study = optuna.create_study(
             direction=f"{about['mode']}imize",
             sampler=None if self.make else sampler,
@@ -194,9 +189,7 @@ class Search:
         self.study.add_trials([_frozen(trial, space) for trial in journal.trials.values()])
 
     def values(self, index: int) -> dict[str, Any]:
-        if (
-            self.make is not None
-        ):  # anew for each trial: after a kill it proposes what it would have
+        if self.make is not None:  # anew, so that after a kill it proposes what it would have
             bits = spaces.random_bits(self.seed, index, "", np.uint32)
             self.study.sampler = self.make(bits)
         self.trial = self.study.ask()
@@ -220,17 +213,24 @@ def suggested(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(entry, spaces.choice):
             by_label = {spaces.label(option): option for option in entry.options}
             entry = by_label[trial.suggest_categorical(name, list(by_label))]
-        elif isinstance(entry, spaces.integer):
-            entry = trial.suggest_int(name, entry.low, entry.high, log=entry.log)
         elif spaces.is_drawn(entry):
-            is_log = isinstance(entry, spaces.log_uniform)
-            entry = trial.suggest_float(name, entry.low, entry.high, log=is_log)
+            is_int = isinstance(entry, spaces.integer)
+            suggest = trial.suggest_int if is_int else trial.suggest_float
+            entry = suggest(name, entry.low, entry.high, log=entry.log)
         found[name] = entry
     return found
 
 
-def objective_of(objective: Callable, space: Mapping[str, Any], metric: str | None) -> Callable:
-    """See `tuning.as_optuna`."""
+def as_optuna(
+    objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
+) -> Callable[[Any], float]:
+    """An objective and its space for a study of Optuna of your own: as many workers as you start.
+
+        study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
+
+    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
+    handles exceptions of the objective.
+    """
     space = spaces.checked(space, "as_optuna()")
 
     def run(trial: Any) -> float:

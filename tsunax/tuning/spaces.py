@@ -15,10 +15,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +37,7 @@ class uniform:
 
     low: float
     high: float
+    log: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _keep_bounds(self, float)
@@ -57,6 +57,7 @@ class log_uniform:
 
     low: float
     high: float
+    log: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _keep_bounds(self, float, positive=True)
@@ -179,16 +180,15 @@ def _plain(value: Any, at: str) -> Any:
 
 def _keep_bounds(entry: Any, kind: type, positive: bool = False) -> None:
     """Check the bounds of an entry, and keep them as Python's own numbers."""
-    where, types = f"{type(entry).__name__}()", int | np.integer
+    where = f"{type(entry).__name__}()"
     for name in ("low", "high"):
         x = getattr(entry, name)
-        if isinstance(x, bool) or not isinstance(
-            x, types if kind is int else types | float | np.floating
-        ):
+        x = x.item() if isinstance(x, np.generic) else x
+        if isinstance(x, bool) or not isinstance(x, kind | int):
             expected = "an int" if kind is int else "a number"
             raise WrongTypeError(name, where, trees.describe(x), expected)
-        object.__setattr__(entry, name, int(x) if isinstance(x, types) else float(x))
-    low, high, most = entry.low, entry.high, sys.float_info.max
-    if not max(-most, 0 if positive else -most) <= low < high <= most or (positive and low == 0):
+        object.__setattr__(entry, name, x)
+    low, high = entry.low, entry.high
+    if not (0 if positive else -math.inf) < low < high < math.inf:
         expected = f"{'0 < ' * positive}low < high, both finite"
         raise HyperparameterError("bounds", where, f"low={low}, high={high}", expected)

@@ -20,7 +20,6 @@ import json
 import math
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,7 @@ from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
 
-__all__ = ["Cause", "Pruned", "Result", "Trial", "as_optuna", "as_trainable", "read", "tune"]
+__all__ = ["Cause", "Pruned", "Result", "Trial", "as_trainable", "read", "tune"]
 
 _SHOWN = 20  # trials in a table
 
@@ -193,10 +192,12 @@ def tune(
     if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
         got, expected = f"backend={backend!r}", "'optuna' for a sampler or pruner, and not for"
         raise HyperparameterError("backend", where, got, f"{expected} vectorized names")
-    points = spaces.points(space) if backend == "grid" else [{}]
-    if points == [{}] and backend == "grid":
-        raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
-    trials = len(points) if trials is None and backend == "grid" else trials
+    points = [{}]
+    if backend == "grid":
+        points = spaces.points(space)
+        trials = len(points) if trials is None else trials
+        if points == [{}]:
+            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     checks.check_count(trials, where, "trials")
     assert trials is not None
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
@@ -211,7 +212,8 @@ def tune(
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         drawn = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
         left = ((i, None if search else drawn(i)) for i in range(trials) if i not in journal.trials)
-        ended = lambda: Result(tuple(sorted(journal.trials.values(), key=_index)), (*space,), mode)
+        in_order = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
+        ended = lambda: Result(in_order(), (*space,), mode)
         said = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
@@ -224,15 +226,7 @@ def tune(
                 raise
         finally:
             bar.close(said)
-    result = ended()
-    if len(result) and all(trial.status == "failed" for trial in result.trials):
-        text = f"tune(): all {len(result)} trials failed, the first with {result.trials[0].cause}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-    return result
-
-
-def _index(trial: Trial) -> int:
-    return trial.index
+    return ended()
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
@@ -365,16 +359,3 @@ def as_trainable(
         tune.report({**metrics, metric: value})
 
     return train
-
-
-def as_optuna(
-    objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
-) -> Callable[[Any], float]:
-    """An objective and its space for a study of Optuna of your own: as many workers as you start.
-
-        study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
-
-    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
-    handles exceptions of the objective.
-    """
-    return _study.objective_of(objective, space, metric)
