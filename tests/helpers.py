@@ -172,7 +172,7 @@ def need(name: str):
     """A library that only some environments have. TSUNAX_REQUIRE=metrax,... makes its absence a failure."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library that it needs
         absent(name.partition(".")[0], f"{name} cannot be imported ({error}); it is not among the test dependencies")
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -360,6 +361,35 @@ def test_shutil_copies_are_checkpoints_too(tmp_path):
     run_of({"path": tmp_path / "run", "store": "orbax"}, three())
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert Checkpoints(tmp_path / "copy", read_only=True).restore(make()).step == 2
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """A folder that is a file system of its own, in which no directory can be renamed, as a mounted bucket."""
+    need("fuse")
+    for name in ("mount", "behind"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-m", "tests.programs.mount", str(tmp_path / "behind"), str(tmp_path / "mount")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        while not os.path.ismount(tmp_path / "mount"):
+            if server.poll() is not None:
+                pytest.skip(f"nothing can be mounted here: {server.stderr.read()[-200:]}")
+            time.sleep(0.05)
+        yield tmp_path / "mount"
+        subprocess.run(["fusermount", "-u", "-z", str(tmp_path / "mount")])
+        server.kill()
+
+
+def test_a_mounted_bucket(mount):
+    files = Checkpoints(mount / "files")
+    files.save(make())
+    assert "a directory could not be renamed: store='orbax' renames none" in error_of(files.wait, SaveError)
+    with Checkpoints(mount / "orbax", store="orbax", keep_last=1) as checkpoints:
+        for state in three():
+            checkpoints.save(state)
+        checkpoints.save(state, data="again")
+    found = Checkpoints(mount / "orbax", read_only=True).restore(make())
+    assert (found.step, found.data) == (2, "again")
 
 
 @pytest.mark.parametrize("store", ["files", "orbax"])

@@ -105,7 +105,11 @@ class DiskHome(CheckpointHome):
                 raise FileExistsError(f"{final} holds what is not tsunax's")
             old = durable_files.aside(self.path, "old", step)
             os.rename(final, old)
-        os.rename(folder, final)
+        try:
+            os.rename(folder, final)
+        except OSError as error:  # as on a mounted bucket
+            fix = "a directory could not be renamed: store='orbax' renames none"
+            raise OSError(error.errno, f"{error.strerror}, {fix}") from error
         durable_files.sync(self.path)
         self.note(step, whole)
         self.bad.pop(step, None)
