@@ -17,8 +17,10 @@ import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
-from tsunax.checkpoints import _orbax, _orbax_home
+from tsunax.checkpoints import _orbax, _orbax_home, leaves
+from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
+from tsunax.checkpoints.state_facts import facts_of
 from tsunax.errors import CheckpointError, MissingLibraryError, SaveError, WrongTypeError
 
 ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
@@ -416,3 +418,27 @@ def test_orbax_renames_no_directory(tmp_path, monkeypatch, store):
     checkpoints.close()
     found = Checkpoints(tmp_path, read_only=True).restore(make())
     assert (found.step, found.data) == (2, "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["files", "orbax"])
+def test_900_leaves_over_256_devices(tmp_path, store):
+    command = [sys.executable, "-m", "tests.programs.shards", str(tmp_path / "run"), store]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    print(ended.stdout)
+
+
+def test_the_manifest_of_seven_billion_parameters_takes_no_second():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    layer = {f"matrix{i}": array(4096, 4096) for i in range(4)}
+    layer |= {f"wide{i}": array(4096, 11008) for i in range(3)} | {"norm0": array(4096), "norm1": array(4096)}
+    params = {"embed": array(32000, 4096), "layers": [layer] * 32, "head": array(4096, 32000)}
+    state = jax.eval_shape(lambda params: ts.setup(ts.rules.adamw(1e-4), params), params)
+    assert sum(x.size for x in jax.tree.leaves(state.params)) > 6.5e9
+    start = time.perf_counter()
+    tree = leaves.tree_of(state)
+    found = [leaves.leaf_of(path, x, name) for (path, x), name in zip(tree.leaves, tree.names, strict=True)]
+    written = Manifest(0, found, {path: facts_of(x) for path, x in tree.states.items()}).dump()
+    assert Manifest.parse(written).leaves == found
+    assert time.perf_counter() - start < 1
