@@ -109,7 +109,7 @@ def main() -> None:
         wanted, _ = undisturbed(Path(cache))
         if args.fault == "DISK":
             disk(Path(cache), wanted, counts)
-            record(args.results, {"what": "disk"}, counts)
+            record(args.results, {"what": "disk"} | about, counts)
         else:
             fs(args.fault, args.sticky, args.seeds, Path(cache), wanted, counts, args.leave_out)
             what = f"fs {args.fault}" + (" sticky" if args.sticky else "")
