@@ -174,10 +174,7 @@ def count(
 
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
-    """A verdict in words, from the optimizer state of the same setup.
-
-    Given the gradients, it names the leaf that was not finite.
-    """
+    """A verdict in words; given the gradients, with the leaf that was not finite."""
     if verdict == 0:
         return "applied"
     place, is_nan = divmod(int(verdict), 2)

@@ -202,10 +202,7 @@ def _is_names(where: Where, known: Sequence[str]) -> bool:
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches.
-
-    If it matches all trained leaves, also the paths of the leaves that wrappers made of them.
-    """
+    """Key paths of the leaves that `where` matches; of all, also those that wrappers made."""
     flags = patterns.select(where, state.params)
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")

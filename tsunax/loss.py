@@ -238,10 +238,7 @@ def _number_text(x: Any) -> str:
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
-    """The `Loss` behind what a loss function returned, its weight and metrics filled in.
-
-    Raises LossError.
-    """
+    """The `Loss` behind what a loss function returned, with weight and metrics, or LossError."""
     if not isinstance(out, Loss):
         check_scalar("result", "loss_fn", out)
         out = Loss(out, mean_value=out)

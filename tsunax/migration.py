@@ -294,11 +294,7 @@ def _there(x, like):
 
 
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
-    """The new state in the class of the old one, with the fields that this class adds.
-
-    Averages begin with the new params. Other fields keep their values: StateError if they follow
-    params that changed.
-    """
+    """The new state in the class of the old one, with the fields that this class adds."""
     own_fields = [f for f in old._fields if f.name not in new.__dict__]
     values = {f.name: getattr(old, f.name) for f in own_fields}
     averages = averages_of(old)

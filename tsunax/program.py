@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
-    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them.
-
-    The shardings are `placement.MeshShardings`.
-    """
+    """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
     if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
         return None, moving, still
     from tsunax._step import on_mesh

@@ -12,8 +12,6 @@
 A pytree with a clock of its own, and no more: what happens in a step stands in the step.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
 from __future__ import annotations
 
 import dataclasses

@@ -533,10 +533,7 @@ def _compared(
     root: str,
     sizes: Mapping[str, float] = MappingProxyType({}),
 ) -> float:
-    """The largest relative difference of two trees. Raises CheckError if above the tolerance.
-
-    `sizes` are used in place of the sizes of the leaves of these names.
-    """
+    """The largest relative difference of two trees (to `sizes`, if given), or CheckError."""
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
     found, theirs = [(0.0, "", "")], dict(trees.leaves_at(root, expected))

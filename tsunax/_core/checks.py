@@ -15,10 +15,7 @@ from tsunax.errors import HyperparameterError, LossError, ParamsError, StateErro
 
 
 def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for a generator, or a dict whose keys are not all str or all int.
-
-    Call it before anything that flattens the tree: JAX's own error has no path.
-    """
+    """Raise `ParamsError` for what JAX cannot flatten: a generator, or a dict of mixed keys."""
     if isinstance(params, Iterator):
         where, fix = trees.access_str(root, path), "Make it one, with list(...)."
         raise ParamsError("leaf", where, trees.describe(params), "a list, tuple or dict", fix)
@@ -169,10 +166,7 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
 
 
 def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
-    """Raise `ParamsError` if one array is two leaves, one of them selected: donation frees both.
-
-    `donated` are other trees, by name, of which all leaves are donated.
-    """
+    """Raise `ParamsError` if one array is two leaves, one of them selected or in `donated`."""
     named = {root: params, **donated}
     found = [x for name, tree in named.items() for x in trees.leaves_at(name, tree)]
     flags = [*flags, *[True] * (len(found) - len(flags))]
@@ -253,11 +247,7 @@ def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
 
 
 def accepting(f: Callable, names) -> Callable:
-    """The function, with a signature that has these keywords too; they are ignored.
-
-    optax's line searches pass every extra argument on to the loss function, and raise for one that
-    is not in its signature.
-    """
+    """The function, ignoring these keywords too: optax's line searches ask for its signature."""
     known = parameters_of(f)
     new = [name for name in names if name not in {p.name for p in known}]
     if not known or not new:

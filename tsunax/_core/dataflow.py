@@ -108,10 +108,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 
 
 def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
-    """The inner program of an equation and its constants: jit, checkpoint, custom derivatives.
-
-    With `parts` also that of `shard_map`, whose arrays are parts.
-    """
+    """The inner program of an equation and its constants; with `parts` also of `shard_map`."""
     programs = programs_in(eqn)
     if len(programs) != 1:
         return None

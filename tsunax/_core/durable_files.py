@@ -30,10 +30,7 @@ _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
-    """The path that an argument names, with `~` expanded.
-
-    Raises CheckpointError for none, and for "gs://bucket".
-    """
+    """The local path that an argument names, with `~` expanded, or CheckpointError."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         got = "an empty path" if text == "" else trees.describe(path)
@@ -49,10 +46,7 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
 
 
 def folder_of(path: Any, name: str, where: str) -> Path:
-    """The directory that an argument names, as a path that stays where it is.
-
-    Raises CheckpointError.
-    """
+    """The directory that an argument names, as an absolute path, or CheckpointError."""
     text = local(path, name, where)
     try:
         return Path(os.path.realpath(text))

@@ -62,10 +62,7 @@ def is_explicit(mesh) -> bool:
 
 
 def state_sharding(tree) -> Any:
-    """The sharding of the arrays of a tree; of one on a mesh, if there is one.
-
-    None if no array is committed to a device.
-    """
+    """The sharding of an array of a tree that is committed, best of one on a mesh; or None."""
     found = None
     for x in jax.tree.leaves(tree):
         if trees.is_placed(x) and x.committed:
@@ -244,12 +241,10 @@ def constrain_rows(tree, sharding: NamedSharding):
 
 
 def divisor(sharding, accumulate: int = 1) -> int:
-    """The number of rows of this process must be a multiple of this.
-
-    With explicit axes, each device cuts its own rows into micro-batches.
-    """
+    """The number of rows of this process must be a multiple of this."""
     if not isinstance(sharding, NamedSharding):
         return 1
+    # with explicit axes, each device cuts its own rows into micro-batches
     return row_parts_here(sharding.mesh) * (accumulate if is_explicit(sharding.mesh) else 1)
 
 

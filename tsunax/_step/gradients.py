@@ -149,10 +149,7 @@ def _differentiated(
     rows: PyTree,
     keywords: Extra,
 ) -> tuple[Loss, PyTree]:
-    """The Loss of `objective(parts, rows, keywords)`, and the gradients of its scalar.
-
-    Those of the leaves that gradients replace, the second of `parts`, are in the Loss.
-    """
+    """The Loss of `objective`, with the new overwritten leaves, and the gradients of its scalar."""
     notes: list[bool] = []  # one if the loss depends on the trained leaves
 
     def noted(*parts: PyTree):
@@ -251,10 +248,7 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
 
 
 def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
-    """A function that returns the named axes of devices to take means over; () for none.
-
-    That function raises StateError for an axis that is forgotten or is not there.
-    """
+    """A function that returns the axes to take means over, or raises StateError for a wrong one."""
     if axis_name is None:
         given = None
     else:

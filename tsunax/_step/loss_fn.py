@@ -197,10 +197,7 @@ def seen_by(
     train: bool = True,
     inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """The params and the batch in the dtypes in which loss_fn gets them.
-
-    `inputs` stores which leaves of the batch are inputs.
-    """
+    """The params and the batch as loss_fn gets them; `inputs` stores which leaves are inputs."""
     policy = state.plan.precision
     params = in_precision(state, params, train=train)
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):

@@ -52,10 +52,7 @@ def place_batch(
 def place_as_it_is(
     state: TrainState, shardings: MeshShardings, batch, extra, *, whole: bool = False
 ) -> tuple[Any, dict]:
-    """Spread a host batch without padding; rows that do not divide raise DataError.
-
-    With `whole` they are replicated.
-    """
+    """Spread a host batch without padding; with `whole`, rows that do not divide are replicated."""
     there = shardings.replicated
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.replicate((batch, extra), there)

@@ -4,8 +4,6 @@ A stack has the memory of as many gradients as there are rows. A mean of changed
 clipped, for example) has that of one micro-batch.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -62,10 +60,7 @@ def apart(
 
 
 def _each(gradient: Gradient, keywords: Extra) -> Function:
-    """`f((rows, keys), mask)`: `gradient` of each row alone, along a new first axis.
-
-    Rows that weigh nothing have gradients of zeros.
-    """
+    """`f((rows, keys), mask)`: `gradient` of each row alone; zeros for one that weighs nothing."""
     if isinstance(keywords.get("mask"), np.ndarray):  # lets every row through
         keywords = keywords | {"mask": keywords["mask"][:1]}
 

@@ -42,10 +42,7 @@ def check_setup(
 
 
 def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
-    """The params as a state stores them: trained leaves are copied by `take`.
-
-    Other leaves become JAX arrays, because every step would move NumPy's to the device.
-    """
+    """The params as a state stores them, all as JAX arrays, the trained ones copied by `take`."""
     leaves, treedef = jax.tree.flatten(params)
     kept = zip(leaves, flags, strict=True)
     return treedef.unflatten([take(x) if flag else trees.strong(x) for x, flag in kept])
@@ -95,9 +92,8 @@ def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
 
-    Averaging rules start from the params themselves: such leaves are copied, because a buffer that
-    is donated twice is an error. So are keys, which a rule may hold for another setup. An exception
-    of `init` becomes the cause of a RuleError.
+    A buffer that is donated twice is an error: averaging rules start from the params themselves,
+    and a rule may hold its key for another setup.
     """
     try:
         opt_state = rule.init(trained)
@@ -140,10 +136,7 @@ def as_key(key: Any, where: str) -> Any:
 def first_values(
     fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
 ) -> dict[str, Any]:
-    """The first values of fields like the trained leaves; an average of no params begins with them.
-
-    Raises StateError for other leaves.
-    """
+    """The first values of fields like the trained leaves, or StateError for other leaves."""
     out = dict(fields)
     for name, value in fields.items():
         if roles[name] == "average" and (average := as_average(value, where, name)) is not None:

@@ -71,10 +71,7 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
 
 
 def rejection_reason(step, state: TrainState, info: StepInfo, batch, extra) -> str:
-    """Why a step was rejected: the bad leaf, the micro-batch, the bad batch or labels.
-
-    Compiles, once, and waits.
-    """
+    """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
     # the state is as it was, so that the rejected gradients can be computed again
     grads, dropped = _again(step)(state.replace(calls=int(state.calls) - 1), batch, extra)
     what = guard.explain(int(info.verdict), state.opt_state, grads)

@@ -6,8 +6,6 @@ arXiv:2101.06983). That is a checkpoint in a scan: for the rest of a step it is 
 like any other, of one batch.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import functools
@@ -29,10 +27,7 @@ _LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batche
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What `losses.whole_batch` returns: a loss function `(params, batch, ...)`.
-
-    It compares by value.
-    """
+    """What `losses.whole_batch` returns: a loss function that compares by value."""
 
     embed: Function
     loss: Function
