@@ -373,10 +373,13 @@ def mount(tmp_path):
         (tmp_path / name).mkdir()
     command = [sys.executable, "-m", "tests.programs.mount", str(tmp_path / "behind"), str(tmp_path / "mount")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        while not os.path.ismount(tmp_path / "mount"):
-            if server.poll() is not None:
-                pytest.skip(f"nothing can be mounted here: {server.stderr.read()[-200:]}")
+        for _ in range(200):
+            if os.path.ismount(tmp_path / "mount") or server.poll() is not None:
+                break
             time.sleep(0.05)
+        if not os.path.ismount(tmp_path / "mount"):
+            server.kill()
+            pytest.skip(f"nothing can be mounted here: {server.stderr.read()[-200:]}")
         yield tmp_path / "mount"
         subprocess.run(["fusermount", "-u", "-z", str(tmp_path / "mount")])
         server.kill()
