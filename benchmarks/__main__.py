@@ -9,6 +9,7 @@ import sys
 
 from benchmarks._report import TARGETS, report
 
+OVER_DEVICES = ("sharding", "muon")
 EIGHT = "--xla_force_host_platform_device_count=8"
 
 
@@ -22,7 +23,7 @@ def main() -> None:
             sys.exit(f"benchmarks: got {name!r}, expected one of {', '.join(TARGETS)}")
     failed = []
     for name in names or TARGETS:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}" if name == "sharding" else os.environ.get("XLA_FLAGS", "")
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT if name in OVER_DEVICES else ''}"
         command = [sys.executable, "-c", f"from benchmarks.{name} import main; main()", *options]
         if subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags.strip()}).returncode:
             failed.append(name)

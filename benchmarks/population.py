@@ -54,7 +54,7 @@ def by_tsunax(step, states, batches):
     return burst
 
 
-def main() -> None:
+def tables() -> None:
     sizes, step = [64, 64, 10], ts.train_step(mlp_loss)
     batches = jax.tree.map(lambda x: np.stack([np.asarray(x)] * K), batch_of(32, 64))
     batches = jax.device_put(batches)
@@ -70,4 +70,8 @@ def main() -> None:
     rows = [(name, *ratio(times, name, "vmapped scan by hand")) for name in contenders]
     title = f"{N} MLPs of 64-64-10, batches of 32, {K} steps a call"
     table(title, rows, ("", "x low", "x median", "x high"))
+
+
+def main() -> None:
+    tables()
     save("population")

@@ -87,7 +87,7 @@ def scanned(kind, params, batch):
     return burst
 
 
-def main() -> None:
+def tables() -> None:
     for name, (sizes, rows, steps, rounds) in CASES.items():
         params, batch = mlp(sizes), batch_of(rows, sizes[0])
         bursts = {kind: single(kind, params, batch) for kind in KINDS}
@@ -99,6 +99,10 @@ def main() -> None:
             row += [statistics.median(loops[kind]), ratio(loops, kind, "bare")[1], bursts[kind][1]]
             found.append((kind, *row))
         table(name, found, ("step", "single us", "x bare", "in a scan us", "x bare", "temporary MB"))
+
+
+def main() -> None:
+    tables()
     save("verdict")
 
 

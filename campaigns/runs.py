@@ -130,6 +130,11 @@ class Run:
                 reached = max(reached, int(number))
         return most
 
+    def time_is_off(self) -> float:
+        """By which fraction of the wall clock, beyond 10 ms, the seconds of the history differ from it."""
+        told = [tuple(map(float, line[1:])) for line in self.lines("TIME")]
+        return max((max(0.0, abs(spent - wall) - 0.01) / wall for spent, wall in told), default=0.0)
+
     def records_are_right(self) -> bool:
         """Of each step the last word counts; an epoch's batches together are every record once."""
         by_step = {int(step): json.loads(ids) for _, step, ids in self.lines("STEP")}
@@ -184,6 +189,9 @@ def judge(run: Run, wanted: str, counts, fitted: bool | None = None) -> None:
         counts["other bits"] += 1
     elif fitted is None and not run.records_are_right():
         counts["records"] += 1
+    elif fitted is not None and run.time_is_off() > 0.01:
+        counts["time is off"] += 1
+        print(f"  history.time is off by {run.time_is_off():.1%}", flush=True)
     else:
         counts["same bits"] += 1
     counts["most steps repeated"] = max(counts["most steps repeated"], run.repeated())
@@ -192,7 +200,7 @@ def judge(run: Run, wanted: str, counts, fitted: bool | None = None) -> None:
 def is_well(counts) -> bool:
     """Whether nothing of what may not be is among these counts."""
     bad = ("no end", "refused", "other bits", "records", "hung", "false success", "silently wrong", "older one, unsaid")
-    return not any(counts.get(name) for name in (*bad, "both let in"))
+    return not any(counts.get(name) for name in (*bad, "both let in", "time is off"))
 
 
 def record(results: Path, what: dict, counts) -> None:

@@ -62,14 +62,24 @@ def leave_out(what: str) -> None:
     if what == "sync":
         os.fsync = lambda fd: None
     if what == "hash":
-        durable_files.sha256 = lambda content: "0" * 64
-        checksums.of = lambda *_: 0
+        replace(durable_files, "sha256", lambda content: "0" * 64)
+        replace(checksums, "block_hash", lambda *_: 0)
     if what == "lock":
-        durable_files.Lock._take = lambda self, *_: None
+        replace(durable_files.Lock, "_take", lambda self, *_: None)
+
+
+def replace(owner, name: str, by) -> None:
+    """Replace what is there: a precaution under another name would stay."""
+    assert hasattr(owner, name), f"{owner} has no {name}"
+    setattr(owner, name, by)
 
 
 def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None:
-    """The same run by `fit`; `watched`: every step is a boundary, else only some are."""
+    """The same run by `fit`; `watched`: every step is a boundary, else only some are.
+
+    Beside the rest it writes WALL <step> <seconds> at each boundary, the wall clock of the `fit`s that led there, and
+    TIME <seconds of history.time> <seconds of the wall clock> at the end.
+    """
     import time
 
     import numpy as np
@@ -79,10 +89,18 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
     say = lambda *words: os.write(out, (" ".join(map(str, words)) + "\n").encode())
     rows = np.random.default_rng(3).standard_normal((ROWS, 8)).astype(np.float32)
     state, step = make()
+    with open(log) as file:
+        walls = {words[1]: float(words[2]) for words in map(str.split, file) if words[0] == "WALL"}
+    before = None
 
     def note(run):
+        nonlocal before
+        if run.event == "start":
+            before = walls.get(str(run.step), 0.0)
         say("RESUMED" if run.event == "start" else "STEP", run.step, "[]")
         time.sleep(0.002)
+        if run.event != "start":  # a save comes next, if any
+            say("WALL", run.step, before + time.perf_counter() - began)
 
     def evaluate(state):
         time.sleep(0.02)
@@ -92,10 +110,13 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
     data = ts.batches((rows[:, :6], rows[:, 6:]), SIZE, shuffle=True, seed=7)
     with ts.Checkpoints(folder, every=every) as checkpoints:
         callbacks = [note, ts.callbacks.every(1 if watched else 7, lambda run: note(run))]
-        state, history = ts.fit(
+        fit, began = ts.fit, time.perf_counter()  # it is imported when it is named
+        state, history = fit(
             step, state, data, steps=steps, checkpoint=checkpoints, progress=False, log_every=1,
             callbacks=callbacks, evaluate=evaluate, evaluate_every=50,
         )  # fmt: skip
+        if before is not None:  # else there was nothing left to do
+            say("TIME", sum(history.time.values()), before + time.perf_counter() - began)
     say("DIGEST", digest(state, history["loss"], history["val/norm"]))
 
 

@@ -86,8 +86,13 @@ def as_rst(app, what, name: str, obj, options, lines: list[str]) -> None:
 
     napoleon reads `Args:` and `Raises:`.
     """
-    if getattr(obj, "__module__", "").startswith("optax"):
-        lines[:] = [*lines[: lines.index("") if "" in lines else None], "", f"This is ``optax.losses.{obj.__name__}``."]
+    if getattr(getattr(obj, "factory", obj), "__module__", "").startswith("optax"):
+        own = literal(lines[0]) if hasattr(obj, "factory") else f"This is ``optax.losses.{obj.__name__}``."
+        text = lines[1:] if hasattr(obj, "factory") else ["", *lines]
+        if name.endswith((".muon", ".sophia")):  # their texts are no reStructuredText
+            text = text[:3]
+        lines[:] = [own, *(re.sub(r":doc:`[^`]*`", "the documentation of optax", line) for line in text)]
+        return
     out, block, section = [], "", False  # block: "", "code" or "example"
     for line in lines:
         indented = line.startswith("    ")

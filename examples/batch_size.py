@@ -58,7 +58,9 @@ def main(memory, epochs, target, seed):
     one = jax.tree.map(
         lambda x: x[:1], train
     )  # shapes would do; more than 256 rows would leave too few steps
-    size, report = find_batch_size(step, state, one, memory=memory, multiple_of=8, max_size=256)
+    size, report = find_batch_size(
+        step, state, one, memory=memory << 20, multiple_of=8, max_size=256
+    )
     print(report, end="\n\n")
 
     data = ts.batches(train, size, shuffle=True, seed=seed, drop_remainder=True)
@@ -74,9 +76,8 @@ def main(memory, epochs, target, seed):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--memory", default="128MiB", help="for state, batch and step on one device"
-    )
+    what = "MiB for state, batch and step on one device"
+    parser.add_argument("--memory", type=int, default=128, help=what)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--target", type=float, default=0.95, help="fail below this test accuracy")
     parser.add_argument("--seed", type=int, default=0, help="of the params and the shuffling")

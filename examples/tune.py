@@ -2,7 +2,7 @@
 
 Real data (scikit-learn's digits), a small network, AdamW. With `--directory sweep` (needs
 optuna) it goes on where it was ended: press Ctrl-C and start it again. `--backend optuna` searches
-(needs optuna), `--plot sweep.png` draws.
+(needs optuna).
 """
 
 import argparse
@@ -21,7 +21,6 @@ parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--trials", type=int, default=48)
 parser.add_argument("--backend", choices=["random", "optuna"], default="random")
 parser.add_argument("--directory", help="where to keep the sweep")
-parser.add_argument("--plot", help="a PNG to write")
 options = parser.parse_args()
 
 images, labels = load_digits(return_X_y=True)
@@ -92,8 +91,6 @@ else:
     result = ts.tune(together, space, vectorized=["learning_rate", "decay"], **common)
 
 print(result)
-if options.plot:
-    result.plot().savefig(options.plot, dpi=100)
 print(f"{time.perf_counter() - start:.1f} s with compilation")
 best = result.best
 print(f"best: {best.values}, held-out accuracy: {best.metrics['accuracy']:.3f}")

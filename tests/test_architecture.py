@@ -5,6 +5,7 @@ runs on tsunax, and on the small wrong packages below that show that it can fail
 """
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -466,7 +467,9 @@ def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
 
 def test_signposts_lead_somewhere():
     """Every `file`: `function` of the contributors' page is there."""
-    page = (ROOT / "docs" / "contributors.md").read_text().partition("## Where is it decided")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "contributors.md").read_text().partition("## Where to find the code")[2].partition("\n## ")[0]
+    )
     rows = [cell for line in page.splitlines()[4:] if line.startswith("|") for cell in line.split("|")[2].split(";")]
     assert len(rows) > 10
     for cell in rows:
@@ -474,3 +477,19 @@ def test_signposts_lead_somewhere():
         text = (ROOT / "tsunax" / file).read_text()
         for name in names:
             assert re.search(rf"^\s*(def|class) {name}\b", text, re.M) or "=" in name, (file, name)
+
+
+def test_a_deprecated_name_works_warns_and_is_not_listed(tmp_path, monkeypatch):
+    (tmp_path / "old_names").mkdir()
+    (tmp_path / "old_names" / "__init__.py").write_text(
+        "from tsunax._core import lazy\n\n__all__, __getattr__, __dir__ = lazy(globals())\n"
+    )
+    (tmp_path / "old_names" / "__init__.pyi").write_text(
+        "from math import sqrt as sqrt\nfrom math import sqrt as square_root  # deprecated: sqrt\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("old_names")
+    with pytest.warns(DeprecationWarning, match=r"old_names\.square_root is deprecated: use sqrt\.") as seen:
+        assert package.square_root(9) == 3
+    assert seen[0].filename == __file__ and package.__all__ == ["sqrt"] == dir(package)
+    assert package.sqrt(4) == 2

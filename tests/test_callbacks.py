@@ -146,18 +146,17 @@ def test_a_run_that_was_stopped_stops_again_at_its_start():
     assert run.stops == []
 
 
-@pytest.mark.parametrize("callback", [early_stopping("val_loss"), plateau("val_loss")], ids=str)
-def test_a_wrong_metric_is_found_at_the_first_evaluation(callback):
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
-    with pytest.raises(RowError, match=r"got 'val_loss', expected one of loss, val/loss\. Did you mean 'val/loss'\?"):
-        drive(callback, [1.0], run=Run(state=state))
+@pytest.mark.parametrize("wait", [early_stopping, plateau])
+def test_a_wrong_metric_is_found_at_the_first_evaluation(wait):
+    given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": 4}
+    with pytest.raises(RowError, match=r"got 'val/los', expected one of .*Did you mean 'val/loss'\?") as caught:
+        fit_with([wait("val/los", mode="min"), every(9, lambda run: None)], **given)  # which might log it
+    assert int(caught.value.state.step) == 4
 
 
 def test_a_metric_that_never_came_is_warned_of():
-    run = Run()
-    run.visit(early_stopping(), "start", "log", row={"loss": 1.0})
-    with pytest.warns(UserWarning, match=r"metric at early_stopping\(\): got 'val/loss', expected loss"):
-        run.visit(early_stopping(), "end")
+    with pytest.warns(UserWarning, match=r"metric at early_stopping\(\): got 'val/loss', expected one of loss"):
+        fit_with([early_stopping(), every(9, lambda run: None)])
 
 
 # --------------------------------------------------------------------------------------------------------------- rates
@@ -360,6 +359,10 @@ def test_time_limit_counts_over_resumes_but_not_the_time_between(monkeypatch):
         (lambda: early_stopping(3), "metric at early_stopping(): got 3 (int), expected a name"),
         (lambda: early_stopping(patience=0), "patience at early_stopping(): got 0, expected an int ≥ 1"),
         (lambda: early_stopping(mode="less"), "mode at early_stopping(): got 'less' (str), expected 'min' or 'max'"),
+        (
+            lambda: early_stopping("val/accuracy"),
+            "mode at early_stopping(): got none for 'val/accuracy', expected 'min' or",
+        ),
         (lambda: early_stopping(min_delta=-1), "min_delta at early_stopping(): got -1, expected ≥ 0"),
         (lambda: early_stopping(min_delta=NAN), "min_delta at early_stopping(): got nan, expected a finite number"),
         (lambda: plateau(factor=1.0), "factor at plateau(): got 1.0, expected ≥ 0 and < 1"),
@@ -421,10 +424,10 @@ def test_a_callback_may_change_extra(steps_per_call):
 def test_a_metric_that_no_row_has_ends_the_run_at_the_first_rows(wait):
     text = rf"metric at {wait.__name__}\(\): got 'los', expected .*Did you mean 'loss'\?"
     with pytest.raises(RowError, match=text) as caught:
-        fit_with(wait("los"), steps=30, log_every=5)
+        fit_with(wait("los", mode="min"), steps=30, log_every=5)
     assert int(caught.value.state.step) == 2  # the end of the first epoch
     with pytest.warns(UserWarning, match="metric at"):  # a callback of yours might have logged it
-        fit_with([wait("los"), lambda run: None], steps=30, log_every=5)
+        fit_with([wait("los", mode="min"), lambda run: None], steps=30, log_every=5)
 
 
 @pytest.mark.medium
@@ -437,7 +440,7 @@ def test_a_name_that_evaluate_does_not_return_is_known_before_step_1(wait):
         return {"val/loss": 1.0}
 
     with pytest.raises(RowError, match=rf"metric at {wait.__name__}\(\): got 'val/los'.*Did you mean 'val/loss'"):
-        fit_with(wait("val/los"), evaluate=evaluate, evaluate_every=4)
+        fit_with(wait("val/los", mode="min"), evaluate=evaluate, evaluate_every=4)
     assert seen == [0]
     fit_with(wait("val/loss"), steps=8, evaluate=evaluate, evaluate_every=4)
     assert seen == [0, 0, 4, 8]

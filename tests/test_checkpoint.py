@@ -373,7 +373,7 @@ def test_a_part_of_an_array_is_read_without_the_rest(tmp_path, monkeypatch):
     for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool"):
         arrays[dtype] = draw.integers(0, 2, (40, 6, 5)).astype(np.float32).astype(dtype)
     _safetensors.write(tmp_path / "a.safetensors", arrays, {})
-    entries, _ = _safetensors.contents(tmp_path / "a.safetensors")
+    entries = _safetensors.contents(tmp_path / "a.safetensors")
     assert_trees_equal({name: _safetensors.read(x) for name, x in entries.items()}, arrays)
     for at_once in (_safetensors._AT_ONCE, 64):
         monkeypatch.setattr(_safetensors, "_AT_ONCE", at_once)
@@ -480,6 +480,8 @@ def test_params_only(three):
         restored(path, {**zeros, "more": np.ones(1)}, params_only=True)
     with pytest.raises(CheckpointError, match=r"state\.params\['head'\]: saved float32\[4,2\], expected nothing"):
         restored(path, {"body": zeros["body"]}, params_only=True)
+    with pytest.raises(CheckpointError, match=r"that saved it; only params that fit: partial='pattern'\.$"):
+        restored(path, {"body": zeros["body"]}, params_only=True)
 
 
 def test_partial(three):
@@ -548,6 +550,10 @@ def test_another_state_is_refused_with_both_sides(three, name):
     lines = str(told.value).splitlines()
     assert lines[0] == f"checkpoint of another state at {three[0] / '2'}:"
     assert len(lines) <= 13 and "params_only=True" in lines[-1]
+    with pytest.raises(CheckpointError) as of_fit:
+        Checkpoints(three[0], read_only=True).resumed(like(), "auto")
+    assert str(of_fit.value).splitlines()[:-1] == lines[:-1]
+    assert str(of_fit.value).endswith("another model or rule is another run: give it another path.")
 
 
 PAIRS = {  # trees that only differ in what holds their leaves
@@ -662,20 +668,11 @@ def test_other_formats_are_not_opened(tmp_path):
 
     plain = tmp_path / "plain"
     ocp.save(plain, {"w": np.ones(3)})
-    assert error_of(lambda: Checkpoints(plain).restore(make())) == (
-        f"checkpoints at {plain}: got _CHECKPOINT_METADATA, expected checkpoints of tsunax, "
-        "or none. tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
-    )
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
     assert error_of(lambda: Checkpoints(managed).restore(make())) == (
         f"checkpoints at {managed}: got step 4: no manifest, expected a good one. To start afresh, give another path."
     )
-    for name in ("model.pt", "state.pkl", "params.msgpack", "model.safetensors"):
-        folder = tmp_path / name.replace(".", "-")
-        folder.mkdir()
-        (folder / name).write_bytes(b"\x80\x04")
-        assert name in error_of(lambda folder=folder: Checkpoints(folder).restore(make()))
 
 
 def rewrite(folder: Path, change) -> None:
@@ -777,10 +774,6 @@ def replaced(path, write):
     write()
 
 
-def only(path, name):
-    replaced(path, lambda: (path.mkdir(), (path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch x'\ntR.")))
-
-
 IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what it says before anything is compiled
     "a file": (lambda p: replaced(p, lambda: p.write_text("x")), {}, "got a file, expected a directory"),
     "below a file": (lambda p: replaced(p, lambda: p.write_text("x")), {"under": "x"}, "NotADirectoryError"),
@@ -808,9 +801,6 @@ IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what i
         {"data": lambda: data(shuffle=False)},
         "got shuffle False, expected shuffle True, as in the checkpoint",
     ),
-    "a pickle": (lambda p: only(p, "state.pkl"), {}, "state.pkl, expected checkpoints of tsunax"),
-    "a torch file": (lambda p: only(p, "model.pt"), {}, "model.pt, expected"),
-    "flax's": (lambda p: only(p, "checkpoint.msgpack"), {}, "tsunax.exchange reads"),
     "in use": ("hold", {}, "directory in use at .*: got process"),
 }
 
@@ -1289,7 +1279,7 @@ def test_in_one_process_the_last_one_made_writes(tmp_path):
     assert second.steps() == [0]  # it waited for the first one's save
     assert error_of(lambda: first.save(make())) == (
         "checkpoints at save(): got closed ones, expected open ones. "
-        "One Checkpoints a directory and process writes: the one made last."
+        "Only the newest Checkpoints of a directory may write in a process."
     )
     first.close()
     second.save(updated(make()))
@@ -1480,6 +1470,12 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
     counts = campaign(tmp_path, "kills", "--most", "2", "--seeds", "0:4")
     assert counts["runs"] == counts["same bits"] == 4 and counts["kills"] > 3
     assert counts["most steps repeated"] <= 4
+
+
+@pytest.mark.slow
+def test_the_seconds_of_killed_runs_are_those_of_what_led_to_their_end(tmp_path):
+    counts = campaign(tmp_path, "kills", "--fit", "--most", "2", "--seeds", "0:4")
+    assert counts["runs"] == counts["same bits"] == 4 and counts["kills"] > 3
 
 
 @pytest.mark.slow

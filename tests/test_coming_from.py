@@ -47,7 +47,7 @@ RULES_AND_CHAINS = {
         "test_parity::test_adamw_without_couple_does_not_follow_the_rate"
     ),
     "the built-in rules": ("test_parity::test_optimisers_rule test_parity::test_every_rule_of_ours_has_a_row"),
-    "writing a new rule": "`init`, `apply!` of a rule of yours",
+    "writing a new rule": "`init`, `apply!` of your own rule",
     "a penalty in the loss": (
         "test_regularize::test_a_penalty_in_the_loss_is_decay_first_in_the_chain "
         "test_regularize::test_where_they_stop_agreeing "

@@ -69,7 +69,9 @@ class Case(NamedTuple):
 CASES = [
     Case("1d", (12,), (3,)),
     Case("1d, features first, stride 2", (13,), (4,), layout=FIRST, stride=2),
-    Case("1d, groups", (12,), (3,), (10, 4), layout=FIRST, groups=2, loose="w"),
+    Case("1d, groups", (12,), (3,), (10, 10), layout=FIRST, groups=2, loose="w"),
+    # Its gradient to x reads 2 features per group, so it is left as it is: its bits depend on the processor.
+    Case("1d, groups, narrow gradient", (12,), (3,), (10, 4), layout=FIRST, groups=2, loose="xw"),
     Case("2d", (8, 9), (3, 2)),
     Case("2d, 1x1", (6, 6), (1, 1)),
     Case("2d, features first", (8, 7), (3, 3), layout=FIRST),

@@ -54,7 +54,7 @@ def epochs_of(data, n):
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "tsunax-prefetch"]
+    return [t for t in threading.enumerate() if t.name.startswith("tsunax-prefetch")]
 
 
 # --- order, structure, place ------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_the_order_of_a_long_epoch_never_changes():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000, 4097])
 def test_a_permutation_of_numbers(n):
-    seen = {tuple(order.Permutation(n, seed, epoch)(np.arange(n)).tolist()) for seed in range(5) for epoch in range(5)}
+    seen = {tuple(order.permutation(n, seed, epoch)(np.arange(n)).tolist()) for seed in range(5) for epoch in range(5)}
     assert all(sorted(found) == list(range(n)) for found in seen)
     assert len(seen) == (25 if n >= 64 else len(seen))
 
@@ -104,7 +104,7 @@ def test_a_permutation_looks_drawn():
     # chi-squared over places x values, over steps between neighbors, and over two epochs: 4 standard deviations
     n, cells = 1 << 20, 64
     e = n / cells**2
-    one, two = (order.Permutation(n, 7, epoch)(np.arange(n)).astype(np.int64) for epoch in (0, 1))
+    one, two = (order.permutation(n, 7, epoch)(np.arange(n)).astype(np.int64) for epoch in (0, 1))
     for a, b in [(np.arange(n), one), (one, two), (one, np.roll(one, 1)), (one % cells, np.roll(one, 1) % cells)]:
         width = (a.max() + 1, b.max() + 1)
         counts = np.bincount(a * cells // width[0] * cells + b * cells // width[1], minlength=cells**2)
@@ -406,9 +406,9 @@ class _Columns(dict):
 RECORDS = {
     "shapes": (
         lambda: _Odd([{"x": np.ones(2)}, {"x": np.ones(3)}]),
-        "leaf at record['x']: got shape (3,), expected (2,)",
+        "records: got ValueError all input arrays must have the same shape, expected trees of arrays and numbers",
     ),
-    "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "record['x']: got nothing, expected 1 (int). Records of a batch"),
+    "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "records: got ValueError"),
     "None": (lambda: _Odd([None, None]), "record: got None, expected a tree of arrays and numbers"),
     "stream": (
         lambda: generator(3),
@@ -585,6 +585,22 @@ def test_the_interpreter_exits_while_a_thread_waits():
         "import itertools, numpy as np, jax\n"
         "from tsunax import prefetch\n"
         "it = iter(prefetch(itertools.repeat(np.ones(2)), jax.devices()[0]))\n"
+        "next(it); print('done')"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.medium
+def test_the_interpreter_exits_while_the_data_wait_for_ever():
+    code = (
+        "import threading, numpy as np\n"
+        "from tsunax import prefetch\n"
+        "def stuck():\n"
+        "    yield np.ones(2)\n"
+        "    threading.Event().wait()\n"
+        "it = iter(prefetch(stuck()))\n"
         "next(it); print('done')"
     )
     root = pathlib.Path(__file__).parents[1]
@@ -808,7 +824,7 @@ MESSAGES = {
     "used up": (
         lambda: drain(generator(3)),
         "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
-        "One for every epoch: a list, ts.batches(arrays, ...), grain",
+        "One for every epoch, such as a list, ts.batches(...) or a grain dataset",
     ),
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),
@@ -905,6 +921,16 @@ MESSAGES = {
         "state at set_state(): got {'epoch': 0, 'position': 9}, expected {\"epoch\": int, \"position\": int}, position",
     ),
     "state of another": (lambda: batches(np.ones(9), 4).set_state({"at": 1}), "state at set_state(): got {'at': 1}, e"),
+    "settings that are none": (
+        lambda: batches(np.ones(9), 4).set_state({"epoch": 0, "position": 1, "settings": None}),
+        "state at set_state(): got {'epoch': 0, 'position': 1, 'settings': None}, expected {\"epoch\": int",
+    ),
+    "settings of another": (
+        lambda: batches(np.ones(9), 4).set_state(
+            {"epoch": 0, "position": 1, "settings": batches(np.ones(9), 2, seed=1).settings}
+        ),
+        "data at resume: got batch_size 4, seed 0, expected batch_size 2, seed 1, as in the checkpoint",
+    ),
     "device": (lambda: prefetch([], "gpu"), "device at prefetch(): got 'gpu' (str), expected a device, a Mesh, or a N"),
     "prefetch size": (lambda: prefetch([], size=0), "size at prefetch(): got 0, expected an int of 1 or more"),
     "resident tail": (

@@ -1,15 +1,23 @@
 """Progress in each of its views: what is said, when it is drawn, and that nobody's prints are broken."""
 
+import copy
 import os
+import re
 import subprocess
 import sys
 import types
+from html.parser import HTMLParser
 
 import jax
+import jax.numpy as jnp
 import pytest
+import tsunax as ts
 from rich.console import Console
 from tsunax.errors import WrongTypeError
+from tsunax.insight.batch_size import SizeReport
 from tsunax.run import progress
+from tsunax.run.history import History
+from tsunax.tuning.tuner import Result
 
 ROW = {
     "loss": 0.75,
@@ -18,6 +26,7 @@ ROW = {
     "grad_norm": 1.0,
     "epoch": 1,
     "rejected": 0,
+    "steps_per_second": 300.0,  # of the last call; the rate that is shown is of all
     "examples_per_second": 1.5e6,
 }
 
@@ -41,7 +50,7 @@ class View:
         return 1.0
 
     def draw(self, facts):
-        self.facts.append(facts)
+        self.facts.append(copy.copy(facts))
 
     def note(self, text):
         self.notes.append(text)
@@ -66,6 +75,14 @@ def test_it_is_drawn_at_intervals_and_at_the_end(clock):
     assert view.facts[-1].elapsed == pytest.approx(4.1)
 
 
+def test_a_total_that_nobody_reaches_has_a_time_left(clock, capsys):
+    bar = progress.progress(True, total=10**18)
+    for step in (0, 1, 2):
+        bar.show(step, {})
+        clock.now += 100
+    assert re.search(r"\d+ days", capsys.readouterr().err)
+
+
 def test_the_rate_leaves_compiling_out_and_what_comes_after_the_last_step(clock):
     view = View()
     bar = progress.Progress(view, total=None, start=0)
@@ -87,7 +104,7 @@ def test_nothing_is_estimated_before_something_was_timed(clock):
     assert view.facts[0].pace == "0.5 GiB"  # a rate of one step in 8 seconds would be that of the compiler
     clock.now += 2
     bar.show(201, {"loss": 1.0})
-    assert view.facts[1].pace == "3:18 left  100 steps/s  0.5 GiB"
+    assert view.facts[1].pace == "0:03:18 left  100 steps/s  0.5 GiB"
 
 
 def test_many_members_are_shown_as_a_range():
@@ -126,22 +143,38 @@ def test_numbers_are_kept_until_there_are_newer_ones(clock):
 
 
 def facts(**changes):
-    given = dict(step=1200, total=10_000, unit="step", rate=100.0, elapsed=3661.0, numbers=ROW)
-    return progress.Facts(**{**given, **changes})
+    bar = progress.Progress(progress._Silent(), 10_000, 0)
+    bar.__dict__.update({"step": 1200, "rate": 100.0, "elapsed": 3661.0, "numbers": ROW, **changes})
+    return bar
 
 
 def test_pace(clock):
-    assert facts().pace == "1:28 left  100 steps/s  1.5M examples/s  0.5 GiB"
-    assert facts(total=None).pace == "100 steps/s  1.5M examples/s  0.5 GiB"
+    assert facts().pace == "0:01:28 left  100 steps/s  500,000 examples/s  0.5 GiB"
+    assert facts(total=None).pace == "100 steps/s  500,000 examples/s  0.5 GiB"
     assert facts(reason="").pace.startswith("1:01:01 in all")
     assert facts(total=None).count == "1,200 steps" and facts().count == "1,200/10,000 steps"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (725, "12:05"), (3600, "1:00:00"), (183845, "51:04:05")]
-)
-def test_durations(seconds, text):
-    assert progress._duration(seconds) == text
+def test_the_wait_for_data_is_told_from_a_fifth_of_the_time_on(clock):
+    spent = lambda **seconds: {"seconds": dict.fromkeys(progress.CAUSES, 0.0) | seconds}
+    told = facts(**spent(data=3.0, device=5.0)).pace
+    assert told == "0:01:28 left  100 steps/s  500,000 examples/s  38% waiting for data  0.5 GiB"
+    for seconds in ({"data": 1.9, "device": 8.1}, {"data": 0.0, "idle": 9.0}):
+        assert "data" not in facts(**spent(**seconds)).pace
+
+
+def test_the_rate_leaves_later_compilations_out(clock):
+    view = View()
+    bar = progress.Progress(view, total=None, start=0)
+    for step in range(0, 101, 10):
+        bar.show(step, {})
+        clock.now += 1
+        if step == 50:  # another shape
+            clock.now += 100
+            bar.seconds["compile"] += 100
+    assert view.facts[-1].rate == pytest.approx(10)
+    bar.close()
+    assert view.facts[-1].rate == pytest.approx(10)
 
 
 def test_memory_is_that_of_the_fullest_device(monkeypatch):
@@ -173,7 +206,7 @@ def test_lines(clock, capsys):
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert len(lines) == 12 and out == ""  # stdout is for the results of the script
-    assert lines[0] == "100/1,000 steps  10%  loss 0.75  accuracy 0.5  0:45 left  20 steps/s  1.5M examples/s  0.5 GiB"
+    assert lines[0].startswith("100/1,000 steps  10%  loss 0.75  accuracy 0.5  0:00:45 left  20 steps/s  100,000 ex")
     assert lines[-2] == "step 1000: val/loss 0.5"
     assert lines[-1].startswith("1,000/1,000 steps  100%") and lines[-1].endswith("enough")
 
@@ -285,6 +318,35 @@ def test_a_notebook_redraws_one_output(clock, monkeypatch):
     bar.close()
     ((first, *later),) = outputs
     assert len(later) == 3 and "1/100 steps" in first and "3/100 steps" in later[-1]
+
+
+class Markup(HTMLParser):
+    """The tags of an HTML text, and its text as a reader sees it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += "\n" * (self.tags[-1] == "pre") + data
+
+
+def test_notebooks_get_the_text_of_states_histories_and_reports():
+    history = History()
+    history.add({"<script>alert(1)</script> & 'more'": 1.5, "loss": 0.5}, 1)
+    state = ts.setup(ts.rules.sgd(0.1), {"<b>": jnp.ones(2)})
+    shown = [history, History(), state, ts.States(a=state), ts.devices.describe_sharding({"w": jnp.ones(2)})]
+    shown += [ts.migrate(state, ts.rules.sgd(0.1))[1], Result((), ("learning_rate",))]
+    shown += [SizeReport("batch size", 8, (), 1 << 30, "given")]
+    shown += [ts.describe(ts.train_step(lambda params, x: jnp.mean(params["<b>"] * x)), state, jnp.ones(2))]
+    for one in shown:
+        markup = Markup(one._repr_html_())
+        assert markup.tags == ["details", "summary", "code", "pre"], one
+        assert markup.text.strip() == repr(one).strip()
 
 
 def test_the_view_follows_where_the_output_goes(monkeypatch):

@@ -3,10 +3,8 @@
 A row is an input: its number in the list of bad inputs that this package was designed against (0: found later), what it
 is, how to make it, what is raised, and what the message must say. `python tests/test_errors.py` prints all messages.
 """
-# ruff: noqa: E501, a row is a line
 
 import functools
-import inspect
 import re
 import traceback
 from collections.abc import Callable
@@ -20,8 +18,10 @@ import optax
 import pytest
 import tsunax as ts
 from flax import linen, nnx
+from flax.training import train_state as flax_train_state
 from tests.helpers import medium_if
 from tsunax.errors import (
+    DataError,
     HyperparameterError,
     LossError,
     ParamsError,
@@ -204,7 +204,8 @@ LOSS = [
     row(6, "batch first", lambda: ts.train_step(lambda batch, params: 0.0), LossError, "<lambda>(batch, params)"),
     row(6, "linen module", lambda: ts.train_step(linen.Dense(3)), LossError, "Dense(inputs", "loss_fn(params, batch, ...)"),
     row(6, "defaults that are objects", lambda: ts.train_step(lambda p=step: 0.0), LossError, "<lambda>(p)"),
-    row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError, "got 'y'", "step(state, batch, y=...)", "out of batch"),
+    row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError, "got 'y'", "Pass step(state, batch, y=...), or read it from the batch."),
+    row(6, "rng", lambda: step(lambda params, batch, rng: 0.0), LossError, "got 'rng'", "Rename it to key, pass step(state, batch, rng=...), or"),
     row(7, "Loss.mean of a str", lambda: step(misusing), LossError, "values at Loss.mean()", "'per-row losses' (str)"),
     row(0, "key without one", lambda: step(lambda p, b, key: 0.0), LossError, "'key'", "setup(..., key=jax.random.key(0))"),
     row(0, "key, eval", lambda: ts.eval_step(lambda p, b, key: 0.0)(setup(key=0), X), LossError, "'key'", "key=None"),
@@ -228,6 +229,7 @@ LOSS = [
     row(0, "mean of a tuple", lambda: ts.Loss.mean((X, 1.0)), LossError, "values at Loss.mean()", "got tuple of 2"),
     row(0, "mask of other shape", lambda: ts.Loss.mean(X, np.ones(3)), LossError, "where at Loss.mean()", "(3,)", "(8, 4)"),
     row(0, "mask is text", lambda: ts.Loss.mean(X, "mask"), LossError, "where at Loss.mean()", "'mask' (str)"),
+    row(0, "a total alone", lambda: returns(lambda v: ts.Loss(v.mean())), LossError, "weight at loss_fn: got a total alone", "Loss.mean"),
     row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError, "weight", "float32[8,2]", "one number"),
     row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError, "weight", "'8' (str)"),
     row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError, "weight", "got 0", "> 0", "total / weight"),
@@ -270,11 +272,8 @@ PARAMETERS = [
     row(11, "object array", lambda: with_leaf(np.array([None, 1])), ParamsError, "params['deep']['bad']", "dtype object"),
     row(11, "text array", lambda: with_leaf(np.array(["a"])), ParamsError, "params['deep']['bad']", "dtype <U1"),
     row(11, "dates", lambda: with_leaf(np.array(["2020-01-01"], "M8[D]")), ParamsError, "dtype datetime64[D]"),
-    row(11, "the model itself", lambda: setup(linen.Dense(3)), ParamsError, "at params: got Dense", "ts.models.linen(module, variables)"),
+    row(11, "the model itself", lambda: setup(linen.Dense(3)), ParamsError, "at params: got Dense", "ts.models.nnx(module), or linen"),
     row(11, "a function", lambda: setup(loss_fn), ParamsError, "at params: got the function loss_fn"),
-    row(11, "a generator", lambda: setup(x for x in [1.0]), ParamsError, "at params: got a generator", "list(...)"),
-    row(11, "a generator inside", lambda: with_leaf(x for x in [1.0]), ParamsError, "params['deep']['bad']: got a generator"),
-    row(11, "a state", lambda: setup(good()), WrongTypeError, "a TrainState", "Give state.params."),
     row(11, "shapes only", lambda: setup(jax.eval_shape(make_params)), ParamsError, "params['encoder']['bias']", "jax.eval_shape"),
     row(12, "zero size", lambda: with_leaf(jnp.ones((0, 3))), ParamsError, "params['deep']['bad']", "shape (0, 3)", "no 0"),
     row(13, "NaN and inf", lambda: with_leaf(jnp.array([1, NAN, INF])), ParamsError, "params['deep']['bad']", "2 of 3 not finite"),
@@ -285,11 +284,8 @@ PARAMETERS = [
     row(14, "longdouble", lambda: with_leaf(np.ones(2, np.longdouble)), ParamsError, "cut to float32"),
     row(15, "a.b", lambda: setup({"a.b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a.b']", "'.'"),
     row(15, "a/b", lambda: setup({"a/b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a/b']", "'/'"),
-    row(16, "mixed keys", lambda: with_leaf({1: 1.0, "a": 1.0}), ParamsError, "params['deep']['bad']", "'a' (str), 1 (int)", "sort"),
-    row(16, "tuple keys", lambda: with_leaf({(1, 2): 1.0}), ParamsError, "params['deep']['bad']", "(1, 2) (tuple)"),
-    row(16, "None keys", lambda: with_leaf({None: 1.0}), ParamsError, "params['deep']['bad']", "None (NoneType)"),
-    row(16, "float keys", lambda: with_leaf({1.5: 1.0}), ParamsError, "params['deep']['bad']", "1.5 (float)"),
-    row(16, "model_state", lambda: setup(model_state={"m": {1: 1.0, "a": 1.0}}), WrongTypeError, "model_state['m']", "1 (int)"),
+    row(16, "mixed keys", lambda: with_leaf({1: 1.0, "a": 1.0}), ParamsError, "dict keys at setup()", "sort"),
+    row(16, "model_state", lambda: setup(model_state={"m": {1: 1.0, "a": 1.0}}), ParamsError, "dict keys at setup()", "sort"),
     row(17, "tied", tied, ParamsError, "params['embed']['table'] and params['out']['table']", "one array", "copy=True"),
     row(17, "tied to model_state", lambda: tied("both"), ParamsError, "params['embed'] and model_state['ema']", "one array"),
     row(
@@ -320,11 +316,11 @@ RULE = [
     row(19, "not called", lambda: ts.setup(rules.adam, PARAMS), WrongTypeError, "function adam", "Call it: adam(learning_rate=...)"),
     row(19, "optax's, not called", lambda: ts.setup(optax.adam, PARAMS), WrongTypeError, "Call it: adam(learning_rate=...)"),
     row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError, "dict with encoder, head", "setup(rule, params)"),
-    row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "list of 2", "ts.rules.chain"),
-    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "dict with **", "ts.rules.partition"),
+    row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "got list of 2"),
+    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "got dict with **"),
     row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2"),
     row(19, "empty halves", lambda: ts.setup(optax.GradientTransformation(None, None), PARAMS), WrongTypeError, "init None"),
-    row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "chain(*rules)"),
+    row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "got list of 2"),
     row(19, "in a chain, not called", lambda: rules.chain(rules.clip, adam), WrongTypeError, "clip(max_delta=...)"),
     row(19, "in groups", lambda: rules.partition({"**": rules.sgd}), WrongTypeError, "partition({'**': ...})", "sgd(learning_rate=...)"),
     row(19, "groups of a list", lambda: rules.partition([adam]), WrongTypeError, "rules at partition()", "list of 1", "{pattern: rule}"),
@@ -383,7 +379,6 @@ RULE = [
     row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError, "sign_decay()", "got -1.0", "≥ 0"),
     row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), HyperparameterError, "'betas'", "b1, b2"),
     row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError, "nesterov at sgd()", "True or False"),
-    row(0, "dtype unknown", lambda: rules.adam(1e-3, mu_dtype="flot32"), RuleError, "adam()", "'flot32'", cause=TypeError),
     row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError, "'**/kernal'", "Nearest"),
     row(0, "mask malformed", lambda: rules.adamw(1e-3, mask="a//b"), PatternError, "'a//b'", "an empty component"),
     row(23, "array", lambda: rules.adam(lambda s: jnp.ones(2) * s), HyperparameterError, "step 0 of its schedule", "shape (2,)"),
@@ -400,9 +395,9 @@ RULE = [
     *(
         row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max_{'delta' if name == 'clip' else 'norm'} at {name}()", says)
         for name in ("clip_by_global_norm", "clip_by_norm", "clip")
-        for bad, says in [(0, "got 0, expected > 0. To clip nothing, leave"), (-1.0, "got -1.0, expected > 0"), (NAN, "got nan")]
+        for bad, says in [(0, "got 0, expected > 0"), (-1.0, "got -1.0, expected > 0"), (NAN, "got nan")]
     ),
-    row(30, "inf", lambda: rules.clip(INF), HyperparameterError, "max_delta at clip()", "inf", "To clip nothing"),
+    row(30, "inf", lambda: rules.clip(INF), HyperparameterError, "max_delta at clip()", "inf"),
     row(30, "None", lambda: rules.clip_by_global_norm(None), WrongTypeError, "max_norm at clip_by_global_norm()", "got None"),
     row(30, "p is text", lambda: rules.clip_by_norm(1.0, p="2"), WrongTypeError, "p at clip_by_norm()", "'2' (str)"),
     row(30, "p is NaN", lambda: rules.clip_by_norm(1.0, p=NAN), WrongTypeError, "p at clip_by_norm()", "nan (float)"),
@@ -410,14 +405,14 @@ RULE = [
     row(30, "throw is text", lambda: rules.clip_by_norm(1.0, throw="no"), WrongTypeError, "throw", "True or False"),
     row(
         31, "norm and value", lambda: rules.clip_by_global_norm(1.0, value=0.5), HyperparameterError,
-        "'value'", "one of clip_by_global_norm, clip_by_norm, clip",
+        "'value'", "expected max_norm",
     ),
     row(
         31, "value and norm", lambda: rules.clip(5.0, norm=1.0), HyperparameterError,
-        "'norm'", "one of clip_by_global_norm, clip_by_norm, clip",
+        "'norm'", "expected max_delta",
     ),
     row(31, "another name", lambda: rules.clip_by_global_norm(max=1.0), HyperparameterError, "'max'", "expected max_norm"),
-    row(31, "two numbers", lambda: rules.clip_by_global_norm(1.0, 2.0), WrongTypeError, "clip_by_global_norm(max_norm)", "Choose one of"),
+    row(31, "two numbers", lambda: rules.clip_by_global_norm(1.0, 2.0), WrongTypeError, "clip_by_global_norm(max_norm)"),
     row(36, "optax's mask", lambda: setup(rule=rules.adamw(1e-3, mask={"encoder": True})), RuleError, "setup()", cause=ValueError),
     row(38, "optax's labels", lambda: setup(rule=optax.multi_transform({"a": sgd}, tree("a", "c"))), RuleError, "'c'", cause=ValueError),
 ]  # fmt: skip
@@ -460,11 +455,10 @@ SELECTION = [
     row(34, "a number", lambda: setup(trainable=3), WrongTypeError, "3 (int)", "a pattern ('encoder/**')"),
     row(34, "a compiled regex", lambda: setup(trainable=re.compile("x")), WrongTypeError, "re.compile('x') (Pattern)"),
     row(34, "mixed list", lambda: setup(trainable=["**", 3]), WrongTypeError, "['**', 3] (list)"),
-    row(34, "predicate of one", lambda: setup(trainable=lambda path: True), WrongTypeError, "<lambda>(path)", "f(path, leaf)"),
-    row(35, "all taken away", lambda: setup(trainable=["**", "!**"]), ParamsError, "trainable", "['**', '!**']", "leaf to train"),
-    row(35, "predicate", lambda: setup(trainable=lambda path, leaf: False), ParamsError, "<lambda>, which selects nothing"),
-    row(35, "bool tree", lambda: setup(trainable=tree(False, False)), ParamsError, "trainable", "which selects nothing"),
-    row(35, "empty list", lambda: setup(trainable=[]), ParamsError, "trainable at setup()", "[], which selects nothing"),
+    row(35, "all taken away", lambda: setup(trainable=["**", "!**"]), PatternError, "['**', '!**']", "at least one leaf"),
+    row(35, "predicate", lambda: setup(trainable=lambda path, leaf: False), PatternError, "<lambda>, which selects nothing"),
+    row(35, "bool tree", lambda: setup(trainable=tree(False, False)), PatternError, "which selects nothing"),
+    row(35, "empty list", lambda: setup(trainable=[]), PatternError, "[], which selects nothing"),
     row(36, "one missing", lambda: setup(trainable=other_model()), PatternError, "params['encoder']['bias']", "got nothing"),
     row(36, "one too many", lambda: setup(trainable=tree(True) | {"x": True}), PatternError, "params['x']", "expected nothing"),
     row(36, "a prefix", lambda: ts.freeze(good(), {"encoder": True, "head": True}), PatternError, "params['encoder']: got True (bool)"),
@@ -514,11 +508,11 @@ STATE = [
     row(90, "other grads", lambda: ts.update(good(), other_model()), StateError, "grads['encoder']['bias']", "nothing", "float32[3]"),
     row(90, "more grads", lambda: ts.update(setup(other_model()), GRADS), StateError, "grads['encoder']['bias']", "expected nothing"),
     row(90, "grads under jit", lambda: jax.jit(ts.update)(good(), other_model()), StateError, "grads['encoder']['bias']", "trainable"),
-    row(90, "grads of other shape", lambda: ts.update(good(), wider()), StateError, "grads['head']['kernel']", "(3, 5)", "(3, 2)"),
+    row(90, "grads of other shape", lambda: ts.update(good(), wider()), StateError, "grads['head']['kernel']", "float32[3,5]", "float32[3,2], as in params"),
     row(90, "grads None", lambda: ts.update(good(), None), StateError, "gradient at grads", "None", "dict with encoder, head"),
     row(90, "grads and loss", lambda: ts.update(good(), (ts.Loss(1.0, 1.0), GRADS)), StateError, "tuple of 2", "loss, grads ="),
-    row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "floats"),
-    row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "floats"),
+    row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "float32[3]"),
+    row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "float32[3]"),
     row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError, "grads['encoder']['bias']", "complex64"),
     row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError, "grads['encoder']['bias']", "'x' (str)"),
     row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError, "['encoder']['bias']"),
@@ -577,8 +571,8 @@ STATE = [
     row(91, "grads first", lambda: ts.update(GRADS, good()), WrongTypeError, "state at update()", "The state comes first."),
     row(91, "a rule", lambda: ts.hyperparams(adam), WrongTypeError, "got GradientTransformationExtraArgs with init, update", "a TrainState"),
     row(91, "an abstract state", lambda: step(loss_fn, jax.eval_shape(setup)), WrongTypeError, "state.clock", "a ShapeDtypeStruct"),
-    row(0, "policy unknown", lambda: ts.train_step(loss_fn, on_nonfinite="Skip"), WrongTypeError, "train_step()", "'Skip'", "'skip'"),
-    row(0, "policy None", lambda: ts.update(good(), GRADS, on_nonfinite=None), WrongTypeError, "update()", "None", "'raise'"),
+    row(0, "policy unknown", lambda: ts.train_step(loss_fn, on_nonfinite="Skip"), HyperparameterError, "train_step()", "'Skip'", "'skip'"),
+    row(0, "policy None", lambda: ts.update(good(), GRADS, on_nonfinite=None), HyperparameterError, "update()", "None", "'raise'"),
     row(0, "donate is text", lambda: ts.train_step(loss_fn, donate="no"), WrongTypeError, "donate", "'no' (str)", "True or False"),
     row(0, "norms is text", lambda: ts.train_step(loss_fn, norms="no"), WrongTypeError, "norms at train_step()", "'no' (str)"),
     row(0, "remat is a name", lambda: ts.train_step(loss_fn, remat="dots"), WrongTypeError, "remat", "dots_saveable"),
@@ -586,12 +580,12 @@ STATE = [
     row(0, "adjust misspelled", lambda: ts.adjust(good(), learning_rat=1.0), HyperparameterError, "mean 'learning_rate'?"),
     row(0, "adjust lr", lambda: ts.adjust(good(), lr=1.0), HyperparameterError, "'lr'", "Did you mean 'learning_rate'?"),
     row(0, "adjust lr under jit", lambda: jax.jit(lambda s: ts.adjust(s, lr=1.0))(good()), HyperparameterError, "'learning_rate'?"),
-    row(0, "adjust dict", lambda: ts.adjust(good(), {"learning_rat": 1.0}), HyperparameterError, "mean 'learning_rate'?"),
+    row(0, "adjust dict", lambda: ts.adjust(good(), **{"learning_rat": 1.0}), HyperparameterError, "mean 'learning_rate'?"),
     row(0, "adjust -1", lambda: ts.adjust(good(), learning_rate=-1.0), HyperparameterError, "learning_rate at adam()", "-1.0", "≥ 0"),
     row(0, "adjust NaN", lambda: ts.adjust(good(), learning_rate=NAN), HyperparameterError, "got nan", "a finite number"),
     row(0, "adjust b1 = 1", lambda: ts.adjust(good(), b1=1), HyperparameterError, "b1 at adam()", "got 1,", "< 1"),
     row(0, "adjust text", lambda: ts.adjust(good(), learning_rate="1"), WrongTypeError, "'1' (str)", "expected a number."),
-    row(0, "adjust text in dict", lambda: ts.adjust(good(), {"b1": "1"}), WrongTypeError, "b1 at adam()", "'1' (str)"),
+    row(0, "adjust text in dict", lambda: ts.adjust(good(), **{"b1": "1"}), WrongTypeError, "b1 at adam()", "'1' (str)"),
     row(0, "adjust bool", lambda: ts.adjust(good(), learning_rate=True), WrongTypeError, "True (bool)"),
     row(0, "adjust array", lambda: ts.adjust(good(), learning_rate=X[0]), HyperparameterError, "shape (4,)", "one number"),
     row(0, "adjust beyond float32", lambda: ts.adjust(good(), learning_rate=1e39), HyperparameterError, "got 1e+39"),
@@ -618,7 +612,6 @@ STATE = [
     row(0, "text in batch", lambda: step(batch={"x": X, "t": ["a"]}), WrongTypeError, "batch['t'][0]", "'a' (str)", "numbers"),
     row(0, "objects in batch", lambda: step(batch={"x": X, "t": np.array([None])}), WrongTypeError, "batch['t']", "object[1]"),
     row(0, "text array, eval", lambda: ts.eval_step(loss_fn)(good(), np.array(["a"])), WrongTypeError, "at batch", "<U1[1]"),
-    row(0, "mixed keys in batch", lambda: step(batch={1: X, "a": X}), WrongTypeError, "dict keys at batch", "'a' (str), 1 (int)"),
 ]  # fmt: skip
 
 
@@ -661,12 +654,11 @@ CALLS = [
     row(0, "population of deleted", lambda: members(gone((2,))), StateError, "leaf at rate", "a deleted array"),
     row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError, "zero1 at shard()", "'no' (str)", "True or False"),
     row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
-    row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), WrongTypeError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
+    row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), HyperparameterError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
     row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),
     row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), WrongTypeError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
-    row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), WrongTypeError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
-    row(0, "drop_last", lambda: ts.batches(X, 2, drop_last=True), WrongTypeError, "argument at batches(): got 'drop_last'", 'Say drop_remainder=True.'),
+    row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), HyperparameterError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
     row(0, "drop_remainder an array", lambda: ts.batches(X, 2, drop_remainder=NAMES), WrongTypeError, "drop_remainder at batches()", "<U5[2]", "True or False"),
     row(0, "backend an array", lambda: ts.tune(len, {"x": ts.tuning.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
@@ -702,31 +694,49 @@ def result():
     return ts.tune(lambda x: x, {"x": ts.tuning.spaces.uniform(0, 1)}, trials=1, progress=False)
 
 
+def flax_state():
+    return flax_train_state.TrainState.create(apply_fn=apply, params=make_params(), tx=optax.sgd(0.1))
+
+
 SHAPES = {"image": X, "label": X}
 USES = [
-    row(0, "fit of a loss", lambda: fits(loss_fn), WrongTypeError, "step at fit()", "loss_fn(params, batch)", "(state, batch) -> (state, info)", "Give ts.train_step(loss_fn)."),
+    row(0, "fit of a loss", lambda: fits(loss_fn), WrongTypeError, "got loss_fn(params, batch), a loss function", "(state, batch) -> (state, info)", "Give ts.train_step(loss_fn)."),
     row(0, "fit of an unnamed loss", lambda: fits(unnamed), WrongTypeError, "got unnamed(p, x), a loss function", "(state, batch) -> (state, info)", "Give ts.train_step(unnamed)."),
     row(0, "fit of a loss, no loop", lambda: fits(unnamed, steps_per_call=None), WrongTypeError, "a loss function", "Give ts.train_step(unnamed)."),
     row(0, "iterate a loss", lambda: next(ts.loop.iterate(unnamed, good(), [X], steps=1)), WrongTypeError, "a loss function"),
     row(0, "evaluate a loss", lambda: ts.evaluate(unnamed, good(), [X]), WrongTypeError, "eval_step: got unnamed(p, x), a loss function", "Give ts.eval_step(unnamed)."),
     row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError, "result at eval_step: got 1.0 (float)", "ts.eval_step(loss_fn)"),
-    row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data at evaluate(): got a batch, dict with image, label", "Give [batch]"),
+    row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data: got float32[", "One batch: [batch]."),
     row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError, "callback at fit(): got the class early_stopping", "Call it: early_stopping(...)."),
     row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError, "logger at fit(): got the class csv", "Call it: csv(...)."),
     row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError, "result at callback: got the function <lambda>", "a TrainState. Is it a factory? Call it."),
-    row(0, "setup misspelled", lambda: setup(trainble="**"), WrongTypeError, "argument at setup(): got 'trainble'", "Did you mean 'trainable'?"),
-    row(0, "train_step misspelled", lambda: ts.train_step(loss_fn, acumulate=2), WrongTypeError, "argument at train_step()", "Did you mean 'accumulate'?"),
-    row(0, "eval_step misspelled", lambda: ts.eval_step(loss_fn, axis="x"), WrongTypeError, "argument at eval_step()", "Did you mean 'axis_name'?"),
-    row(0, "value_and_grad misspelled", lambda: ts.value_and_grad(loss_fn, remate=True), WrongTypeError, "argument at value_and_grad()", "mean 'remat'?"),
-    row(0, "fit misspelled", lambda: fits(log_evry=3), WrongTypeError, "argument at fit(): got 'log_evry'", "Did you mean 'log_every'?"),
-    row(0, "batches misspelled", lambda: ts.batches(X, 2, shufle=True), WrongTypeError, "argument at batches()", "Did you mean 'shuffle'?"),
-    row(0, "prefetch misspelled", lambda: ts.prefetch([X], siz=3), WrongTypeError, "argument at prefetch()", "Did you mean 'size'?"),
-    row(0, "Checkpoints misspelled", lambda: ts.Checkpoints("x", keep_lst=3), WrongTypeError, "argument at Checkpoints()", "Did you mean 'keep_last'?"),
-    row(0, "tune misspelled", lambda: ts.tune(lambda x: x, {"x": ts.tuning.spaces.uniform(0, 1)}, trails=3), WrongTypeError, "'trails'", "Did you mean 'trials'?"),
     row(0, "population misspelled", lambda: ts.population(lambda key: good(), 2, kye=0), WrongTypeError, "make at population(): got <lambda>(key)", "make(key, kye)"),
+    row(0, "two trees to a step", lambda: ts.train_step(loss_fn)(good(), X, X), WrongTypeError, "batch at step(): got 2 arguments", "one pytree. Write step(state, (x, y))."),
+    row(0, "two trees to an eval step", lambda: ts.eval_step(loss_fn)(good(), X, X), WrongTypeError, "batch at eval_step(): got 2 arguments", "(x, y)"),
+    row(0, "batches of x, y, n", lambda: ts.batches(X, X, 4), DataError, "arrays at batches(): got more than one tree", "Write ts.batches((x, y), batch_size)."),
+    row(0, "batches of x, y", lambda: ts.batches(X, X), DataError, "arrays at batches(): got more than one tree", "ts.batches((x, y), batch_size)."),
+    row(0, "evaluate data", lambda: fits(evaluate=ts.batches(X, 4)), WrongTypeError, "evaluate at fit(): got Batches", "ts.evaluate(eval_step, state, {'val': data})."),
+    row(0, "evaluate by an eval step", lambda: fits(evaluate=ts.eval_step(loss_fn)), WrongTypeError, "expected f(state). For example lambda state: ts.evaluate("),
+    row(0, "evaluate by words", lambda: fits(evaluate=dict, evaluate_every="every epoch"), WrongTypeError, "evaluate_every at fit(): got 'every epoch', expected 'epoch', 'n epochs' or an int ≥ 1."),
+    row(0, "logger a path", lambda: fits(logger="a.csv"), WrongTypeError, "got 'a.csv' (str), expected a function. For example ts.loggers.csv('a.csv')."),
+    row(0, "step of a Restored", lambda: step(loss_fn, ts.checkpoints.Restored(good())), WrongTypeError, "got Restored, expected a TrainState. Take its state: restored.state."),
+    row(0, "step of flax's state", lambda: step(loss_fn, flax_state()), WrongTypeError, "got flax's TrainState, expected a tsunax.TrainState. Make one: ts.setup(state.tx, state.params)."),
+    row(0, "evaluate a state", lambda: ts.evaluate(good(), ts.eval_step(loss_fn), [X]), WrongTypeError, "eval_step at evaluate(): got TrainState", "The order is evaluate(eval_step, state, data)."),
+    row(0, "evaluate a train step", lambda: ts.evaluate(ts.train_step(loss_fn), good(), [X]), WrongTypeError, "eval_step at evaluate(): got TrainStep", "ts.eval_step(loss_fn)"),
+    row(0, "train_step of a step", lambda: ts.train_step(ts.train_step(loss_fn)), WrongTypeError, "loss_fn at train_step(): got TrainStep, expected a function"),
+    row(0, "eval_step of a step", lambda: ts.eval_step(ts.train_step(loss_fn)), WrongTypeError, "loss_fn at eval_step(): got TrainStep, expected a function"),
+    row(0, "fit of text", lambda: fit({"x": X, "name": "a"}), WrongTypeError, "leaf at batch['name'], step 0: got 'a' (str)", "numbers"),
+    row(0, "fit of text, no loop", lambda: fit({"x": X, "name": "a"}, steps_per_call=None), WrongTypeError, "leaf at batch['name'], step 0"),
+    row(0, "shard swapped", lambda: ts.shard(ts.mesh(), good()), WrongTypeError, "mesh at shard(): got TrainState", "The order is shard(state, mesh)."),
+    row(0, "size of batches", lambda: ts.find_batch_size(ts.train_step(loss_fn), good(), ts.batches(X, 4)), WrongTypeError, "example at find_batch_size(): got Batches, expected one batch."),
+    row(0, "adjust by position", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "where at adjust(): got 0.001 (float)", "learning_rate=0.001."),
+    row(0, "chain of a list", lambda: rules.chain([rules.sgd(0.1)]), WrongTypeError, "rule at chain(): got list of 1", "Write chain(a, b), without a list."),
+    row(0, "metrics by position", lambda: ts.Loss.mean(X, {"acc": X}), LossError, "where at Loss.mean(): got dict with acc", "Write metrics={...}."),
     row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
-    row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), then setup(rule, model.params, model_state=model.model_state)"),
-    row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "ts.models.linen(module, variables)", "model.params"),
+    row(0, "setup of a module with statistics", lambda: setup(nnx.BatchNorm(4, rngs=nnx.Rngs(0))), ParamsError, "params at setup(): got BatchNorm", "First model = "),
+    row(0, "setup of linen's variables", lambda: setup({"params": good().params, "batch_stats": {"mean": X}}), ParamsError, "params at setup(): got dict with params, batch_stats", "or linen"),
+    row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), or linen, then setup(rule, model.params, model_state=model.model_state)"),
+    row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "or linen, then", "model.params"),
 ]  # fmt: skip
 
 ROWS = [*LOSS, *PARAMETERS, *RULE, *SELECTION, *STATE, *CALLS, *USES]
@@ -817,19 +827,15 @@ def test_is_the_form_of_a_message_checked():
 
 
 FAULTS = {  # of the user's own code: how to meet it, what is raised, and what its note says
-    "KeyError": (lambda: step(raising), KeyError, "raising"),
-    "in an evaluation": (lambda: ts.eval_step(raising)(good(), X), KeyError, "raising"),
-    "in micro-batches": (lambda: ts.train_step(raising, accumulate=2)(good(), X), KeyError, "raising"),
-    "shapes": (lambda: step(wrong_shapes), TypeError, "wrong_shapes"),
-    "shapes in fit": (
-        lambda: ts.fit(ts.train_step(wrong_shapes), setup(), [X], steps=1, progress=False),
-        TypeError,
-        "wrong_shapes",
-    ),
-    "no batch": (lambda: step(batch=None), TypeError, "apply"),
-    "if on an array": (lambda: step(branching), jax.errors.TracerBoolConversionError, "branching"),
-    "a Loss without total": (lambda: returns(lambda v: ts.Loss()), TypeError, "<lambda>"),
-    "in a library": (lambda: step(library), ValueError, "library"),
+    "KeyError": (lambda: step(raising), KeyError),
+    "in an evaluation": (lambda: ts.eval_step(raising)(good(), X), KeyError),
+    "in micro-batches": (lambda: ts.train_step(raising, accumulate=2)(good(), X), KeyError),
+    "shapes": (lambda: step(wrong_shapes), TypeError),
+    "shapes in fit": (lambda: ts.fit(ts.train_step(wrong_shapes), setup(), [X], steps=1, progress=False), TypeError),
+    "no batch": (lambda: step(batch=None), TypeError),
+    "if on an array": (lambda: step(branching), jax.errors.TracerBoolConversionError),
+    "a Loss without total": (lambda: returns(lambda v: ts.Loss()), TypeError),
+    "in a library": (lambda: step(library), ValueError),
 }
 
 
@@ -839,13 +845,14 @@ def library(params, batch):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_error_of_the_users_code_is_raised_as_it_is(name):
-    call, kind, function = FAULTS[name]
+    call, kind = FAULTS[name]
     with pytest.raises(kind) as caught:
         call()
     error = caught.value
     assert type(error) is kind and error.__cause__ is None
     note = error.__notes__[0]
-    assert re.match(rf"raised by the loss function .+?, in {function} \({__file__}:\d+\); its batch: ", note), note
+    assert re.match(r"raised by the loss function .+?; its batch: ", note), note
+    assert ("print with jax.debug.print" in note) == (name == "if on an array")
     assert lint(f"x at y: got 1, expected 2. {note}.") == []
     own = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tsunax/" in frame.f_code.co_filename]
     assert len(own) <= 1  # the entry that the user called
@@ -861,42 +868,6 @@ def test_an_error_of_a_model_is_as_short_as_in_plain_jax():
     fit = lambda: ts.fit(ts.train_step(wrong_shapes), setup(), [X], steps=1, progress=False)
     evaluate = lambda: ts.evaluate(ts.eval_step(wrong_shapes), good(), [X])
     assert max(map(lines, (lambda: step(wrong_shapes), fit, evaluate))) <= plain + 8
-
-
-def test_a_branch_on_a_number_of_a_population_is_explained():
-    def make(key, rate):
-        return setup(rule=rules.adam(rate if rate > 0.1 else 0.1))
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        ts.population(make, 2, rate=np.ones(2, np.float32))
-    note = caught.value.__notes__[0]
-    assert note.startswith(
-        "raised by make(key, rate), one program for all members of population(). For if use jnp.where"
-    )
-
-
-@pytest.mark.medium
-def test_a_misspelled_keyword_inside_of_a_call_is_not_taken_for_one_of_the_call():
-    def objective(state):
-        return fits(nothing=3)
-
-    with pytest.raises(WrongTypeError, match=r"argument at fit\(\)"):
-        objective(None)
-
-    def evaluate(state):
-        return loss_fn(state.params, X, log_evry=3)
-
-    with pytest.raises(TypeError, match="loss_fn\\(\\) got an unexpected keyword"):
-        ts.fit(ts.train_step(loss_fn), setup(), [X], steps=1, progress=False, evaluate=evaluate)
-    assert inspect.signature(ts.setup).parameters["trainable"].default == "**" and ts.setup.__doc__
-
-
-def test_does_the_frame_named_belong_to_the_user():
-    with pytest.raises(KeyError) as caught:
-        step(raising)
-    line = raising.__code__.co_firstlineno + 1
-    assert f"raising ({__file__}:{line})" in caught.value.__notes__[0]
-    assert "float32[8,4]" in caught.value.__notes__[0]
 
 
 def test_is_a_state_usable_after_its_step_was_refused():

@@ -183,8 +183,8 @@ def test_without_a_tree(tmp_path):
     assert_trees_equal(
         found,
         {
-            "body": PARAMS["body"],
-            "head": {"0": PARAMS["head"][0]},
+            **{f"body/{name}": x for name, x in PARAMS["body"].items()},
+            "head/0": PARAMS["head"][0],
             "key": np.asarray(jax.random.key_data(jax.random.key(1))),
         },
     )
@@ -301,6 +301,14 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
     )
 
 
+def test_floats_of_another_dtype_are_cast_on_request(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", {"w": np.ones(2)})
+    with pytest.raises(
+        CheckpointError, match=r"is float64.2., expected float32.2.\n  cast=True takes floats of another"
+    ):
+        exchange.restore(tmp_path / "a.safetensors", {"w": jnp.zeros(2)})
+
+
 def test_cast_is_true_or_false(tmp_path):
     exchange.save(tmp_path / "a.safetensors", PARAMS)
     for like in (PARAMS, None):
@@ -393,8 +401,6 @@ HEADERS = {  # file, what the error says
     "bytes missing": (raw({"a": entry()}, bytes(3)), "not fully covered"),
     "text that is none": (raw({"__metadata__": {"a": 1}}), "expected a string"),
     "a bool of 2": (raw({"a": entry("BOOL", (4,))}, b"\0\1\2\3"), "neither 0 nor 1"),
-    "deep names": (raw({"a/" * 100_000 + "b": entry()}, bytes(4)), "more than 64 levels"),
-    "a leaf above another": (raw({"a": entry(), "a/b": entry(start=4, stop=8)}, bytes(8)), "no tree"),
 }  # fmt: skip
 
 
@@ -539,10 +545,11 @@ def test_flax_files(tmp_path):
     path.write_bytes(flax.serialization.to_bytes(tree))
     assert_trees_equal(exchange.restore_flax(path, zeros(tree)), tree)
     found = exchange.restore_flax(path)
-    assert_trees_equal(found["opt"]["0"]["mu"], jax.tree.map(np.zeros_like, PARAMS["body"]))
+    zero = {name.removeprefix("opt/0/mu/"): x for name, x in found.items() if name.startswith("opt/0/mu/")}
+    assert_trees_equal(zero, jax.tree.map(np.zeros_like, PARAMS["body"]))
     into = exchange.restore_flax(path, make(params=zeros(PARAMS)), where="**", rename=lambda name: "params/" + name)
     assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
-    found["params"]["body"]["w"][0] = 7  # one's own
+    found["params/body/w"][0] = 7  # one's own
     assert "nothing named 'params/z'" in error_of(lambda: exchange.restore_flax(path, {"params": {"z": jnp.ones(1)}}))
 
 

@@ -1,5 +1,6 @@
 """Pictures of a history: what is drawn is what was measured, from one point to 100,000, and pyplot stays out of it."""
 
+import itertools
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,8 @@ from tsunax.run.history import History
 def made(n=50, every=10) -> History:
     history = History()
     for step in range(n):
-        row = {"loss": 3.0 - step / n, "b1": 0.9, "grad_norm": float(step), "epoch": step // 10, "learning_rate": 0.1}
+        row = {"loss": 3.0 - step / n, "b1": 0.9, "grad_norm": float(step), "epoch": step // 10}
+        row["learning_rate"] = 0.1 - step / 1000
         row |= {"accuracy": step / n, "steps_per_second": float(step)}
         if step % every == every - 1:
             row |= {"val/loss": 2.0 - step / n}
@@ -117,6 +119,161 @@ assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], check=True)
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def columns(n=60, **functions) -> History:
+    """A history of `n` steps, with a column for each function of the step."""
+    history = History()
+    for step in range(1, n + 1):
+        history.add({name: float(function(step)) for name, function in functions.items()}, step)
+    return history
+
+
+def population(members=5, n=60) -> History:
+    """Members that differ in a constant learning rate, with evaluations of each."""
+    history = History()
+    for step in range(1, n + 1):
+        row = {f"loss/{i}": 2.0 / (1 + step * (i + 1)) for i in range(members)}
+        row |= {f"val/loss/{i}": 2.5 / (1 + step * (i + 1)) for i in range(members)}
+        history.add(row | {f"learning_rate/{i}": 10.0 ** (i - members) for i in range(members)}, step)
+    return history
+
+
+def overlapping_labels(figure) -> list[tuple[str, str]]:
+    """Pairs of texts whose boxes overlap in the picture, and texts that reach beyond its edge."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    renderer, drawn = FigureCanvasAgg(figure).get_renderer(), []
+    with pytest.MonkeyPatch.context() as patch:  # those of ticks outside of the view exist, and are not drawn
+        patch.setattr(Text, "draw", lambda text, renderer: drawn.append(text))
+        figure.draw(renderer)
+    drawn = [text for text in drawn if text.get_visible() and text.get_text().strip()]
+    boxes = [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in drawn]
+    outside = [(text, "edge") for text, box in boxes if not figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1]
+    outside += [(text, "edge") for text, box in boxes if not figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1]
+    assert len(boxes) > 4
+    return outside + [(one, other) for (one, a), (other, b) in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def shown_ticks(axis) -> list[float]:
+    """The major ticks in the limits of an axis."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick for tick in axis.get_majorticklocs() if low <= tick <= high]
+
+
+@pytest.mark.medium
+def test_a_constant_has_no_panel_and_is_written_above():
+    history = columns(loss=lambda t: 2 / t, learning_rate=lambda t: 1e-3, accuracy=lambda t: t / 60)
+    history.add({"val/f1": 0.875}, 60)  # one evaluation so far
+    figure = history.plot()
+    assert labels(figure) == ["loss", "accuracy"]
+    assert figure.axes[0].get_title(loc="left") == "val/f1 0.875, learning_rate 0.001"
+    assert labels(history.plot(names=["learning_rate"])) == ["learning rate"]  # who asks for it sees it
+    assert labels(columns(learning_rate=lambda t: 0.1).plot()) == ["learning rate"]  # there is nothing else
+    assert labels(columns(loss=lambda t: 0.6931).plot()) == ["loss"]
+
+
+@pytest.mark.medium
+def test_a_schedule_is_linear_however_wide_it_is():
+    history = columns(loss=lambda t: 1 / t, learning_rate=lambda t: 10.0**-t, kl_loss=lambda t: 1 / t**2)
+    assert [axes.get_yscale() for axes in history.plot().axes] == ["log", "log", "linear"]
+
+
+@pytest.mark.medium
+def test_steps_epochs_and_counts_have_ticks_at_whole_numbers():
+    one = columns(n=1, loss=lambda t: 2.3).plot().axes[0]
+    assert shown_ticks(one.xaxis) == [1]
+    few = columns(n=3, loss=lambda t: 2.3 / t, evaluations=lambda t: t).plot()
+    assert shown_ticks(few.axes[1].xaxis) == [1, 2, 3] and shown_ticks(few.axes[1].yaxis) == [1, 2, 3]
+    by_epoch = columns(loss=lambda t: 2.3 / t, epoch=lambda t: t // 25).plot(x="epoch").axes[0]
+    assert shown_ticks(by_epoch.xaxis) == [0, 1, 2]
+    long = columns(loss=lambda t: 2.3 / t)
+    long.add({"loss": 0.5}, 1_000_000)
+    axes = long.plot().axes[0]
+    format = axes.xaxis.get_major_formatter()
+    assert "400,000" in [format(tick) for tick in shown_ticks(axes.xaxis)]
+    hours = columns(loss=lambda t: 2.3 / t, hours=lambda t: t / 60).plot(x="hours").axes[0]
+    np.testing.assert_allclose(shown_ticks(hours.xaxis), [0, 0.2, 0.4, 0.6, 0.8, 1])
+
+
+@pytest.mark.medium
+def test_marks_are_named_once_and_those_of_one_step_do_not_cover_each_other():
+    history = made()
+    for name, step in [("thaw", 20), ("adjust", 20), ("rejected", 7), ("thaw", 30), ("evaluate", 49)]:
+        history.mark(name, step)
+    figure = history.plot()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["thaw", "adjust", "rejected"]
+    at_20 = [line for line in figure.axes[0].lines if list(line.get_xdata()) == [20, 20]]
+    (first, (on, off)), (second, other) = (line._unscaled_dash_pattern for line in at_20)
+    assert on == off == second - first and other == (on, off)  # one draws in the gaps of the other
+    assert len({line.get_color() for line in at_20}) == 2
+
+
+@pytest.mark.medium
+def test_members_are_named_with_their_constant():
+    figure = population().plot()
+    (axes,) = figure.axes  # constant learning rates have no panel
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["/0  1e-05", "/1  0.0001", "/2  0.001", "/3  0.01", "/4  0.1", "val/loss"]
+    assert legend.get_title().get_text() == "learning rate"
+    of = {line.get_label(): line for line in axes.lines}
+    assert of["loss/3"].get_color() == of["val/loss/3"].get_color() != of["loss/2"].get_color()
+    assert (of["loss/3"].get_linestyle(), of["val/loss/3"].get_linestyle()) == ("-", "--")
+    shown = [handle.get_color() for handle in legend.legend_handles[:5]]
+    assert shown == [of[f"loss/{i}"].get_color() for i in range(5)]
+
+
+@pytest.mark.medium
+def test_constants_of_others_are_not_those_of_members():
+    names = ["critic/learning_rate", "actor/learning_rate"]  # two, as there are members, and not theirs
+    rates = {name: lambda t: 0.1 for name in names}
+    figure = columns(**{"loss/0": lambda t: 1 / t, "loss/1": lambda t: 2 / t}, **rates).plot()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["/0", "/1"]
+    assert figure.axes[0].get_title(loc="left") == "critic/learning_rate 0.1, actor/learning_rate 0.1"
+
+
+@pytest.mark.medium
+def test_members_of_two_states_differ_in_their_dashes():
+    names = [f"{state}/loss/{i}" for state in ("actor", "critic") for i in range(3)]
+    figure = columns(**{name: lambda t: 1 / t for name in names}).plot()
+    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-"] * 3 + ["--"] * 3
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["/0", "/1", "/2", "actor/loss", "critic/loss"]
+
+
+@pytest.mark.medium
+def test_of_many_members_some_are_named():
+    (legend,) = population(40).plot().legends
+    names = [text.get_text().split()[0] for text in legend.get_texts()]
+    assert names[0] == "/0" and names[-2:] == ["/39", "val/loss"] and len(names) == 17
+
+
+def crowded() -> History:
+    """Long names, a dozen metrics, marks close to each other."""
+    names = [f"metric_{i}_of_a_user_with_a_long_name" for i in range(11)]
+    history = columns(loss=lambda t: 1 / t, **{name: lambda t: t**0.5 for name in names}, _hidden=lambda t: t)
+    for i in range(30):
+        history.mark(f"event_{i % 7}_of_a_user_with_a_name", 20 + i // 3)
+    return history
+
+
+CROWDED = {"usual": made, "crowded": crowded, "population": population, "40 members": lambda: population(40)}
+
+
+def test_a_name_with_a_leading_underscore_is_in_the_legend():
+    axes = columns(_x=lambda t: t, **{"val/_x": lambda t: 2 * t}).plot().axes[0]  # matplotlib leaves "_x" out
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["x", "val/_x"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", CROWDED)
+def test_no_labels_overlap(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert overlapping_labels(CROWDED[name]().plot()) == []
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -1,6 +1,7 @@
 """`fit` and `evaluate` over several processes: the numbers of one, and one end for all."""
 
 import os
+import re
 import signal
 import sys
 
@@ -97,6 +98,16 @@ def test_a_signal_that_comes_late_has_one_answer(launch):
 def test_one_that_has_had_enough_ends_all(launch):
     (step, texts), other = answers(launch(2, "stops"))
     assert [step, texts] == other == [20, ["time is up"]]
+
+
+@pytest.mark.medium
+def test_the_slowest_process_is_named(launch):
+    """Ten times 50 ms more than the other one: on both, in the words of `history.marks`."""
+    first, second = answers(launch(2, "uneven"))
+    assert first == second
+    ((step, name, text),) = first
+    assert (step, name) == (20, "slowest")
+    assert re.fullmatch(r"process 1 \(.*\) by 0\.[56] s", text), text
 
 
 @pytest.mark.slow

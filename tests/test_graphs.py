@@ -108,21 +108,36 @@ def test_graphs_without_edge_values_and_targets():
     assert_trees_equal(packed, full._replace(edges=None, globals=None))
 
 
+def test_nodes_may_be_of_a_class_that_compares_by_identity():
+    class Nodes:
+        def __init__(self, x):
+            self.x = x
+
+    jax.tree_util.register_pytree_node(Nodes, lambda n: ((n.x,), None), lambda _, children: Nodes(*children))
+    items = [{**x, "nodes": Nodes(x["nodes"])} for x in GRAPHS]
+    packed, plain = (ts.data.pack_graphs(x, **SIZES) for x in (items, GRAPHS))
+    assert_trees_equal(packed.nodes.x, plain.nodes)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"senders": [0, 5], "receivers": [1, 0]}, r"items\[1\]\['senders'\] .*got nodes 0 to 5, expected 0 to 1"),
-        ({"senders": [0, -1], "receivers": [1, 0]}, r"got nodes -1 to 0, expected 0 to 1"),
-        ({"senders": [0.5, 1.0]}, r"items\[1\]\['senders'\] .*got float64\[2\], expected integers, one for each edge"),
-        ({"senders": [0], "receivers": [0, 1]}, r"items\[1\]\['receivers'\] .*expected one row for each edge"),
-        ({"nodes": np.zeros((0, 3))}, r"items\[1\] at pack_graphs\(\): got 0 nodes.*expected 1 to 4 nodes, 5 edges"),
-        ({"nodes": np.zeros((9, 3))}, r"got 9 nodes, 2 edges, 1 graph, expected 1 to 4 nodes"),
+        (
+            {"senders": [0, 5], "receivers": [1, 0]},
+            r"items\[1\]\['senders'\] .* from 0 to 5, expected integers from 0 to 1",
+        ),
+        ({"senders": [0, -1], "receivers": [1, 0]}, r"got .* from -1 to 0, expected integers from 0 to 1, nodes"),
+        ({"senders": [0.5, 1.0]}, r"items\[1\]\['senders'\] .*got float64\[2\].*, expected integers from 0 to 1"),
+        ({"senders": [0], "receivers": [0, 1]}, r"items\[1\]\['receivers'\] .*expected one row for each of 1 edges"),
+        ({"nodes": np.zeros((0, 3))}, r"items\[1\]\['nodes'\] at pack_graphs\(\): got 0 rows"),
+        ({"nodes": np.zeros((9, 3))}, r"got 9 nodes, 2 edges, expected at most 4 nodes, 5 edges, 2 graphs"),
         (
             {"nodes": np.zeros((2, 4))},
             r"items\[1\] at pack_graphs\(\): got .*float64\[4\] each.*expected .*float64\[3\]",
         ),
-        ({"nodes": {}}, r"items\[1\]\['nodes'\] at pack_graphs\(\): got no array"),
-        ({"nodes": np.float32(1)}, r"items\[1\]\['nodes'\] .*expected one row for each node"),
+        ({"receivers": [[1], [0]]}, r"items\[1\]\['receivers'\] .*int64\[2,1\].*expected one row for each of 2 edges"),
+        ({"nodes": {}}, r"items\[1\]\['nodes'\] at pack_graphs\(\): got an empty dict"),
+        ({"nodes": np.float32(1)}, r"items\[1\]\['nodes'\].*got a scalar"),
     ],
 )
 def test_bad_graphs_are_named(change, message):

@@ -12,7 +12,7 @@ import pytest
 from tsunax.errors import RowError, TsunaxError, WrongTypeError
 from tsunax.run import history as history_module
 from tsunax.run.history import History
-from tsunax.run.rows import check_names, check_row, join
+from tsunax.run.rows import check_names, check_row
 
 NAN = float("nan")
 
@@ -89,16 +89,6 @@ def test_names_that_people_use_are_fine():
 def test_a_traced_value_is_refused():
     with pytest.raises(WrongTypeError, match=r"got a traced array, expected a number\. Return it as a metric"):
         jax.jit(lambda x: check_row({"m": x}))(1.0)
-
-
-def test_joined_rows_share_no_name():
-    row = {"loss": 1.0}
-    assert join(row, {"val/loss": np.float32(2)}, "evaluate") == {"loss": 1.0, "val/loss": 2.0}
-    assert row == {"loss": 1.0}
-    with pytest.raises(RowError, match="'loss' at evaluate: got a name that the row has"):
-        join(row, {"loss": 2.0}, "evaluate")
-    with pytest.raises(RowError, match="one number"):
-        join(row, {"m": np.ones(2)}, "evaluate")
 
 
 # -------------------------------------------------------------------------------------------------------------- history

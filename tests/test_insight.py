@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from jax.sharding import PartitionSpec as P
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost
@@ -61,9 +63,7 @@ def state_of(params=PARAMS, rule=None, **options):
 def test_flops_of_an_mlp(options, setup, expected):
     step = ts.train_step(mlp, **options)
     traced = step.trace(state_of(**setup), BATCH)
-    found = _cost.flops_of(traced.jaxpr)
-    assert found.matmul == expected
-    assert found.loops == 0
+    assert _cost.flops_of(traced.jaxpr) == expected
 
 
 def test_flops_of_fused_steps():
@@ -71,8 +71,7 @@ def test_flops_of_fused_steps():
     program = jax.make_jaxpr(lambda state, batches: ts.loop.run_steps(step, state, batches))(
         state, np.stack([BATCH] * 5)
     )
-    assert _cost.flops_of(program, trips=5).matmul == 5 * (2 * FORWARD + INPUTS)
-    assert _cost.flops_of(program).loops == 1
+    assert _cost.flops_of(program) == 2 * FORWARD + INPUTS  # a loop of unknown length: one trip
 
 
 @pytest.mark.medium
@@ -107,7 +106,7 @@ def test_flops_of_a_cnn():
         traced = ts.train_step(loss_fn, accumulate=accumulate).trace(
             state_of(params), np.ones((rows, 20, 20, 3), np.float32)
         )
-        assert _cost.flops_of(traced.jaxpr).matmul == 2 * a + 3 * (b + c + out)
+        assert _cost.flops_of(traced.jaxpr) == 2 * a + 3 * (b + c + out)
 
 
 @pytest.mark.medium
@@ -129,7 +128,7 @@ def test_flops_of_a_gpt():
     forward = depth * block + 2 * tokens * width * 256
     for options, times in (({}, 3), ({"accumulate": 2}, 3), ({"remat": True}, 4)):
         traced = ts.train_step(loss_fn, **options).trace(state_of(params), np.ones((rows, t + 1), np.uint8))
-        assert _cost.flops_of(traced.jaxpr).matmul == times * forward
+        assert _cost.flops_of(traced.jaxpr) == times * forward
 
 
 def test_programs_within_programs():
@@ -143,8 +142,7 @@ def test_programs_within_programs():
         unused = jax.jit(lambda x: (x @ x, x))(x)[1]
         return jax.jit(jax.checkpoint(lambda x: x @ x))(unused) + (n * n).astype(float) * 0
 
-    found = _cost.flops_of(jax.make_jaxpr(f)(x, jnp.int32(3)), trips=7)
-    assert found.matmul == 2 * 8**3 * (2 + 7 + 1) and found.loops == 1
+    assert _cost.flops_of(jax.make_jaxpr(f)(x, jnp.int32(3))) == 2 * 8**3 * (2 + 1 + 1)
 
 
 @pytest.mark.medium
@@ -154,9 +152,8 @@ def test_what_is_read_off_the_compiled_program():
     moving = 3 * sum(w.nbytes for w in PARAMS) + 5 * 4  # params, two moments, the clock, the count of Adam
     assert about.donated == about.aliased == moving and about.not_aliased == ()
     assert about.memory.state >= moving and about.memory.batch == BATCH.nbytes
-    assert about.bytes_accessed > moving and about.communication == ()
-    assert about.devices == 1 and set(about.seconds) == {"trace", "lower", "compile"}
-    assert about.utilisation(1e-3, peak=1e12) == pytest.approx((2 * FORWARD + INPUTS) / 1e-3 / 1e12)
+    assert about.communication == () and about.devices == 1
+    assert about.utilization(1e-3, peak=1e12) == pytest.approx((2 * FORWARD + INPUTS) / 1e-3 / 1e12)
     assert not state.params[0].is_deleted() and int(state.calls) == 0
     text = repr(about)
     assert "donated" in text and "WARNING" not in text and max(map(len, text.splitlines())) <= 80
@@ -218,6 +215,47 @@ ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
     assert _cost.donated_in(text) == ({"batch['x']", "moving[0]"}, {"moving[0]"})
 
 
+def test_each_collective_of_a_shard_map_counts():
+    """They all have channel 1."""
+
+    def add(x):
+        x = jax.lax.psum(x, "data")
+        return jax.lax.psum(jnp.tanh(jnp.sin(x) * jax.lax.psum(x + 1, "data")), "data")
+
+    mesh = ts.mesh(data=8)
+    spread = jax.shard_map(add, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    text = jax.jit(spread).lower(jnp.ones((8, 16))).compile().as_text()
+    assert len(re.findall("channel_id=1\\b", text)) == text.count(" all-reduce(")
+    (found,) = _cost.collectives_in(text)
+    assert found.bytes == 3 * 16 * 4
+
+
+def test_collectives_of_a_tpu():
+    """One that overlaps with products is in several fusions; a fusion may scatter several arrays."""
+    text = """HloModule m
+
+%first (p: bf16[4]) -> bf16[8] {
+  %g = bf16[8]{0} all-gather(%p), channel_id=3, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%second (p: bf16[4]) -> bf16[8] {
+  %h = bf16[8]{0} all-gather(%p), channel_id=3, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%all-reduce-scatter.1 (a: f32[8], b: f32[16]) -> (f32[2], f32[4]) {
+  %r = (f32[8]{0}, f32[16]{0}) all-reduce(%a, %b), channel_id=1, to_apply=%add
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %x = bf16[8]{0} fusion(%p), kind=kCustom, calls=%first
+  %y = bf16[8]{0} fusion(%p), kind=kCustom, calls=%second
+  %z = (f32[2]{0}, f32[4]{0}) fusion(%a, %b), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    found = {c.kind: (c.count, c.bytes) for c in _cost.collectives_in(text)}
+    assert found == {"all-gather": (1, 16), "reduce-scatter": (1, 8 + 16)}
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
@@ -272,7 +310,7 @@ def test_populations_and_what_of_them_is_frozen():
     assert [leaf.status for leaf in describe(step, mixed, x).leaves] == ["2 of 3 frozen", "1 of 3 frozen"]
     fresh = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
     alone = describe(fresh, one, x).flops
-    assert describe(fresh, runs, x).flops.matmul == 3 * alone.matmul
+    assert describe(fresh, runs, x).flops == 3 * alone
     assert describe(fresh, one, x).recompiles[-1] == "step: the state is a population of 3, was one run"
 
 
@@ -290,7 +328,7 @@ def test_why_it_recompiled():
         lambda params, batch: jnp.mean((batch["x"] @ params["w"] + params["b"][None]) ** 2) + 0 * batch.get("y", 0)
     )
     fresh = lambda rule=None, **options: state_of(params, ts.rules.sgd(0.1) if rule is None else rule, **options)
-    reasons = lambda: list(retrace_reasons(step.traces, [("step", device) for device in step.programs.devices]))
+    reasons = lambda: list(retrace_reasons(step.traces))
     step(fresh(), {"x": x})
     step(fresh(), {"x": x})
     assert reasons() == []
@@ -343,19 +381,6 @@ def test_a_call_that_failed_compiled_nothing():
 
 
 @pytest.mark.medium
-def test_another_device_compiles_without_a_trace():
-    step, x = ts.train_step(square), np.ones((8, 4), np.float32)
-    at = lambda i: ts.to_device(state_of({"w": np.ones((4, 2), np.float32)}), jax.devices()[i])
-    for i in (0, 1, 0, 1):
-        step(at(i), x)
-    ts.loop.run_steps(step, at(2), np.stack([x] * 2))
-    first, second = jax.devices()[:2]
-    assert describe(step, at(0), x).recompiles == (f"step: the state is on {second}, was on {first}",)
-    ts.loop.run_steps(step, at(0), np.stack([x] * 2))
-    assert describe(step, at(0), x).recompiles[1] == f"loop: the state is on {first}, was on {jax.devices()[2]}"
-
-
-@pytest.mark.medium
 def test_a_mesh_of_one_device_is_told_from_none():
     step, x = ts.train_step(square, donate=False), np.ones((8, 4), np.float32)
     state = state_of({"w": np.ones((4, 2), np.float32)})
@@ -371,16 +396,6 @@ def test_a_mesh_of_one_device_is_told_from_none():
     assert describe(step, typed, x).recompiles[1] == f"step: the mesh is {one.replace('auto', 'explicit')}, was {one}"
 
 
-def test_what_was_compiled_before_takes_no_time():
-    step, x = ts.train_step(square, donate=False), np.ones((8, 4), np.float32)
-    state = state_of({"w": np.ones((4, 2), np.float32)})
-    assert ", compiled in " in repr(describe(step, state, x))
-    again = describe(step, state, x)
-    assert sum(again.seconds.values()) < 0.1
-    known = dataclasses.replace(again, seconds=dict.fromkeys(again.seconds, 1e-4))
-    assert repr(known).splitlines()[0].endswith(", compiled before")
-
-
 @pytest.mark.medium
 def test_models_with_keys_and_noise():
     def loss_fn(params, x, key):
@@ -389,7 +404,7 @@ def test_models_with_keys_and_noise():
     state = state_of({"w": np.ones((4, 2), np.float32)}, key=0)
     for accumulate in (1, 2):
         about = describe(ts.train_step(loss_fn, accumulate=accumulate), state, np.ones((8, 4), np.float32))
-        assert about.flops.matmul == 2 * 2 * 8 * 4 * 2
+        assert about.flops == 2 * 2 * 8 * 4 * 2
 
 
 @pytest.mark.medium

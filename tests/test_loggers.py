@@ -7,13 +7,14 @@ import csv
 import json
 import math
 import os
+import re
 import struct
 import sys
 
 import numpy as np
 import pytest
 from tests.helpers import need
-from tsunax.errors import MissingLibraryError, WrongTypeError
+from tsunax.errors import MissingLibraryError, SaveError, WrongTypeError
 from tsunax.run import loggers
 
 NAN, INF = math.nan, math.inf
@@ -191,7 +192,9 @@ def test_tensorboard_shows_nan(tmp_path):
 
 def test_without_tensorboardx_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(MissingLibraryError, match=r"no tensorboardX, .*pip install 'tsunax\[loggers\]'"):
+    with pytest.raises(
+        MissingLibraryError, match=r"tensorboardX at tensorboard\(\): .*pip install 'tsunax\[loggers\]'"
+    ):
         loggers.tensorboard(tmp_path)
 
 
@@ -251,5 +254,8 @@ def test_wrong_arguments(make, error, text):
 def test_a_path_that_cannot_be_written_is_known_before_the_first_row(tmp_path, kind):
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "log"):
-        with pytest.raises(OSError, match=str(path.parent if path != tmp_path else path)):
+        named = re.escape(str(path.parent if path != tmp_path else path))
+        with pytest.raises(
+            SaveError, match=rf"path at {kind}\(\): got .*{named}', expected a path that can be written"
+        ):
             getattr(loggers, kind)(path).start(SETTINGS)

@@ -308,8 +308,8 @@ def test_run_epoch_reads_as_a_for_does(wrap):
 @pytest.mark.parametrize(
     ("call", "text"),
     {
-        "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step at fit\(\): got loss_fn\(params, batch\)"),
-        "steps of a loss": (lambda: run_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step at run_steps\(\)"),
+        "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step: got loss_fn\(params, batch\), a loss"),
+        "steps of a loss": (lambda: run_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step: got loss_fn\(params"),
         "steps of params": (lambda: run_steps(STEP, init(), (X[None], Y[None])), r"state at run_steps\(\): got dict"),
         "epoch of none": (lambda: run_epoch(None, _fresh(), data()), r"step at run_epoch\(\): got None"),
         "iterate by none": (lambda: next(_iterate(None)), r"steps_per_call at iterate\(\): got None"),
@@ -347,8 +347,6 @@ def test_metrics_with_a_number_for_each_row(per_call):
     expected = errors(init(), (X[:8], Y[:8]))
     np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
-    with pytest.raises(StateError, match=r"info at run_epoch\(\): got .*expected the same numbers of every step"):
-        run_epoch(step, ts.setup(RULE, init()), short())
 
 
 @pytest.mark.medium
@@ -387,7 +385,9 @@ def test_iterate_takes_a_state_back():
 def test_goals():
     state, history = fit(STEP, ts.setup(RULE, init()), data(), epochs=2)
     assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1, 1]
-    with pytest.warns(UserWarning, match=r"steps=14 is a place to reach, and the run is at step 14 already"):
+    with pytest.warns(
+        UserWarning, match=r"steps=14 counts from the beginning of training, and the run is at step 14 already"
+    ):
         same, _ = fit(STEP, state, data(), steps=14)
     assert same is state
     used = data()
@@ -872,11 +872,6 @@ BATCHES = {
     "rows": ([(X[:8], Y[:7])], DataError, r"8 rows in batch\[0\], 7 in batch\[1\]"),
     "none": ([(X[:0], Y[:0])], DataError, "0 rows"),
     "structure": ([(X[:8], Y[:8]), {"x": X[:8]}], DataError, r"batch at step 1: .*one structure"),
-    "dtype": (
-        [(X[:8], Y[:8]), (X[:8].astype(np.float16), Y[:8])],
-        DataError,
-        r"dtype at batch\[0\], step 1: got float16, expected float32",
-    ),
     "object": ([(np.array(["a"] * 8), Y[:8])], WrongTypeError, r"batch\[0\]"),
     "scalar": ([(X[:8], np.float32(1))], DataError, r"leaf at batch\[1\]"),
 }
@@ -892,16 +887,17 @@ def test_wrong_batches(batches, error, text):
 @pytest.mark.medium
 def test_shapes_that_change():
     grow = [(X[:n], Y[:n]) for n in (8, 8, 4, 12, 8)]
-    with pytest.warns(UserWarning, match=r"batch at step 3: shapes \(12, 6\), \(12, 3\) after \(8, 6\), \(8, 3\)"):
+    with pytest.warns(UserWarning, match=r"batch at step 3: float32\[12,6\], float32\[12,3\] after float32\[8,6\]"):
         state, _ = fit(STEP, ts.setup(RULE, init()), grow, steps=5)
     expected = ts.setup(RULE, init())
     for batch in grow:
         expected, _ = STEP(expected, batch)
     assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
-    with warnings.catch_warnings(), pytest.raises(DataError, match="16 shapes at most"):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(DataError, match=r"16 shapes .* ts\.batches"):
+        warnings.simplefilter("always")
         cheap = lambda state, batch: (state + 1, {})
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
+    assert [str(warning.message).partition(":")[0] for warning in seen] == [f"batch at step {i}" for i in (2, 4, 8)]
 
 
 def short():
@@ -1077,11 +1073,11 @@ def test_a_goal_that_is_reached_says_why(tmp_path):
     used = data()
     state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=1, checkpoint=tmp_path)
     keep = jax.tree.map(jnp.copy, state)
-    with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; the data count on.*set_state\("):
+    with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; .*data\.get_state\(\)"):
         fit(STEP, keep, used, epochs=1)
-    with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step counts on"):
+    with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step and"):
         fit(STEP, keep, used, steps=7)
-    with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in .*give another path"):
+    with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in "):
         fit(STEP, ts.setup(RULE, init()), data(), epochs=1, checkpoint=tmp_path)
 
 
@@ -1350,3 +1346,15 @@ def test_under_x64():
         step = ts.train_step(lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2))
         state, history = fit(step, state, ts.batches(X.astype(np.float64), 8), steps=9, log_every=1)
     assert state.params["w"].dtype == np.float64 and history["loss"][-1] < history["loss"][0]
+
+
+def test_progress_says_from_where_a_run_goes_on(tmp_path, capsys):
+    for steps in (4, 8):
+        ts.fit(STEP, ts.setup(RULE, init()), data(), steps=steps, checkpoint=tmp_path)
+        assert (f"resumed from {tmp_path}, step 4" in capsys.readouterr().err) == (steps == 8)
+
+
+def test_progress_shows_no_total_if_a_step_is_several_calls(capsys):
+    state, _ = ts.fit(STEP, ts.setup(ts.rules.accumulate(RULE, every=2), init()), data(), epochs=2)
+    said = capsys.readouterr().err
+    assert f"{int(state.step)} steps" in said and "/14" not in said

@@ -470,6 +470,24 @@ def test_nnx_streams_given_to_the_call_and_forked_ones():
     assert_trees_equal(model.apply(model.params, jnp.ones(2))[0], jnp.ones(2))
 
 
+def test_nnx_calls_that_need_rngs_get_none_without_a_key():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.scale, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5)
+
+        def __call__(self, x, rngs):
+            return self.dropout(x * self.scale[...], rngs=rngs)
+
+    model, x, key = models.nnx(Net()), jnp.ones((4, 8)), jax.random.key(3)
+    assert_trees_equal(model.apply(model.params, x)[0], x)
+    state = ts.setup(rule(), model.params, model_state=model.model_state)
+    assert ts.eval_step(loss_of(model))(state, {"x": x, "y": x}).compute() == 0
+    out, _ = model.apply(model.params, x, key=key, train=True)
+    assert_trees_equal(out, nnx.Dropout(0.5)(x, rngs=nnx.Rngs(key)))
+    assert set(np.unique(out)) == {0, 2}
+    assert_trees_equal(model.apply(model.params, x, nnx.Rngs(key), train=True)[0], out)
+
+
 def test_nnx_variables_of_another_kind_can_be_the_parameters():
     class Gain(nnx.Variable):
         pass
@@ -521,8 +539,8 @@ def test_linen_flags_streams_and_further_inputs():
     model = models.linen(Modes(), params)
     for train in (True, False):
         assert model.apply(params["params"], 1.0, train=train)[0] == ((not train, None, 1.0), [])
-    named = models.linen(Modes(), params, flag="evaluating", rngs=("a", "b"))
-    (seen, keys), _ = named.apply(params["params"], 1.0, train=True, key=key, deterministic="given")
+    named = models.linen(Modes(), params, rngs=("a", "b"))
+    (seen, keys), _ = named.apply(params["params"], 1.0, train=True, key=key, deterministic="given", evaluating=True)
     assert seen == ("given", True, 1.0)
     assert len(keys) == 2 and (jax.random.key_data(keys[0]) != jax.random.key_data(keys[1])).any()
     (_, one), _ = models.linen(Modes(), params, rngs="a").apply(params["params"], 1.0, key=key, train=False)
@@ -614,6 +632,171 @@ def test_lora_trains_and_saves_the_adapters_only():
     assert_trees_equal(again(BATCH["x"]), model.build(state)(BATCH["x"]))
 
 
+# ------------------------------------------------------------------- models of bonsai (github.com/jax-ml/bonsai), tiny
+
+
+def bonsai_vit_config(vit):
+    sizes = dict(image_size=(12, 12), patch_size=(4, 4), num_channels=3, hidden_dim=32, num_heads=4, mlp_dim=64)
+    return vit.ModelConfig(**sizes, num_layers=2, num_labels=5, eps=1e-12, attn_dropout_prob=0.1, dropout_prob=0.1)
+
+
+def bonsai_vit():
+    """Dropout, of `rngs` that the call needs."""
+    vit = need("bonsai.models.vit.modeling")
+    images = RNG.normal(size=(16, 12, 12, 3)).astype(np.float32)
+    net = vit.ViTClassificationModel(bonsai_vit_config(vit), rngs=nnx.Rngs(0))
+    return net, images, np.arange(16) % 5, dict
+
+
+def bonsai_qwen3():
+    """Tokens, and a cache that the loss function makes."""
+    qwen3 = need("bonsai.models.qwen3.modeling")
+    sizes = dict(num_layers=2, vocab_size=48, emb_dim=32, mlp_dim=64, num_heads=4, head_dim=8, num_kv_heads=2)
+    rope = dict(rope_theta=1_000_000, rope_scaling_factor=8.0, local_rope_theta=1e4)
+    config = qwen3.ModelConfig(**sizes, **rope, norm_eps=1e-6, tie_word_embeddings=False)
+    tokens = RNG.integers(1, 48, (4, 17))
+
+    def more():
+        return {"cache": qwen3.init_cache(config, 4, 16, 0, jnp.float32), "segment_ids": jnp.ones((4, 16), jnp.int32)}
+
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(0)), tokens[:, :-1], tokens[:, 1:], more
+
+
+def bonsai_densenet():
+    """Batch norms whose constructor got `use_running_average=True`."""
+    densenet = need("bonsai.models.densenet121.modeling")
+    config = densenet.ModelConfig(num_classes=5, dense_block_layers=[1, 1, 1, 1], growth_rate=4)
+    images = RNG.normal(size=(8, 32, 32, 3)).astype(np.float32)
+    return densenet.DenseNet(config, rngs=nnx.Rngs(0)), images, np.arange(8) % 5, dict
+
+
+def cross_entropies(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def bonsai_by_hand(net, x, y, more, takes_rngs, steps):
+    """The losses, parameters and batch statistics of NNX and optax alone."""
+    tx, (graphdef, params, statistics, rest) = optax.adam(1e-2, eps=1e-3), nnx.split(net, nnx.Param, nnx.BatchStat, ...)
+
+    def loss_fn(params, statistics, key):
+        net = nnx.merge(graphdef, params, statistics, rest)
+        net.train()
+        given = {"rngs": nnx.Rngs(key)} if takes_rngs else {}
+        loss = cross_entropies(net(x, **given, **more()), y).mean()
+        return loss, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
+
+    @jax.jit
+    def step(params, statistics, opt_state, key):
+        (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, statistics, key)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), statistics, opt_state, loss
+
+    statistics, opt_state, losses = nnx.to_pure_dict(statistics), tx.init(params), []
+    for i in range(steps):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        params, statistics, opt_state, loss = step(params, statistics, opt_state, key)
+        losses.append(np.float32(loss))
+    return np.stack(losses), nnx.to_pure_dict(params), statistics
+
+
+BONSAI = {"vit": bonsai_vit, "qwen3": bonsai_qwen3, "densenet": bonsai_densenet}
+of_bonsai = pytest.mark.filterwarnings("ignore:'Data' is deprecated:DeprecationWarning")  # flax's, of its VAE
+
+
+@pytest.mark.slow
+@of_bonsai
+@pytest.mark.parametrize("name", BONSAI)
+def test_models_of_bonsai_train_as_with_nnx_and_optax_alone(name, tmp_path):
+    net, x, y, more = BONSAI[name]()
+    model = models.nnx(net)
+
+    def loss_fn(params, batch, model_state, train, key=None):
+        x, y = batch
+        logits, model_state = model.apply(params, x, model_state=model_state, key=key, train=train, **more())
+        return ts.Loss.mean(cross_entropies(logits, y), model_state=model_state)
+
+    # eps: the gradient of a bias of attention's keys is zero but for rounding
+    adam = ts.rules.adam(1e-2, eps=1e-3)
+    new = lambda: ts.setup(adam, model.params, model_state=model.model_state, key=0)
+    with jax.numpy_rank_promotion("allow"):
+        state, step, evaluate = new(), ts.train_step(loss_fn), ts.eval_step(loss_fn)
+        before, losses = float(evaluate(state, (x, y)).compute()), []
+        for _ in range(3):
+            state, info = step(state, (x, y))
+            losses.append(np.float32(info.loss))
+        expected, params, statistics = bonsai_by_hand(net, x, y, more, name == "vit", 3)
+        assert_trees_close(np.stack(losses), expected, rtol=1e-6, atol=0)
+        assert_trees_close(state.params, params, rtol=1e-5, atol=1e-6)
+        assert bool(statistics) == bool(state.model_state) == (name == "densenet")
+        assert_trees_close(state.model_state, statistics, rtol=1e-6, atol=1e-6)
+
+        with ts.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(state)
+        found = ts.Checkpoints(tmp_path, read_only=True).restore(new()).state
+        assert_trees_equal(found, state)
+        for _ in range(20):
+            found, _ = step(found, (x, y))
+            state, info = step(state, (x, y))
+        assert_trees_equal(found, state)
+        assert float(info.loss) < 0.5 * losses[0]
+        if name != "densenet":  # its averages of 23 steps are those of the random weights
+            assert evaluate(state, (x, y)).compute() < 0.5 * before
+
+        built, _ = model.build(state), more()
+        given = {"rngs": None} if name == "vit" else {}
+        out, _ = model.apply(state.params, x, model_state=state.model_state, **more())
+        assert_trees_close(built(x, **given, **more()), out, rtol=1e-6, atol=1e-6)
+
+
+# the paths of bonsai's ViT in the files of transformers
+VIT_NAMES = {
+    "pos_embeddings.pos_embeddings": "vit.embeddings.position_embeddings",
+    "pos_embeddings.cls_token": "vit.embeddings.cls_token",
+    "pos_embeddings.projection": "vit.embeddings.patch_embeddings.projection",
+    "layers.": "vit.encoder.layer.",
+    "attention.out": "attention.output.dense",
+    "attention.query": "attention.attention.query",
+    "attention.key": "attention.attention.key",
+    "attention.value": "attention.attention.value",
+    "linear1": "intermediate.dense",
+    "linear2": "output.dense",
+    "ln.": "vit.layernorm.",
+}
+
+
+@pytest.mark.slow
+@of_bonsai
+def test_bonsai_reads_the_weights_that_were_trained_here_and_the_way_back(tmp_path):
+    """Files with the names and shapes of transformers, between `exchange` and the reader of bonsai."""
+    their = need("bonsai.models.vit.params")
+    net, x, *_ = bonsai_vit()
+    model = models.nnx(net)
+
+    def rename(name):
+        name = ts.exchange.torch_name(name)
+        for old, new in VIT_NAMES.items():
+            name = name.replace(old, new)
+        return name
+
+    split = ts.exchange.rearrange("(h d) i -> i h d", h=4), ts.exchange.rearrange("(h d) -> h d", h=4)
+    transform = {
+        f"layers/*/attention/{name}/{leaf}": how
+        for name in ("query", "key", "value")
+        for leaf, how in zip(("kernel", "bias"), split, strict=True)
+    }
+    transform["layers/*/attention/out/kernel"] = ts.exchange.rearrange("o (h d) -> h d o", h=4)
+    transform["**/kernel"] = ts.exchange.torch_kernel
+    how = {"rename": rename, "transform": transform}
+
+    ts.exchange.save(tmp_path / "model.safetensors", model.params, **how)
+    config = bonsai_vit_config(need("bonsai.models.vit.modeling"))
+    read = models.nnx(their.create_vit_from_pretrained(str(tmp_path), config))
+    assert_trees_equal(read.params, model.params)
+    assert_trees_equal(ts.exchange.restore(tmp_path, jax.eval_shape(lambda: model.params), **how), model.params)
+    with jax.numpy_rank_promotion("allow"):
+        assert_trees_equal(read.apply(read.params, x)[0], model.apply(model.params, x)[0])
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -637,8 +820,6 @@ WRONG = {
                                            r"with 'params'. Give all of net.init\(key, x\)"),
     "linen gets no variables": (lambda: models.linen(LinenNet(), None), WrongTypeError, "got None, expected a dict"),
     "linen with empty params": (lambda: models.linen(LinenNet(), {"params": {}}), ParamsError, "no parameters"),
-    "linen with another flag": (lambda: models.linen(Modes(), {"params": {"w": 1.0}}, flag="train"), WrongTypeError,
-                                r"flag at models.linen\(\): got 'train', expected one of x, deterministic"),
     "equinox gets nnx": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), WrongTypeError,
                          r"expected an instance of equinox.Module"),
     "equinox gets a class": (lambda: models.equinox(type(equinox_net())), WrongTypeError, r"Make one: Net\(...\)"),

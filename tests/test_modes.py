@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from flax import linen, nnx
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax.errors import LossError
 
 ROWS, FEATURES, MOMENTUM, EPS = 64, 3, 0.9, 1e-5
@@ -294,6 +294,75 @@ def test_a_key_without_train_is_an_error(kind):
         apply(key=KEY)
     for given in (dict(key=KEY, train=True), dict(key=KEY, train=False), dict(train=False), {}):
         apply(**given)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "raw", "equinox"])
+def test_a_training_step_names_the_mode_of_its_models(kind):
+    """Forgotten, dropout would be off in training, and batch statistics would stay."""
+    x = jnp.ones((4, FEATURES))
+    if kind == "linen":
+        net = LinenNet(0.5)
+        model = ts.models.linen(net, net.init(jax.random.key(0), x, train=False))
+    elif kind == "nnx":
+        model = ts.models.nnx(nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0)))
+    elif kind == "equinox":
+        eqx = need("equinox")
+        layers = eqx.nn.Linear(FEATURES, 2, key=KEY), eqx.nn.Dropout(0.5)
+        model = ts.models.equinox(eqx.nn.Sequential(layers), vmap=True)
+    else:
+        apply = lambda params, x, train: x @ params["a"] * (2 if train else 1)
+        model = ts.models.raw(apply, {"a": jnp.ones(FEATURES)})
+    params = {"a": jnp.ones(FEATURES), "model": model.params}
+
+    def loss_fn(params, batch, mode):
+        out, _ = model.apply(params["model"], batch, model_state=model.model_state, **mode)
+        return jnp.mean(jnp.asarray(jax.tree.leaves(out)[0]) ** 2) + sum(map(jnp.sum, jax.tree.leaves(params)))
+
+    for train_step in (ts.train_step, functools.partial(ts.train_step, accumulate=2)):
+        step = train_step(lambda params, batch: loss_fn(params, batch, {}), donate=False)
+        with pytest.raises(LossError, match=r"train at Model.apply\(\): got none in a training step, .*dropout is off"):
+            step(ts.setup(ts.rules.sgd(0.1), params), x)
+    ts.eval_step(lambda params, batch: loss_fn(params, batch, {}))(ts.setup(ts.rules.sgd(0.1), params), x)
+    step = ts.train_step(lambda params, batch: loss_fn(params, batch, {"train": False}), donate=False)
+    step(ts.setup(ts.rules.sgd(0.1), params), x)  # a model that is not trained, for example
+
+
+def test_attention_without_dropout_has_one_mode():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.attention(x)
+
+    model = ts.models.nnx(Net())
+    loss_fn = lambda params, x: jnp.mean(model.apply(params, x)[0] ** 2)
+    ts.train_step(loss_fn)(ts.setup(ts.rules.sgd(0.1), model.params), jnp.ones((2, 3, 4)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_new_batch_statistics_must_be_returned(accumulate):
+    model = ts.models.nnx(nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0)))
+
+    def loss_fn(params, batch, model_state, train, returned):
+        apply = lambda params, model_state: model.apply(params, batch, model_state=model_state, train=train)
+        transform = {"jit": jax.jit, "checkpoint": jax.checkpoint}.get(returned, lambda f: f)
+        out, new = transform(apply)(params, model_state)
+        states = {"new": new, "old": model_state}
+        return ts.Loss.mean(out**2, model_state=states.get(returned))
+
+    def after(returned):
+        fn = lambda params, batch, model_state, train: loss_fn(params, batch, model_state, train, returned)
+        state = ts.setup(ts.rules.sgd(0.1), model.params, model_state=model.model_state)
+        step = ts.train_step(fn, accumulate=accumulate, donate=False)
+        ts.eval_step(fn)(state, make_batch())  # which moves nothing
+        return step(state, make_batch())[0].model_state
+
+    assert_trees_equal(after("old"), model.model_state)
+    assert not np.array_equal(after("new")["mean"], model.model_state["mean"])
+    for returned in ("none", "jit", "checkpoint"):
+        with pytest.raises(LossError, match=r"model_state at the result of loss_fn: got none, .*model_state=new\)"):
+            after(returned)
 
 
 def test_a_key_alone_is_enough_for_a_function_without_modes():

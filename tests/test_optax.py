@@ -82,45 +82,45 @@ MAKE: dict[str, Any] = {
     "with_extra_args_support": (sgd,),
 }
 
-_LOSS = "`train_step` gives it the loss function; by hand, `ts.update(..., loss=, value_fn=)`"
-_HESSIAN = "`train_step` gives it the loss function; by hand, `ts.update(..., obj_fn=)`"
-_INSIDE = "gives all extra arguments to all rules inside; `ts.rules.{}` gives each those in its signature"
+_LOSS = "`train_step` passes the loss function; by hand, call `ts.update(..., loss=, value_fn=)`"
+_HESSIAN = "`train_step` passes the loss function; by hand, call `ts.update(..., obj_fn=)`"
+_INSIDE = "passes all extra arguments to all rules inside; `ts.rules.{}` passes only those in each signature"
 _STEPS = "`state.step` counts every call"
-_OF_ROWS = "takes a gradient for each row: `train_step(loss_fn, per_example=True)`"
+_OF_ROWS = "needs a gradient for each row: `train_step(loss_fn, per_example=True)`"
 NOTES = {
     "add_decayed_weights": "`ts.rules.add_decayed_weights(..., where=)` takes patterns",
-    "apply_every": f"{_STEPS}; `ts.rules.accumulate` counts windows and weighs",
+    "apply_every": f"{_STEPS}; `ts.rules.accumulate` counts windows and weights them",
     "apply_if_finite": "`train_step(on_nonfinite=\"skip\")`, the default, rejects the whole step",
     "chain": _INSIDE.format("chain"),
-    "clip_by_global_norm": "over what it is given; `ts.rules.clip_by_global_norm` is over all groups",
+    "clip_by_global_norm": "over the leaves that it gets; `ts.rules.clip_by_global_norm` is over all groups",
     "conditionally_mask": _STEPS,
     "differentially_private_aggregate": _OF_ROWS,
     "dpsgd": _OF_ROWS,
-    "ema": "of the updates; an average of the params is `setup(..., ema=)`",
+    "ema": "averages the updates; for an average of the params, use `setup(..., ema=)`",
     "freeze": "`setup(trainable=)` and `ts.freeze` stop the decay, too",
-    "hutchinson_estimator_diag_hessian": f"an estimate and no direction: for `sophia`. {_HESSIAN}",
+    "hutchinson_estimator_diag_hessian": f"an estimate, not a direction: use it in `sophia`. {_HESSIAN}",
     "inject_hyperparams": "its numbers are in `state.opt_state.hyperparams`; those of `ts.rules.live(factory)` "
     "are in `ts.hyperparams`",
-    "inject_stateful_hyperparams": "as `inject_hyperparams`",
+    "inject_stateful_hyperparams": "like `inject_hyperparams`",
     "lbfgs": _LOSS,
     "masked": _INSIDE.format("partition"),
     "multi_transform": "`partition`'s old name",
     "partition": _INSIDE.format("partition"),
-    "reduce_on_plateau": "for the end of a chain",
-    "sam": f"{_STEPS}, those to the adversarial point too; with `opaque_mode=True`, `train_step` gives it `grad_fn`",
-    "scale_by_backtracking_linesearch": f"{_LOSS}. Behind what points downhill",
-    "scale_by_zoom_linesearch": f"{_LOSS}. Behind what points downhill",
+    "reduce_on_plateau": "put it at the end of a chain",
+    "sam": f"{_STEPS}, also the adversarial ones; with `opaque_mode=True`, `train_step` passes `grad_fn`",
+    "scale_by_backtracking_linesearch": f"{_LOSS}. Put it after a rule whose updates point downhill",
+    "scale_by_zoom_linesearch": f"{_LOSS}. Put it after a rule whose updates point downhill",
     "schedule_free": "evaluate at `optax.contrib.schedule_free_eval_params`",
     "selective_transform": "`setup(trainable=)` saves the gradient, too",
-    "snapshot": "what it measures is in `state.opt_state`",
+    "snapshot": "its measurements are in `state.opt_state`",
     "sophia": _HESSIAN,
-    "split_real_and_imaginary": "what rules for real numbers need around them under complex params",
+    "split_real_and_imaginary": "wrap rules for real numbers in it if params are complex",
 }  # fmt: skip
 CANNOT = {
-    "measure_with_ema": "what it returns are no updates: for `monitor`",
-    "monitor": "its state has no measurements before the first update, and a step keeps the structure of its state; "
-    "`snapshot` can",
-    "lookahead": "its params are `optax.LookaheadParams`: a loop of your own, around any of `ts.rules`",
+    "measure_with_ema": "it does not return updates: use it in `monitor`",
+    "monitor": "its state has no measurements before the first update, but a step must keep its structure; "
+    "use `snapshot`",
+    "lookahead": "its params are `optax.LookaheadParams`: write your own loop, around any of `ts.rules`",
 }
 NO_ANNOTATION = {"dog", "dowg", "hutchinson_estimator_diag_hessian", "monitor", "scale_by_factored_rms"}
 
@@ -238,7 +238,7 @@ def write() -> None:
     head = text[: text.index("| transformation |")]
     of = lambda module: sorted(name for name in ALL if (module == "optax") != hasattr(optax.contrib, name))
     rows = [row_of(name) for module in ("optax", "optax.contrib") for name in of(module)]
-    table = "\n".join(["| transformation | a rule | live | what to know |", "| --- | --- | --- | --- |", *rows])
+    table = "\n".join(["| transformation | a rule | live | notes |", "| --- | --- | --- | --- |", *rows])
     PAGE.write_text(f"{head}{table}\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax.errors import NonFiniteError, StateError, WrongTypeError
+from tsunax.errors import HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.precision import LossScale, Policy, cast, round_stochastically
 
 BF16 = Policy(param="bfloat16", compute="bfloat16")
@@ -344,6 +344,7 @@ def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
         (dict(loss_scale=LossScale(0.5)), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(precision=STOCHASTIC), StateError, "key=0"),
+        (dict(precision=Policy(moments="bfloat16")), StateError, "key=0"),
         (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a number in [0, 1)"),
         (dict(ema=-0.1), ValueError, "in [0, 1)"),
         (dict(ema="0.9"), WrongTypeError, "ema at setup(): got '0.9' (str)"),
@@ -356,7 +357,90 @@ def test_what_setup_refuses(options, error, says):
     assert says in str(caught.value)
 
 
+def test_a_state_that_rounds_keeps_a_key():
+    for precision in (STOCHASTIC, Policy(moments="bfloat16")):
+        with pytest.raises(StateError, match=r"key at replace\(\): got None, expected a key\. Rounding draws"):
+            start(precision=precision, key=0).replace(key=None)
+
+
+def with_low_moments(rule, params, **options):
+    return ts.setup(rule, params, key=0, precision=Policy(moments="bfloat16"), **options)
+
+
+def test_low_moments_are_those_of_float32_to_a_unit():
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(32, 16)).astype(np.float32), "b": np.zeros(16, np.float32)}
+    rule = ts.rules.adamw(1e-2)
+    state, plain = with_low_moments(rule, params), ts.setup(rule, params, key=0)
+    assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state)} == {"bfloat16", "int32"}
+    batch = rng.normal(size=(8, 32)).astype(np.float32)
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2))
+    state, info = step(state, batch)
+    plain, _ = step(plain, batch)
+    assert_trees_equal(state.params, plain.params)  # the moments before were zero, which is exact
+    for low, full in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(plain.opt_state), strict=True):
+        low, full = np.asarray(low, np.float32), np.asarray(full, np.float32)
+        np.testing.assert_allclose(low, full, rtol=2**-7, atol=0)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    state, info = step(state, np.full_like(batch, np.nan))
+    assert not info.applied and int(state.calls) == 2
+    assert_trees_equal((state.params, state.opt_state), before)
+    assert "bfloat16" in {str(x.dtype) for x in jax.tree.leaves(state.opt_state)}
+
+
+def test_small_changes_of_low_moments_add_up():
+    """Rounded to nearest, a second moment stands still once a step changes it by less than its last bit."""
+    params, g, n = {"w": jnp.zeros(4096)}, {"w": jnp.ones(4096)}, 1500
+    state = with_low_moments(ts.rules.adam(1e-3, b2=0.999), params)
+
+    @jax.jit
+    def run(state):
+        return jax.lax.fori_loop(0, n, lambda _, s: ts.update(s, g, loss=jnp.float32(0))[0], state)
+
+    exact = 1 - 0.999**n
+    nearest = jnp.bfloat16(0)
+    for _ in range(n):
+        nearest = (jnp.float32(0.999) * nearest.astype(jnp.float32) + jnp.float32(0.001)).astype(jnp.bfloat16)
+    found = float(jnp.mean(run(state).opt_state[0].nu["w"].astype(jnp.float32)))
+    assert abs(found / exact - 1) < 5e-3, found
+    assert abs(float(nearest) / exact - 1) > 0.3, nearest
+
+
+def test_copies_of_params_and_sums_are_no_moments():
+    """Prodigy compares params with their first values: rounded, they seem to have moved at once, and nothing trains."""
+    rng = np.random.default_rng(0)
+    params = {"w": 1 + 0.1 * rng.normal(size=(32, 16)).astype(np.float32)}
+    x = rng.normal(size=(16, 32)).astype(np.float32)
+    y = x @ (1 + 0.1 * rng.normal(size=(32, 16)).astype(np.float32))
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - y) ** 2))
+    state = with_low_moments(optax.contrib.prodigy(1.0), params)
+    dtypes = [optax.tree.get(state.opt_state, name)["w"].dtype for name in ("params0", "exp_avg")]
+    assert dtypes == [jnp.float32, jnp.bfloat16]
+    state, history = ts.fit(step, state, [x] * 96, epochs=1, progress=False)
+    assert history["loss"][-1] < 0.1 * history["loss"][0], history
+    window = with_low_moments(ts.rules.accumulate(ts.rules.adam(0.1), 2), params).opt_state
+    assert {str(x.dtype) for x in jax.tree.leaves(window.sums)} == {"float32"}
+    assert {str(x.dtype) for x in jax.tree.leaves(window.inner)} == {"bfloat16", "int32"}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["adam", "lion", "adamax", "sgd", "adafactor", "accumulate", "muon"])
+def test_low_moments_of_any_rule(name):
+    rules = {"sgd": ts.rules.sgd(0.1, momentum=0.9), "accumulate": ts.rules.accumulate(ts.rules.adam(0.1), 2)}
+    rule = rules[name] if name in rules else getattr(ts.rules, name)(1e-2)
+    make = lambda: with_low_moments(rule, {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, ema=0.9)
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"][None]) ** 2))
+    data, kinds = [np.ones((2, 4), np.float32)] * 6, [x.dtype for x in jax.tree.leaves(make())]
+    one, many = (ts.fit(step, make(), data, epochs=1, steps_per_call=k, progress=False)[0] for k in (1, 3))
+    assert_trees_equal(one, many)
+    assert int(one.calls) == 6 and [x.dtype for x in jax.tree.leaves(one)] == kinds
+    cut, info = step(ts.adjust(one, "w", learning_rate=0.5), data[0])
+    assert jnp.isfinite(info.loss) and len(jax.tree.leaves(cut.opt_state)) >= len(jax.tree.leaves(many.opt_state))
+
+
 def test_policies_refuse_what_is_no_dtype():
+    with pytest.raises(HyperparameterError, match=r"moments at Policy\(\)"):
+        Policy(moments="float16")
     for bad in ("int8", "bf16", None, 3):
         with pytest.raises(WrongTypeError, match=r"compute at Policy\(\)"):
             Policy(compute=bad)

@@ -2,8 +2,10 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,15 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import reproduce
-from tsunax.errors import DataError, DeviceError, HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import (
+    DataError,
+    DeviceError,
+    HyperparameterError,
+    MissingLibraryError,
+    SaveError,
+    StateError,
+    WrongTypeError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +105,7 @@ def test_a_step_is_checked():
 
     state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}, key=0)
     batches = [np.full((4, 3), i, np.float32) for i in range(4)]
-    found = ts.reproduce.check_reproducible(ts.train_step(loss_fn), state, batches, times=3)
+    found = ts.reproduce.check_reproducible(ts.train_step(loss_fn), state, batches)
     for batch in batches:
         state, _ = ts.train_step(loss_fn)(state, batch)
     assert found == ts.reproduce.fingerprint(state)
@@ -106,8 +116,6 @@ def test_a_step_is_checked():
         calls.append(1)
         return {"w": state["w"] + 1e-3 * (len(calls) > 5), "b": state["b"]}, None
 
-    with pytest.raises(HyperparameterError, match=r"times at check_reproducible\(\): got 1, expected an int ≥ 2"):
-        ts.reproduce.check_reproducible(careless, {"w": jnp.ones(2)}, batches, times=1)
     with pytest.raises(StateError, match=r"step at batch 2: got other bits in state\['w'\], expected the same"):
         ts.reproduce.check_reproducible(careless, {"w": jnp.ones(2), "b": jnp.zeros(1)}, batches)
 
@@ -157,6 +165,82 @@ def test_flags_come_before_the_backend(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     with pytest.raises(DeviceError, match=r"XLA_FLAGS at reproducible.*=false, expected true"):
         ts.reproduce.reproducible(0)
+
+
+CACHED = """
+import sys
+import jax
+import jax.numpy as jnp
+import tsunax as ts
+
+seen = []
+jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
+if "late" in sys.argv:
+    jnp.ones(5)  # what was compiled before is not kept
+ts.reproduce.compile_cache(sys.argv[1])
+step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+state = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones((3, 2))})
+state, _ = ts.fit(step, state, ts.batches(jnp.ones((8, 3)), 4), steps=4, progress=False)
+print(ts.reproduce.fingerprint(state), seen.count("cache_hits"), seen.count("cache_misses"))
+"""
+
+
+@pytest.mark.medium
+def test_a_second_process_compiles_nothing(tmp_path):
+    """Programs that compile in milliseconds are kept, too, and they give the same bits."""
+    env = {name: x for name, x in os.environ.items() if not name.startswith("JAX_COMPILATION")}
+
+    def run(*arguments):
+        command = [sys.executable, "-W", "error", "-c", CACHED, str(tmp_path / "a" / "cache"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        bits, hits, misses = done.stdout.split()
+        return bits, int(hits), int(misses)
+
+    (bits, none, most), again = run(), run()
+    assert none == 0 and most > 3 and again == (bits, most, 0)
+    bits_late, hits, misses = run("late")
+    assert bits_late == bits and hits >= most - 3 and misses == 0
+
+
+def test_a_cache_keeps_everything_up_to_a_size(monkeypatch, tmp_path):
+    said = {}
+    config = types.SimpleNamespace(update=said.__setitem__, jax_compilation_cache_dir=None)
+    monkeypatch.setattr(jax, "config", config)
+    monkeypatch.setattr(reproduce.compilation_cache, "_cache", None)
+    monkeypatch.setattr(reproduce.compilation_cache, "reset_cache", lambda: said.update(anew=True))
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path / "new"),
+        "jax_compilation_cache_max_size": -1,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "anew": True,
+    }
+    reproduce.compile_cache(tmp_path / "new")
+    assert said == wanted and list((tmp_path / "new").iterdir()) == []
+    monkeypatch.setitem(sys.modules, "filelock", types.ModuleType("filelock"))
+    reproduce.compile_cache(tmp_path / "new", max_bytes=10**9)
+    assert said == wanted | {"jax_compilation_cache_max_size": 10**9}
+    reproduce.compile_cache("gs://bucket/cache")
+    assert said["jax_compilation_cache_dir"] == "gs://bucket/cache"
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    with pytest.raises(MissingLibraryError, match=r"filelock at compile_cache\(\) with max_bytes: got no such package"):
+        reproduce.compile_cache(tmp_path, max_bytes=1)
+
+
+def test_a_cache_that_comes_too_late_or_nowhere(tmp_path):
+    jax.jit(lambda x: x + 5)(jnp.ones(3))  # into the folder of the tests
+    used = jax.config.jax_compilation_cache_dir
+    with pytest.raises(DeviceError, match=re.escape(f"expected {used}, which is in use already. Call it first")):
+        reproduce.compile_cache(tmp_path)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "in it", "", None, 3, "a\0b", "~nobody-here/x"):
+        with pytest.raises(SaveError, match=r"path at compile_cache\(\): got .*, expected a directory to write to"):
+            reproduce.compile_cache(path)
+    for size, kind in ((0, HyperparameterError), (1e9, WrongTypeError), (True, WrongTypeError)):
+        with pytest.raises(kind, match=r"max_bytes"):
+            reproduce.compile_cache(tmp_path, max_bytes=size)
+    assert jax.config.jax_compilation_cache_dir == used
 
 
 SCRIPT = """

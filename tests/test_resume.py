@@ -17,7 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
-from tsunax.checkpoints import _disk_home
+from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
 from tsunax.distributed import collectives as distributed
@@ -91,7 +91,7 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)
-    together, manifest, inside, seen = distributed.together, _disk_home.DiskHome.manifest, [], []
+    together, manifest, inside, seen = distributed.together, _home.CheckpointHome.manifest, [], []
 
     def all_of_them(*args, **given):
         inside.append(1)
@@ -102,7 +102,7 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
 
     monkeypatch.setattr(distributed, "together", all_of_them)
     read = lambda *args: seen.append(bool(inside)) or manifest(*args)
-    monkeypatch.setattr(_disk_home.DiskHome, "manifest", read)
+    monkeypatch.setattr(_home.CheckpointHome, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
         checkpoints.resumed(new, "auto")
@@ -408,7 +408,7 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
         with pytest.raises(RowError, match=r"metric at keep_best: got 'val/los'.*Did you mean 'val/loss'"):
             fit(saver, make(), 8, **given)
         bare = callbacks.every(4, lambda run: None)  # which might log it
-        with pytest.raises(RowError, match=r"keep_best at fit\(\): got 'val/los'.*Did you mean 'val/loss'"):
+        with pytest.raises(RowError, match=r"metric at keep_best: got 'val/los'.*Did you mean 'val/loss'"):
             fit(saver, make(), 8, callbacks=[bare], **given)
         saver.wait()
         assert saver.steps() == [2]  # at step 4, with the first evaluation, it was known
@@ -419,7 +419,7 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
     with ts.Checkpoints(tmp_path / "c", every=2, keep_best=best("mine")) as saver:
         fit(saver, make(), 8, callbacks=[late])
     with ts.Checkpoints(tmp_path / "d", every=2, keep_best=best("other")) as saver:
-        with pytest.warns(UserWarning, match="keep_best at fit"):
+        with pytest.warns(UserWarning, match="metric at keep_best"):
             fit(saver, make(), 8, callbacks=[late])
         assert saver.latest() == 8
 

@@ -103,6 +103,9 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
         assert zero["members"][i] == text and one["members"][i].endswith(text.removeprefix("StateError"))
     assert zero["given away"] and one["given away"]
     assert "got an array of which other processes have a part" in zero["a part given away"]
+    for each in zero, one:
+        read, whole, right = each["a transposed part"]
+        assert 2 * read == whole and right
 
     assert zero["damaged"][:2] == one["damaged"][:2] == [2, True]  # both go back, though one alone read the damage
     for each in zero, one:  # neither read all of that leaf, and both know

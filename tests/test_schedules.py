@@ -1,7 +1,5 @@
 """Schedules: optax's numbers, closed forms, ranges, and what makes a schedule a value."""
 
-# ruff: noqa: E501, a row is a line
-
 import copy
 import dataclasses
 import functools
@@ -118,7 +116,8 @@ def test_the_last_steps_of_a_long_schedule_keep_their_digits():
 
 @pytest.mark.medium
 def test_where_optax_s_own_arithmetic_is_off():
-    # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at 1.19e-7 in float32
+    # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at
+    # 1.19e-7 in float32
     assert np.argmax(S.linear_onecycle_schedule(900, 1.0, pct_start=0.13).values(200)) == 117
     assert np.argmax(S.linear_onecycle_schedule(100, 1.0, pct_start=0.29).values(200)) == 29
     assert S.linear_schedule(1e-7, 1.0, 10).values(1)[0] == F32(1e-7)

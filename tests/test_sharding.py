@@ -466,8 +466,11 @@ def test_a_refresh_leaves_everything_in_its_place():
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"data": 3}, r"mesh: got data=3 x fsdp=1 x tensor=1, expected sizes that multiply to 8 devices.*devices="),
-        ({"data": -1, "fsdp": 3}, r"got data=-1 x fsdp=3 x tensor=1, expected sizes that multiply to 8"),
+        (
+            {"data": 3},
+            r"mesh: got data=3 x fsdp=1 x tensor=1, expected sizes that multiply to 8 devices.*devices=jax.devices\(\)\[:3\]",
+        ),
+        ({"data": -1, "fsdp": 3}, r"got data=-1 x fsdp=3 x tensor=1, expected sizes that multiply to 8.*\[:6\]"),
         ({"data": -1, "fsdp": -1}, "-1 for data and fsdp, expected -1 for one axis at most"),
         ({"data": 16}, "expected sizes that multiply to 8 devices"),
         ({"tensor": 0}, "tensor at mesh"),
@@ -485,14 +488,14 @@ def test_meshes_that_cannot_be(sizes, text):
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
-        ({"up/kernel": P("data", "data")}, DeviceError, "sharding at up/kernel: got DuplicateSpecError"),
-        ({"up/kernel": P("model")}, DeviceError, "sharding at up/kernel: .*model.* is not found in mesh"),
+        ({"up/kernel": P("data", "data")}, DeviceError, r"sharding .* at up/kernel: got DuplicateSpecError"),
+        ({"up/kernel": P("model")}, DeviceError, r"sharding .* at up/kernel: .*model.* is not found in mesh"),
         (
             {"down/bias": P(None, "tensor")},
             DeviceError,
-            r"down/bias: got .* for shape \(32,\), expected at most 1 axes",
+            r"sharding P.*None, 'tensor'.* at down/bias: got .*, expected .* divide the shape \(32,\)",
         ),
-        ({"odd": P("tensor")}, DeviceError, r"odd: got axis 0 of shape \(3,\) over 2 devices \(tensor\)"),
+        ({"odd": P("tensor")}, DeviceError, r"odd: got .*, expected .* divide the shape \(3,\)"),
         ({"uo/kernel": P()}, PatternError, "no match among 5 leaves.*up/kernel"),
         ({"up/kernel": 3}, WrongTypeError, "rule at shard.*up/kernel"),
     ],

@@ -1,5 +1,4 @@
 """Populations: each member is its single run, in one program."""
-# ruff: noqa: E501, a row is a line
 
 import dataclasses
 import functools

@@ -25,7 +25,7 @@ from flax.core.frozen_dict import freeze as frozen_dict
 from hypothesis import given, settings
 from tsunax import errors, guard
 from tsunax._core import checks, patterns, trees
-from tsunax.errors import ParamsError, PatternError, StateError, WrongTypeError, unknown
+from tsunax.errors import ParamsError, PatternError, WrongTypeError, unknown
 from tsunax.rules import leaf_owners
 
 # jax.experimental.enable_x64 is gone from new releases, jax.enable_x64 not yet in 0.7.2
@@ -368,7 +368,7 @@ def naive_match(parts, name):
 def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
     glob = patterns._glob("/".join(parts))
     for name in some_names:
-        assert glob.matches(tuple(name)) == naive_match(parts, name), (parts, name)
+        assert patterns._fits(glob.tests, name) == naive_match(parts, name), (parts, name)
 
 
 @pytest.mark.parametrize(
@@ -419,24 +419,22 @@ def test_are_exclusions_alone_refused(where):
 def test_does_a_pattern_without_a_match_name_the_nearest_paths(where, quoted, near):
     text = rf"pattern {re.escape(quoted)}: got no match among 7 leaves, expected at least one\."
     with pytest.raises(PatternError, match=text) as error:
-        patterns.select(where, NET, allow_empty=True)
+        patterns.select(where, NET)
     listed = str(error.value).partition("Nearest: ")[2]
     assert near in listed and len(listed.split(", ")) == 3
 
 
 @pytest.mark.parametrize("where", [["**", "!**"], lambda path, x: False, jax.tree.map(lambda x: False, NET), []])
-def test_is_an_empty_selection_an_error_unless_allowed(where):
+def test_is_an_empty_selection_an_error(where):
     with pytest.raises(PatternError, match=r"where: got .*, which selects nothing, expected at least one leaf\."):
         patterns.select(where, NET)
-    assert patterns.select(where, NET, allow_empty=True) == (False,) * 7
 
 
 @pytest.mark.parametrize("empty", [{}, [], None, {"a": [None, {}]}])
 @pytest.mark.parametrize("where", ["**", "a/*", lambda path, x: True])
-def test_is_a_tree_without_leaves_an_error_unless_allowed(empty, where):
+def test_are_no_parameters_an_error(empty, where):
     with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves"):
         patterns.select(where, empty)
-    assert patterns.select(where, empty, allow_empty=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -607,10 +605,8 @@ def test_are_partition_and_merge_inverse_on_any_tree(tree, data):
 
 
 def test_are_parts_that_do_not_belong_together_refused():
-    with pytest.raises(StateError, match="parts of two different trees at b: got nothing, expected a leaf"):
+    with pytest.raises(ValueError, match="b"):
         trees.merge({"a": 1.0}, {"a": None, "b": 1.0})
-    with pytest.raises(StateError, match="parts of a tree: got a leaf that both have, expected no overlap"):
-        trees.merge({"a": 1.0}, {"a": 2.0})
     for wrong in (trees.take, trees.partition):
         with pytest.raises(ValueError, match="zip"):
             wrong([1.0, 2.0], (True,))
@@ -664,8 +660,12 @@ def good(tree):
 
 def test_are_good_parameters_let_through(tree):
     tree = jax.tree.map(lambda x: np.float32(x) if isinstance(x, np.ndarray) else x, tree)
-    checks.check_keys(tree)
-    checks.check_params(tree, good(tree))
+    if isinstance(tree, Net):  # all of it but its batch statistics
+        with pytest.raises(ParamsError, match="batch statistics are not trained"):
+            checks.check_params(tree, good(tree))
+        checks.check_params(tree, patterns.select(["**", "!norm/mean", "!norm/var"], tree))
+    else:
+        checks.check_params(tree, good(tree))
     checks.check_aliases(tree, good(tree))
 
 
@@ -701,8 +701,6 @@ def test_is_a_leaf_that_cannot_be_trained_named(fault):
     with pytest.raises(ParamsError, match=re.escape(text.format("params['a'][1]['w']"))) as error:
         checks.check_params(params, every(params))
     assert isinstance(error.value, ValueError) and isinstance(error.value, errors.TsunaxError)
-    with pytest.raises(ParamsError, match=re.escape(text.format("teacher"))):
-        checks.check_params(bad, (True,), root="teacher")
     if isinstance(bad, (jax.Array, int, float)) or np.asarray(bad).dtype.kind in "fcub":
         checks.check_params(params, (True, False))  # unselected leaves may be any numbers
     else:  # but no program takes these as arguments
@@ -725,12 +723,6 @@ def test_is_float64_fine_with_x64():
         checks.check_params([np.ones(2), np.ones(2, complex), 1.0], (True,) * 3)
 
 
-@pytest.mark.parametrize("empty", [{}, [], None, {"a": None}])
-def test_are_no_parameters_an_error(empty):
-    with pytest.raises(ParamsError, match=r"no parameters at params: got \w+ without leaves, expected at least one"):
-        checks.check_params(empty, ())
-
-
 @pytest.mark.parametrize(
     ("params", "text"),
     [
@@ -750,7 +742,8 @@ def test_are_values_looked_at_only_where_there_are_some():
     bad = {"w": jnp.full(2, jnp.nan)}
     jax.jit(lambda p: checks.check_params(p, (True,)) or p)(bad)
     jax.vmap(lambda p: checks.check_params(p, (True,)) or p)(bad)
-    checks.check_params(jax.eval_shape(lambda: bad), (True,))
+    with pytest.raises(ParamsError, match="a ShapeDtypeStruct"):
+        checks.check_params(jax.eval_shape(lambda: bad), (True,))
     with pytest.raises(ParamsError, match="dtype int32"):
         jax.eval_shape(lambda p: checks.check_params(p, (True,)), jnp.arange(2))
 
@@ -779,24 +772,6 @@ def test_can_a_checked_leaf_still_be_donated():
     assert y.unsafe_buffer_pointer() == where and x.is_deleted()
     with pytest.raises(ParamsError, match=r"leaf without a buffer at params\[0\]: got a deleted array"):
         checks.check_params([x], (True,))
-
-
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        ({"a": {("x", "y"): 1.0}}, "dict keys at params['a']: got ('x', 'y') (tuple), expected all str or all int"),
-        ([{1.5: 1.0}], "dict keys at params[0]: got 1.5 (float)"),
-        ({"a": {None: 1.0, "b": 2.0}}, "dict keys at params['a']: got None (NoneType)"),
-        ({"a": ({1: 1.0, "b": 2.0},)}, "dict keys at params['a'][0]: got 'b' (str), 1 (int)"),
-        (Pair({"b": 1.0, 2: 2.0}, 1.0), "dict keys at params.w: got 'b' (str), 2 (int)"),
-        (Scale({"b": 1.0, 2: 2.0}), "dict keys at params.value: got 'b' (str), 2 (int)"),
-        ({1: 1.0, "a": 2.0}, "dict keys at params: got 'a' (str), 1 (int)"),
-        (frozen_dict({1: 1.0, "a": 2.0}), "dict keys at params: got 'a' (str), 1 (int)"),
-    ],
-)
-def test_where_are_dict_keys_that_do_not_sort(params, text):
-    with pytest.raises(ParamsError, match=re.escape(text)):
-        checks.check_keys(params)
 
 
 def test_are_shared_arrays_shown_with_both_paths():

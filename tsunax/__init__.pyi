@@ -1,5 +1,5 @@
-# The names of `tsunax`, each with where it lives: what type checkers read, and what `__init__.py` loads when a name is
-# first used.
+# The names of `tsunax`, each with its module. Type checkers read this file, and `__init__.py` loads
+# a name from here when it is first used.
 from tsunax import averages as averages
 from tsunax import checkpoints as checkpoints
 from tsunax import data as data

@@ -16,8 +16,8 @@ import numpy as np
 import tsunax as ts
 
 LIBRARIES = (
-    "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "ml-dtypes",
-    "grain", "tensorboardX", "optuna", "ray", "mpi4py", "matplotlib", "safetensors", "equinox", "torch",
+    "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "ml-dtypes", "grain",
+    "tensorboardX", "optuna", "ray", "mpi4py", "matplotlib", "safetensors", "equinox", "torch",
 )  # fmt: skip
 SETTINGS = ("TSUNAX_DEVICE", "JAX_PLATFORMS", "XLA_FLAGS")  # that decide which devices there are
 

@@ -6,12 +6,11 @@ An average is a float32 tree beside the parameters, moved once per applied step.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,11 +22,7 @@ from tsunax._core import Function, PyTree, Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("params", "count", "rate"),
-    meta_fields=("uniform", "warmup", "start", "every"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Average:
     """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
@@ -35,10 +30,10 @@ class Average:
     params: PyTree  # f32, like the trained params. None before setup
     count: Scalar  # int32: how many were averaged
     rate: Scalar  # f32: 1 - decay. Not read by a uniform average
-    uniform: bool
-    warmup: bool
-    start: int
-    every: int
+    uniform: bool = field(metadata={"static": True})
+    warmup: bool = field(metadata={"static": True})
+    start: int = field(metadata={"static": True})
+    every: int = field(metadata={"static": True})
 
     def of(self, params: PyTree) -> Average:
         """The average at the start of a run with these params."""
@@ -76,8 +71,10 @@ def _average(
 def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
-    With `warmup` the decay is at most (1 + n) / (10 + n) after n averaged params, so that a young
-    average does not remember the initial ones (as in TensorFlow's ExponentialMovingAverage).
+    `decay` is a number in [0, 1), `start` and `every` are counts of updates. With `warmup` the
+    decay is at most (1 + n) / (10 + n) after n averaged params, so that the initial params soon
+    lose their weight (as in TensorFlow's ExponentialMovingAverage). Raises WrongTypeError or
+    HyperparameterError for other values.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.9)
@@ -94,17 +91,23 @@ def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: i
 
 
 def polyak(*, start: int = 0, every: int = 1) -> Average:
-    """The mean of the params after every `every`-th applied update beyond `start`.
+    """The mean of the params after every `every`-th applied update beyond `start`: float32.
 
-    Polyak and Juditsky 1992.
+    `a ← a + (params - a) / n` for the n-th averaged params. `start` >= 0 and `every` >= 1 are
+    counts of updates; other values raise HyperparameterError or WrongTypeError. (Polyak and
+    Juditsky 1992.)
+
+        state = ts.setup(ts.rules.sgd(0.1), params, ema=ts.averages.polyak(start=1000))
     """
     return _average("polyak()", start, every)
 
 
 def swa(start: int, every: int) -> Average:
-    """Stochastic weight averaging: the mean of the params at the end of every cycle.
+    """Stochastic weight averaging: the mean of the params after every cycle of `every` updates.
 
-    Izmailov et al. 2018.
+    The same as `polyak(start=start, every=every)`, HyperparameterError included: `start` updates
+    come before the first cycle. Use a cyclic or constant learning rate (Izmailov et al. 2018,
+    arXiv:1803.05407), and `update_batch_stats` at the end if the model has batch statistics.
     """
     return _average("swa()", start, every)
 

@@ -7,16 +7,14 @@ form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <
 
 import contextlib
 import difflib
-import functools
 import heapq
-import inspect
 import os
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -133,7 +131,7 @@ def message(what: str, where: str, got: object, expected: object, fix: str = "")
 
 
 def told(error: BaseException) -> str:
-    """An exception of other code in one line, for the `got` of a message.
+    """An exception of other code as a string of one line, for the `got` of a message.
 
     >>> told(KeyError("kernel"))
     "KeyError 'kernel'"
@@ -182,62 +180,35 @@ def _is_conversion(error: BaseException) -> bool:
 # ----------------------------------------------------------------------------------- nearest names
 
 
-def listed(items: Sequence[str], most: int) -> str:
-    more = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
-
-
-@functools.lru_cache(maxsize=4096)
-def _likeness(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def _closeness(name: str, other: str) -> tuple[float, float]:
-    """How well `other` has the components of `name`, wildcards left out; then the whole of both."""
-    wanted = [part for part in name.split("/") if part.strip("!*")]
-    best = [max(_likeness(part, theirs) for theirs in other.split("/")) for part in wanted]
-    return sum(best) / max(len(best), 1), _likeness(name, other)
+def listed(items: Sequence[str], most: int, joint: str = ", ") -> str:
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return joint.join([*items[:most], *more])
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The `n` of `known` that `name` was most likely meant to be, best first."""
-    return heapq.nlargest(n, known, key=lambda other: _closeness(name, other))
+    """The `n` of `known` that `name` was most likely meant to be, best first.
+
+    Those that have the components of `name`, wildcards left out; then by the whole of both.
+    """
+    likeness = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
+    wanted = [part for part in name.split("/") if part.strip("!*")]
+
+    def closeness(other: str) -> tuple[float, float]:
+        best = [max(likeness(part, theirs) for theirs in other.split("/")) for part in wanted]
+        return sum(best), likeness(name, other)
+
+    return heapq.nlargest(n, known, key=closeness)
 
 
 def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
     """The message for an unknown name, with the known one that was probably meant.
 
-    >>> unknown("parameter", "adam()", "lr", ["learning_rate", "b1"])
-    "parameter at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
+    >>> unknown("name", "adam()", "lr", ["learning_rate", "b1"])
+    "name at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
     """
     known = list(known)
     initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
-    close = [other for other in nearest(name, known, 1) if _closeness(name, other)[0] > 0.6]
+    close = difflib.get_close_matches(name, known, 1)
     hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
     expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_OURS = {"drop_last": "drop_remainder=True"}  # for arguments of other libraries
-
-
-def suggests_names(f: F) -> F:
-    """Let `f` raise WrongTypeError with the nearest known name for an unknown keyword."""
-
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any):
-        try:
-            return f(*args, **kwargs)
-        except TypeError as error:
-            found = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-            is_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
-            if found is None or is_inside:
-                raise  # a TypeError of the function's own
-            known = [name for name in inspect.signature(f).parameters if name != "self"]
-            where, ours = f.__qualname__.removesuffix(".__init__"), _OURS.get(found[1], "")
-            fix = f"Say {ours}." if ours.partition("=")[0] in known else ""
-            raise WrongTypeError(unknown("argument", f"{where}()", found[1], known, fix)) from None
-
-    return call  # type: ignore[return-value]

@@ -271,8 +271,9 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     def one(flag: Any, n: Any, o: Any):
         if n is o or flag is True:
             return n
+        host, (n, o) = n, trees.on_device((n, o))
         o = o if o.dtype == n.dtype else o.astype(n.dtype)
-        return jnp.where(flag, n, o)
+        return trees.offloaded_like(jnp.where(flag, n, o), host)
 
     return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
@@ -310,23 +311,19 @@ def candidate(
 
 def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] | None) -> PyTree:
     """The tree `new` if `take` is true, else `old`; `again` computes `new` once more."""
-    if again is None or _varies(take):
+    if again is None:
         return choose(take, new, old)
+    if trees.manual_axes():
+        from tsunax._core import axes
+
+        if axes.varies(take):  # devices inside `shard_map` may decide differently
+            return choose(take, new, old)
 
     def cond() -> PyTree:
         as_new = lambda n, o: o if o.dtype == n.dtype else o.astype(n.dtype)
         return jax.lax.cond(take, again, lambda: jax.tree.map(as_new, new, old))
 
     return jax.lax.platform_dependent(cpu=cond, default=lambda: choose(take, new, old))
-
-
-def _varies(take: jax.Array) -> bool:
-    """Whether `take` may differ between the devices inside `shard_map`."""
-    if not trees.manual_axes():
-        return False
-    from tsunax._core import axes
-
-    return axes.varies(take)
 
 
 def _is_cheap(jaxpr: Any) -> bool:

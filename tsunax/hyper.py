@@ -16,29 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import Where, patterns, trees
+from tsunax._core import Where, checks, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.state_fields import frozen_words
-from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
+from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
 from tsunax.rules.subtree_numbers import Cut, recut
-from tsunax.state import TrainState, check_state, trainable, trained_part
+from tsunax.state import TrainState, check_state, check_values, trainable, trained_part
 from tsunax.states import States, training_states
 
 _State = TypeVar("_State", bound=TrainState | States)
 
 
 def hyperparams(state: TrainState | States) -> dict[str, Any]:
-    """Every live hyperparameter that the next step will use, by flat name.
+    """Every live hyperparameter that the next step of `state` will use, by flat name.
 
     The name is `learning_rate` if it is unique, `learning_rate@encoder/**` in a group of rules or a
     subtree that `adjust` cut, and `0.max_norm` if a chain repeats it. Values are Python floats, as
     they were given, and arrays under tracing. Only a schedule waits for the device, to read the
-    step. Schedules in a wrapper that does not pass the step on (`optax.MultiSteps`) run on their own
-    count; `info.hyperparams` leaves them out. Those of `States` begin with the
-    member: `critic/learning_rate`.
+    step. Schedules in a wrapper that does not pass the step on (`optax.MultiSteps`) have their own
+    count; `info.hyperparams` omits them. With `States` the member is first: `critic/learning_rate`.
+    Raises StateError for a state that a step has consumed.
 
     >>> import tsunax as ts
     >>> ts.hyperparams(ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)}))
@@ -47,7 +47,7 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
     if isinstance(state, States):
         found = {at: hyperparams(member) for at, member in training_states(state).items()}
         return {at + name: x for at, known in found.items() for name, x in known.items()}
-    check_state(state, "hyperparams()")
+    check_values(state, "hyperparams()")
     if state.numbers is None:
         return {}
     return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
@@ -58,10 +58,10 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
 
     A value is a number, traced or not; `None` gives a number back to its schedule. A new value
     never compiles the step again. The first cut of a subtree does, once: `adjust(state, where)`
-    without values is that cut alone. `adjust(a, hyperparams(b))` copies into cuts that `a` has. The
-    result shares its arrays with `state`: a step that is given one of them donates both. Of
-    `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or the
-    names do, `adjust(run, **hyperparams(other))`.
+    without values is that cut alone. `adjust(a, **hyperparams(b))` copies into cuts that `a` has.
+    The result shares its arrays with `state`: a step that is given one of them donates both. With
+    `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or
+    the names do, `adjust(run, **hyperparams(other))`.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
     name that a chain repeats; PatternError if `where` matches nothing.
@@ -72,17 +72,18 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     >>> {k: v for k, v in hyperparams(state).items() if "rate" in k}
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
+    if checks.is_real(where):
+        got, fix = trees.describe(where), f"Name the value: learning_rate={where}."
+        raise WrongTypeError("where", "adjust()", got, "a pattern", fix)
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
-    check_state(state, "adjust()", where)
+    check_values(state, "adjust()", where)
     if state.numbers is None:
         fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         got = "one without live numbers"
         raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
-    if is_names := _is_names(where, _flat_names(state)):
-        values = {**cast(Mapping, where), **values}
-    if is_names or (isinstance(where, str) and where == "**" and is_flat):
+    if isinstance(where, str) and where == "**" and is_flat:
         return _assign(state, _by_flat_name(state, values), _table(state).values)
     matched = _matched(state, where)
     targets = _targets(state, matched, values)
@@ -92,10 +93,9 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
 
 def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     """`adjust` of the member that `where` begins with, or of those that the names begin with."""
-    if not isinstance(where, Mapping) and not (isinstance(where, str) and where == "**"):
+    if not (isinstance(where, str) and where == "**"):
         name, inside = run.member_at(where, "adjust()")
         return run.replace(**{name: adjust(run.members[name], inside, **values)})
-    values = {**where, **values} if isinstance(where, Mapping) else values
     of: dict[str, dict[str, Any]] = {}
     for given, x in values.items():
         if "/" not in given:
@@ -132,7 +132,7 @@ def freeze(state: _State, where: Where) -> _State:
 
 
 def thaw(state: _State, where: Where = "**") -> _State:
-    """Train frozen leaves again, with the moments that they had when they were frozen.
+    """Train the frozen leaves that `where` matches again, with the moments that they had.
 
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
     take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
@@ -147,9 +147,8 @@ def thaw(state: _State, where: Where = "**") -> _State:
 
 
 def _set_frozen(state: _State, where: Where, on: bool) -> _State:
-    by = "freeze()" if on else "thaw()"
+    by, everything = "freeze()" if on else "thaw()", isinstance(where, str) and where == "**"
     if isinstance(state, States):
-        everything = isinstance(where, str) and where == "**"
         at = [state.member_at(x, by) for x in (state.members if everything else [where])]
         new = {name: _set_frozen(state.members[name], inside, on) for name, inside in at}
         return cast(_State, state.replace(**new))
@@ -157,7 +156,6 @@ def _set_frozen(state: _State, where: Where, on: bool) -> _State:
     flags = patterns.select(where, state.params)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
-    everything = isinstance(where, str) and where == "**"
     trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
     if outside and not everything and (not on or not any(trained)):
         fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
@@ -189,18 +187,6 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 # Hyperparameters
 
 
-def _is_names(where: Where, known: Sequence[str]) -> bool:
-    """Whether it maps hyperparameter names to values, as `hyperparams` does: no tree of bools."""
-    if not isinstance(where, Mapping):
-        return False
-    is_bool = lambda x: isinstance(x, (bool, np.bool_))
-    if any(name in known for name in where) and not all(map(is_bool, jax.tree.leaves(where))):
-        return True
-    kinds = ((v, trees.dtype_of(v)) for v in where.values() if v is not None)
-    # `is None` before `!=`: NumPy says that float64 equals None
-    return not any(is_bool(v) or kind is None or kind == np.bool_ for v, kind in kinds)
-
-
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
     """Key paths of the leaves that `where` matches; of all, also those that wrappers made."""
     flags = patterns.select(where, state.params)
@@ -218,13 +204,9 @@ def _table(state: TrainState) -> Numbers:
     return state.numbers
 
 
-def _flat_names(state: TrainState) -> list[str]:
-    return [name for groups in _table(state).layout.names for names in groups for name in names]
-
-
 def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
     """Whether each name is in the table once, whatever the leaves."""
-    known = _flat_names(state)
+    known = [name for groups in _table(state).layout.names for names in groups for name in names]
     plain = [name.partition("@")[0].rpartition(".")[2] for name in known]
     return all(name in known and plain.count(name) == 1 for name in names)
 
@@ -241,7 +223,7 @@ class _Hit(NamedTuple):
 def _targets(
     state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
 ) -> dict[int, dict[str, str]]:
-    """The live states to adjust, `{place: {name given: name there}}`; all if no values are given."""
+    """Live states to adjust, `{place: {name given: name there}}`; all if no values are given."""
     lives, seen = _table(state).layout.lives, matched.union(trees.paths(trained_part(state)))
     hits, indices = [], number_table.chain_indices(lives)
     for at, (_, s) in enumerate(lives):

@@ -20,23 +20,22 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
+from tsunax._core import Function, PyTree, Step, StrPath, checks, placement
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
-from tsunax.errors import StateError, suggests_names, warn
+from tsunax.errors import warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, fused_loop, opening
 from tsunax.run import feed as _feed
 from tsunax.run.evaluation import evaluate
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.info_columns import form_of, logged_step
-from tsunax.run.options import Goal, check_step, check_whole, options_of
+from tsunax.run.info_columns import logged_step
+from tsunax.run.options import Goal, Options, check_step
 from tsunax.run.run import with_state
 
 _State = TypeVar("_State")
@@ -48,7 +47,8 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     As `for batch in batches: state, info = step(state, batch)`, without going back to Python in
     between; `batches` has a first axis of k. `step` is any function
     `(state, batch, **extra) -> (state, info)` that can be traced. The state given to a `TrainStep`
-    is donated.
+    is donated. Raises StateError unless all arrays of `batches` have one first axis, and for a
+    state that a step has consumed.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -62,9 +62,8 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     k = _feed.length_of(batches, "run_steps()")
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
-    if k == 1:  # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
-        twice = lambda x: np.repeat(x, 2, 0) if isinstance(x, np.ndarray) else x.repeat(2, 0)
-        batches = jax.tree.map(twice, batches)
+    # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
+    batches = jax.tree.map(lambda x: _feed.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.replicate(extra, home))
@@ -76,9 +75,10 @@ def run_epoch(
 ) -> tuple[_State, Any]:
     """One epoch of `data` in few compiled loops. Returns `(state, infos)`, as `run_steps`.
 
-    Reads the batches that `for batch in data` reads: after a `break` a new epoch, after `set_state`
-    the rest of one. Data on the device (`batches(..., device=True)`) take one loop, and one more
-    for a short last batch.
+    Every `step` must return numbers of the same shapes. Reads the batches that `for batch in data`
+    reads: after a `break` a new epoch, after `set_state` the rest of one. Data on the device
+    (`batches(..., device=True)`) take one loop, and one more for a short last batch. Raises
+    WrongTypeError for data that are no iterable of batches, DataError if they give none.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -98,11 +98,6 @@ def run_epoch(
         done += chunk.steps
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
         infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
-        if parts and form_of(infos) != form_of(parts[0]):
-            new, old = (x.stacked(None) for x in (infos, parts[0]))
-            got = trees.first_difference(new, old, "info") or "a number of another shape"
-            fix = "Use fit, which takes it, or make the metrics independent of the rows of a batch."
-            raise StateError("info", "run_epoch()", got, "the same numbers of every step", fix)
         parts.append(infos)
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, _stacked(state, whole, slice(None))
@@ -130,13 +125,17 @@ def iterate(
 ) -> Generator[tuple[_State, Any], _State | None, None]:
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
-    Yields after every `steps_per_call` steps, with the info of the last one. The next step consumes
-    the state that was yielded: copy what you want to keep. Send another one, and the loop goes on
-    with it.
+    Yields after every `steps_per_call` steps and after the last batch of an epoch, with the info of
+    the last step. The next step consumes the state that was yielded: copy what you want to keep.
+    Send another one, and the loop continues with it. `epochs`, in place of `steps`, counts epochs
+    of the data; `extra` goes to every step.
+
+    Raises WrongTypeError unless one of `steps` and `epochs` is given, DataError for data without a
+    batch and for an iterator that ends before the goal.
     """
     goal = Goal("iterate()", steps, epochs, has_data=data is not None)
     check_step("iterate()", step, state)
-    check_whole("iterate()", steps_per_call=steps_per_call)
+    checks.check_count(steps_per_call, "iterate()", "steps_per_call")
     left = goal.left(0)
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, goes_on=True)
     loop, calls = _loop_of(step), 0
@@ -154,7 +153,6 @@ def iterate(
                 state = sent
 
 
-@suggests_names
 def fit(
     step: Step,
     state: _State,
@@ -225,8 +223,8 @@ def fit(
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
     KeyboardInterrupt. A second Ctrl-C stops at once. With a checkpoint or a state of several
-    processes SIGTERM does the same, with SystemExit(143). Exceptions have `error.state` (None if the
-    failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
+    processes SIGTERM does the same, with SystemExit(143). Exceptions have `error.state` (None if
+    the failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, data and changes by
     callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are
@@ -236,6 +234,7 @@ def fit(
     data that gives no batch or ends before the goal; NonFiniteError.
 
     >>> import jax.numpy as jnp
+    >>> import numpy as np
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
     >>> step = ts.train_step(lambda params, x: jnp.mean((x - params["w"]) ** 2))
@@ -245,17 +244,20 @@ def fit(
     array([9.        , 1.350..., 0.164...])
     """
     goal = Goal("fit()", steps, epochs, has_data=data is not None)
-    opening.check_fit(step, state, dry_run, resume, checkpoint, history)
+    check_step("fit()", step, state)
+    checks.check_flags("fit()", dry_run=dry_run)
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
+    calls = evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad
+    more = {} if extra is None else extra, dry_run, progress, history, resume, fast_forward
+    options = Options(goal, *calls, *more, checkpoint)
     with contextlib.ExitStack() as stack:
-        saver = None if checkpoint is None else stack.enter_context(opening.opened(checkpoint))
-        calls = evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad
-        extra = {} if extra is None else extra
-        options = options_of(goal, *calls, extra, saver, dry_run)
-        how = progress, history, resume, fast_forward
-        fitting = opening.begin(step, state, data, options, *how)
+        stack.callback(options.clock.lap, "idle")
+        if checkpoint is not None:
+            with options.clock("checkpoint"):
+                options.saver = stack.enter_context(opening.opened(checkpoint))
+        saver, fitting = options.saver, opening.begin(step, state, data, options)
         run = fitting.run
         stack.callback(fitting.feed.close)
         if goal.reached(run.step, fitting.feed.epoch):
@@ -270,11 +272,12 @@ def fit(
                 _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written
-                    saver.wait()
-            fitting.bar.close(run.stopped)
+                    with options.clock("checkpoint"):
+                        saver.wait()
+            fitting.boundaries.bar.close(run.stopped)
         except BaseException as error:
             fitting.rescue(error)
-            fitting.bar.close(type(error).__name__)
+            fitting.boundaries.bar.close(type(error).__name__)
             with_state(error, run)
             hide_own_frames(error)
             raise

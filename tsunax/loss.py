@@ -1,7 +1,7 @@
 """What a loss function returns: a scalar, or a sum and its weight with metrics and model state."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -34,11 +34,13 @@ class Loss:
     `f"{loss:.3f}"` show the mean. Two losses can be added if they have the same weight: the same
     number of values without masks, or the same array as mask or weights.
 
-    Metrics are scalars (weighed like the loss) or objects with `merge` and `compute`.
+    `metrics` are scalars (weighed like the loss) or objects with `merge` and `compute`, by name.
+    `model_state` is the new one. A step sets the other fields: `mean_value`, `dropped`,
+    `overwritten`, `noise_scale`.
     """
 
     total: Scalar  # scalar: Σ weight · loss
-    weight: Scalar = None  # scalar: Σ weight (tokens, rows). None: the rows of the batch
+    weight: Scalar = None  # scalar: Σ weight (tokens, rows). None beside `mean_value`: the rows
     metrics: Mapping[str, Any] = field(default_factory=dict)
     model_state: PyTree = None
     mean_value: Scalar = None  # the mean itself, if the loss function returned a scalar
@@ -62,13 +64,15 @@ class Loss:
     ) -> Loss:
         """The mean of `values` (any shape) under a mask or weights `where` (their leading axes).
 
-        Metrics may also be arrays of the shape of `values`: they are averaged under the same
-        `where`.
+        Metrics may be arrays of the shape of `values`: they are averaged under the same `where`.
 
-        >>> loss = Loss.mean(jnp.array([1.0, 3.0, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
+        >>> loss = Loss.mean(jnp.array([1, 3, 8.0]), jnp.array([1, 1, 0]), metrics={"worst": 3.0})
         >>> float(loss.compute()), float(loss.weight)
         (2.0, 2.0)
         """
+        if isinstance(where, Mapping):
+            got, expected, fix = trees.describe(where), "a mask or weights", "Write metrics={...}."
+            raise LossError("where", "Loss.mean()", got, expected, fix)
         values = as_array("values", values, "Loss.mean()")
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
@@ -95,23 +99,23 @@ class Loss:
         return loss
 
     def merge(self, other: Loss) -> Loss:
-        """The loss of both batches together; the model state is the later one's."""
+        """The loss of this batch and of `other` together; the model state is that of `other`.
+
+        `a.merge(b).compute()` is the mean over the rows of both. Raises LossError if they have
+        metrics of different names, or if one has no weight.
+        """
         if self.metrics.keys() != other.metrics.keys():
             told = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
             raise LossError("other", "Loss.merge()", told(other), told(self))
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 raise LossError(name, "Loss.merge()", *_NO_WEIGHT)
-            for key, m in loss.metrics.items():
-                if not _is_metric(m):
-                    expected = "an object with merge and compute"
-                    raise LossError(f"metric {key!r}", "Loss.merge()", trees.describe(m), expected)
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         total, weight = self.total + other.total, self.weight + other.weight
         return Loss(total, weight, metrics, other.model_state)
 
     def compute(self) -> jax.Array:
-        """The mean loss, an f32 scalar."""
+        """The mean loss `total / weight`, an f32 scalar; LossError if there is no weight."""
         if self.mean_value is not None:
             return self.mean_value
         if self.weight is None:
@@ -125,10 +129,6 @@ class Loss:
     def __float__(self) -> float:
         return float(self.compute())
 
-    def item(self) -> float:
-        """The mean loss as a Python float. Waits for the device."""
-        return float(self)
-
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else repr(self)
 
@@ -139,7 +139,7 @@ class Loss:
         parts |= {} if self.weight is None else {"weight": self.weight}
         known = {} if is_abstract else self.metrics
         parts |= {name: m.compute() if _is_metric(m) else m for name, m in known.items()}
-        told = [f"{name}={_number_text(x)}".lstrip("=") for name, x in parts.items()]
+        told = [f"{name}={number_text(x)}".lstrip("=") for name, x in parts.items()]
         return f"Loss({', '.join(told)})"
 
     def __add__(self, other: Loss | ArrayLike) -> Loss:
@@ -207,13 +207,6 @@ class Loss:
     def __rsub__(self, other: Loss | ArrayLike) -> Loss:
         return -self + other
 
-    def _no_number(self, *_: object) -> Any:
-        fix = "Take the mean first: loss.compute(), or float(loss) outside of jit."
-        raise LossError("operand", "a function of Loss", "a Loss", "a number", fix)
-
-
-for _name in "abs round bool int pow rpow rtruediv lt le gt ge".split():
-    setattr(Loss, f"__{_name}__", Loss._no_number)
 
 BESIDE = "a scalar beside a weighted Loss"
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
@@ -230,19 +223,21 @@ def _known_weight(weight: Scalar) -> float | None:
     return None if isinstance(weight, jax.Array) else float(weight)
 
 
-def _number_text(x: Any) -> str:
+def number_text(x: Any) -> str:
+    """A concrete number in six digits, a bool as it is; other values in words."""
     is_number = trees.dtype_of(x) is not None and np.shape(x) == () and not trees.is_traced(x)
     if not is_number or isinstance(x, jax.ShapeDtypeStruct):
         return trees.describe(x)
-    return f"{float(x):.6g}"
+    return str(bool(x)) if trees.is_a(x, np.bool_) else f"{float(x):.6g}"
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     """The `Loss` behind what a loss function returned, with weight and metrics, or LossError."""
-    if not isinstance(out, Loss):
-        check_scalar("result", "loss_fn", out)
-        out = Loss(out, mean_value=out)
-    check_scalar("total", "loss_fn", out.total)
+    out = loss_of(out)
+    _check_scalar("total", "loss_fn", out.total)
+    if out.weight is None and out.mean_value is None:
+        fix = "Return ts.Loss.mean(values), or ts.Loss(total, weight)."
+        raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     if out.weight is not None:
@@ -260,7 +255,15 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     return Loss(total, weight, metrics, out.model_state, mean)
 
 
-def check_scalar(what: str, where: str, x: Any) -> None:
+def loss_of(out: Loss | ArrayLike, what: str = "result", where: str = "loss_fn") -> Loss:
+    """A scalar as the `Loss` of which it is the mean, or LossError; a Loss as it is."""
+    if isinstance(out, Loss):
+        return out
+    _check_scalar(what, where, out)
+    return Loss(out, mean_value=out)
+
+
+def _check_scalar(what: str, where: str, x: Any) -> None:
     """Raise LossError unless `x` is one float, with a way to make it one."""
     dtype, expected = trees.dtype_of(x), "a scalar or a ts.Loss"
     if isinstance(x, tuple):
@@ -336,9 +339,7 @@ def rows_of(batch: PyTree) -> int:
 def finished(loss: Loss | Maybe) -> Loss:
     """The loss given to `update`, in the form in which `value_and_grad` returns it."""
     if not isinstance(loss, Loss):
-        if loss is not None:
-            check_scalar("loss", "update()", loss)
-        return Loss(loss, mean_value=loss)
+        return Loss(None) if loss is None else loss_of(loss, "loss", "update()")
     if loss.weight is None and loss.mean_value is None:
         raise LossError("loss", "update()", *_NO_WEIGHT)
     is_traceable = loss.weight is None or trees.is_array(loss.weight)

@@ -58,8 +58,8 @@ def whole_batch(embed: Function, loss: Function) -> Function:
       loss: `loss(embeddings, batch, ...)` of all rows returns a scalar or a `Loss`. If it names
         `params`, for a temperature for example, it is given them.
 
-    Both may name what a loss function may: `key`, `train`, `mask`, `step`, `ema` and extra arguments.
-    Both passes of a micro-batch have one key; `loss` has another one.
+    Both may name what a loss function may: `key`, `train`, `mask`, `step`, `ema` and extra
+    arguments. Both passes of a micro-batch have one key; `loss` has another one.
 
     Raises LossError for a function of another form, and for embeddings without an axis of rows.
 
@@ -85,7 +85,8 @@ def whole_batch(embed: Function, loss: Function) -> Function:
 def absolute_error(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     """|predictions - targets|, element by element; the gradient is 0 where they are equal.
 
-    Its mean is the mean absolute error, mae or L1 loss.
+    The mean of these floats is the mean absolute error, mae or L1 loss. Raises LossError if the
+    shapes differ.
 
     >>> absolute_error([1.0, 2.0, 4.5], [1.0, 3.0, 4.0]).tolist()
     [0.0, 1.0, 0.5]
@@ -101,7 +102,7 @@ def squared_logarithmic_error(
     """(log(predictions + epsilon) - log(targets + epsilon))², element by element, for numbers >= 0.
 
     `epsilon` is the machine epsilon of the dtype, as in Flux; 1 is the log1p of scikit-learn and
-    Keras, to rounding.
+    Keras, to rounding. Raises LossError if the shapes differ.
 
     >>> squared_logarithmic_error([0.0, 3.0], [0.0, 1.0], epsilon=1).tolist()  # log(2)²
     [0.0, 0.480...]
@@ -115,7 +116,7 @@ def poisson_loss(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     """predictions - targets·log(predictions), element by element: a Poisson log-likelihood.
 
     Predictions are rates >= 0; for a log-rate x the loss is `jnp.exp(x) - targets * x`. The
-    constant of the likelihood is left out.
+    constant of the likelihood is left out. Floats; LossError if the shapes differ.
 
     >>> poisson_loss([1.0, 2.0, 0.0], [5, 0, 0]).tolist()
     [1.0, 2.0, 0.0]
@@ -127,25 +128,17 @@ def poisson_loss(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
 def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis = -1) -> jax.Array:
     """sqrt(Σ (predictions - targets)²) over `axis`; the gradient is 0 where they are equal.
 
+    Raises LossError if the shapes differ.
+
     >>> euclidean_distance([[3.0, 4.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]).tolist()
     [5.0, 0.0]
     """
     predictions, targets = _pair("euclidean_distance", predictions=predictions, targets=targets)
-    apart = predictions - targets
-    # squares above 1e38 are inf, and below 1e-38 they are 0: scaled by a power of two, which changes
-    # no bit of other distances
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(apart), axis, keepdims=True))
-    kind = jnp.finfo(apart.dtype)
-    power = jax.lax.reduce_precision(
-        jnp.minimum(largest, 2.0 ** (kind.maxexp * 3 // 4)) / 2, kind.nexp, 0
-    )
-    scale = jnp.where((largest > 4 * kind.tiny) & (largest < jnp.inf), power, 1)
-    squares = jnp.sum(jnp.square(apart / scale), axis)
-    root = jnp.sqrt(jnp.where(squares == 0, 1, squares)) * jnp.squeeze(scale, axis)
-    return jnp.where(squares == 0, 0, root)
+    squares = jnp.sum(jnp.square(predictions - targets), axis)
+    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
 
-# A function of labels and the number of classes, while `_step/step_errors.py` explains a rejected step.
+# A function (labels, number of classes), set while `_step/step_errors.py` explains a rejected step.
 label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], None] | None]
 label_watcher = contextvars.ContextVar("label_watcher", default=None)
 
@@ -155,10 +148,11 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array:
     """-log softmax(logits)[label] of optax, but NaN for negative labels and those past the classes.
 
-    So a step with wrong labels is rejected, and the error names a label; in optax -1 is the last
-    class. Rows of padding may have any label if a mask excludes them: `Loss.mean(values, mask)`.
+    `logits` are floats with the classes on `axis`, `labels` ints without it; `where` is a mask over
+    the classes. A step with wrong labels is rejected, and the error names a label; in optax -1 is
+    the last class. Padding may have any label under a mask: `Loss.mean(values, mask)`.
 
-    >>> softmax_cross_entropy_with_integer_labels([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [1, 2, -1]).tolist()
+    >>> softmax_cross_entropy_with_integer_labels(jnp.zeros((3, 2)), [1, 2, -1]).tolist()
     [0.693..., nan, nan]
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
@@ -173,10 +167,10 @@ def siamese_contrastive_loss(
 ) -> jax.Array:
     """(1 - label)·distance² + label·max(0, margin - distance)², element by element.
 
-    A label is **0 for a pair of the same kind and 1 for a different one**, as in the paper (which
-    halves the sum). Distances >= 0 are of any kind, such as `euclidean_distance` or
-    `cosine_distance`. Hadsell et al., Dimensionality Reduction by Learning an Invariant Mapping,
-    2006.
+    The `labels` are **0 for a pair of the same kind and 1 for a different one**, as in the paper
+    (which halves the sum). `distances` >= 0 are floats of any kind, such as `euclidean_distance` or
+    `cosine_distance`. Raises LossError if the shapes differ. Hadsell et al., Dimensionality
+    Reduction by Learning an Invariant Mapping, 2006.
 
     >>> siamese_contrastive_loss([0.5, 0.5, 2.0], [0, 1, 1]).tolist()
     [0.25, 0.25, 0.0]
@@ -193,6 +187,8 @@ def siamese_contrastive_loss(
 def squared_hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """max(0, 1 - predictor_outputs·targets)², element by element, for targets -1 and 1.
 
+    Floats; raises LossError if the shapes differ.
+
     >>> squared_hinge_loss([0.5, 0.5, 2.0], [1, -1, 1]).tolist()
     [0.25, 2.25, 0.0]
     """
@@ -206,9 +202,10 @@ def binary_cross_entropy(
 ) -> jax.Array:
     """-y·log(p + epsilon) - (1 - y)·log(1 - p + epsilon), element by element.
 
-    Labels are 0 and 1 (also bool), or probabilities. `epsilon`, the machine epsilon of the dtype
-    unless given, keeps value and gradient finite where a probability is wrong and exactly 0 or 1;
-    with 0 the loss is infinite there. On logits `sigmoid_binary_cross_entropy` is more exact.
+    The `labels` y are 0 and 1 (also bool), or probabilities, as the `probabilities` p are.
+    `epsilon`, the machine epsilon of the dtype unless given, keeps value and gradient finite if p
+    is wrong and exactly 0 or 1; with 0 the loss is infinite there. Raises LossError if the shapes
+    differ. On logits `sigmoid_binary_cross_entropy` is more exact.
 
     >>> binary_cross_entropy([0.5, 0.75, 0.25], [1, 1, 0]).tolist()
     [0.693..., 0.287..., 0.287...]
@@ -223,7 +220,8 @@ def binary_focal_loss(
 ) -> jax.Array:
     """(y·(1 - p) + (1 - y)·p)^gamma · `binary_cross_entropy`, element by element.
 
-    gamma = 0 is `binary_cross_entropy`. On logits: optax's `sigmoid_focal_loss`, which can also
+    `probabilities` p, `labels` y, `epsilon` and LossError are those of `binary_cross_entropy`,
+    which is gamma = 0. On logits: optax's `sigmoid_focal_loss`, which can also
     weigh the classes (`alpha`). Lin et al., Focal Loss for Dense Object Detection, 2017.
 
     >>> binary_focal_loss([0.5, 0.75], [1, 1]).tolist()  # log(2) / 4; log(4/3) / 16
@@ -235,9 +233,9 @@ def binary_focal_loss(
 
 
 def smooth_binary_labels(labels: ArrayLike, alpha: ArrayLike) -> jax.Array:
-    """labels·(1 - alpha) + alpha/2: binary labels moved towards a half, alpha from 0 to 1.
+    """labels·(1 - alpha) + alpha/2: binary labels moved towards a half, floats.
 
-    For one-hot labels: optax's `smooth_labels`.
+    `alpha` is a number from 0 to 1. For one-hot labels: optax's `smooth_labels`.
 
     >>> smooth_binary_labels([0, 1], 0.25).tolist()
     [0.125, 0.875]
@@ -255,9 +253,10 @@ def cross_entropy(
 ) -> jax.Array:
     """-Σ y·log(p + epsilon) over the classes, for probabilities p [..., classes].
 
-    Labels y are one-hot or probabilities. `epsilon`, the machine epsilon of the dtype unless given,
-    keeps value and gradient finite if a labeled class has probability 0; with 0 the loss is
-    infinite there. On logits `softmax_cross_entropy` is more exact.
+    The `labels` y, of the shape of `probabilities` (else LossError), are one-hot or probabilities;
+    the classes are on `axis`. `epsilon`, the machine epsilon of the dtype unless given, keeps value
+    and gradient finite if a labeled class has probability 0; with 0 the loss is infinite there. On
+    logits `softmax_cross_entropy` is more exact.
 
     >>> cross_entropy([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()
     [0.693..., 0.287...]
@@ -271,8 +270,9 @@ def kl_divergence_with_probabilities(
 ) -> jax.Array:
     """Σ targets·(log(targets) - log(predictions + epsilon)) over the classes.
 
-    Both are probabilities [..., classes]. optax's `kl_divergence` takes the predictions as
-    logarithms, and `kl_divergence_with_log_targets` both. `epsilon` as in `cross_entropy`.
+    Both are probabilities [..., classes] of one shape (else LossError), the classes on `axis`.
+    optax's `kl_divergence` takes the logarithms of the predictions, and
+    `kl_divergence_with_log_targets` those of both. `epsilon` as in `cross_entropy`.
 
     >>> kl_divergence_with_probabilities([[0.5, 0.5]], [[1.0, 0.0]]).tolist()  # log(2)
     [0.693...]
@@ -292,10 +292,11 @@ def focal_loss(
 ) -> jax.Array:
     """-Σ y·(1 - p)^gamma·log(p + epsilon) over the classes, for probabilities [..., classes].
 
-    gamma = 0 is `cross_entropy`, with the same labels and `epsilon`. On logits:
-    `softmax_focal_loss`. Lin et al., Focal Loss for Dense Object Detection, 2017.
+    gamma = 0 is `cross_entropy`, with the same `probabilities` p, `labels` y, `epsilon`, `axis` and
+    LossError. On logits: `softmax_focal_loss`. Lin et al., Focal Loss for Dense Object Detection,
+    2017.
 
-    >>> focal_loss([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()  # log(2) / 4; log(4/3) / 16
+    >>> focal_loss([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()  # log(2)/4, log(4/3)/16
     [0.173..., 0.0179...]
     """
     p, y = _pair("focal_loss", probabilities=probabilities, labels=labels)
@@ -308,10 +309,11 @@ def softmax_focal_loss(
 ) -> jax.Array:
     """`focal_loss` of the softmax of `logits` [..., classes]; exact for tiny probabilities.
 
-    gamma = 0 is optax's `softmax_cross_entropy`. A logit of -∞ is a class that cannot be. Lin et
-    al., Focal Loss for Dense Object Detection, 2017.
+    gamma = 0 is optax's `softmax_cross_entropy`. A logit of -∞ excludes a class. `labels` have the
+    shape of `logits` (else LossError); classes are on `axis`. Lin et al., Focal Loss for Dense
+    Object Detection, 2017.
 
-    >>> softmax_focal_loss([[1.0, 1.0], [jnp.log(3), 0.0]], [[1, 0], [1, 0]]).tolist()  # log(2) / 4; log(4/3) / 16
+    >>> softmax_focal_loss([[1.0, 1.0], [jnp.log(3), 0.0]], [[1, 0], [1, 0]]).tolist()
     [0.173..., 0.0179...]
     """
     x, y = _pair("softmax_focal_loss", logits=logits, labels=labels)
@@ -338,8 +340,9 @@ def tversky_loss(
     TP = Σ p·y, FP = Σ p·(1 - y), FN = Σ (1 - p)·y. `beta`, from 0 to 1, weighs the false
     **negatives**: a larger `beta` gives more recall. A half is the dice loss on probabilities. Sums
     are over `axis`, all but the first unless given: one number per example; `axis=(1, 2)` of
-    [batch, height, width, classes] keeps the classes apart. Without `smooth`, an empty prediction
-    of empty labels costs 0. Salehi et al., Tversky Loss Function for Image Segmentation, 2017.
+    [batch, height, width, classes] keeps the classes apart. With `smooth=0`, an empty prediction of
+    empty labels costs 0. Raises LossError if the shapes of `probabilities` p and `labels` y differ.
+    Salehi et al., Tversky Loss Function for Image Segmentation, 2017.
 
     >>> p, y = jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), jnp.array([[1, 0, 0], [1, 1, 0]])
     >>> tversky_loss(p, y, beta=0.75, smooth=0).tolist()  # one false positive, one false negative
@@ -362,7 +365,8 @@ def squared_dice_loss(
     """1 - (2·Σ p·y + smooth) / (Σ p² + Σ y² + smooth): the dice loss of V-Net.
 
     optax's `dice_loss` has Σ p + Σ y below and takes logits; on probabilities that one is
-    `tversky_loss(beta=0.5)`. `axis` as in `tversky_loss`. Milletari et al., V-Net, 2016.
+    `tversky_loss(beta=0.5)`. `probabilities` p, `labels` y, `smooth`, `axis` and LossError as in
+    `tversky_loss`. Milletari et al., V-Net, 2016.
 
     >>> squared_dice_loss([[1.0, 0.5, 0.0]], [[1, 0, 0]], smooth=0).tolist()  # 1 - 2 / 2.25
     [0.111...]

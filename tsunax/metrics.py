@@ -33,7 +33,10 @@ _Metric = TypeVar("_Metric")
 
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of both batches together. Raises LossError for another kind or shape."""
+    """The metric of the rows of `self` and `other`; LossError unless class and shapes are equal.
+
+    As `jax.tree.map(operator.add, self, other)`.
+    """
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
@@ -44,7 +47,9 @@ def _add(self: _Metric, other: _Metric) -> _Metric:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean: `compute() = total / weight`, NaN over nothing.
+    """A weighted mean: `compute() = total / weight`, NaN for a weight of 0.
+
+    `total` and `weight` are float32 scalars, as `Mean.of(values, where)` sums them.
 
     >>> Mean.of([1.0, 2.0, 6.0], where=[1, 1, 0]).merge(Mean.of([6.0])).compute()
     Array(3., dtype=float32)
@@ -60,19 +65,20 @@ class Mean:
 
     @classmethod
     def of(cls, values: ArrayLike, where: Maybe = None) -> Mean:
-        """From values of any shape and a mask or weights that broadcast from the left."""
+        """From `values` of any shape; LossError unless `where` has their leading axes (or 1)."""
         return cls(*weighted_sum(jnp.asarray(values), where, "Mean.of()"))
 
     merge = _add
 
     def compute(self) -> jax.Array:
+        """The mean, a float32 scalar; NaN for a weight of 0."""
         return self.total / self.weight
 
 
 def weighted_sum(
     values: jax.Array, where: Maybe = None, place: str = "Loss.mean()"
 ) -> tuple[jax.Array, jax.Array | np.float32]:
-    """(Σ where · values, Σ where) in float32; elements of weight 0 may be NaN, also in gradients."""
+    """(Σ where·values, Σ where) in float32; elements of weight 0 may be NaN, also in gradients."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
         return jnp.sum(values), np.float32(values.size)
@@ -150,7 +156,7 @@ class _OfMean:
     merge = _add
 
     def compute(self) -> jax.Array:
-        """An f32 scalar; NaN over nothing."""
+        """The mean over the rows, a float32 scalar; NaN if there are none."""
         return self.mean.compute()
 
 
@@ -159,7 +165,9 @@ class _OfMean:
 class Accuracy(_OfMean):
     """The share of right predictions: `Σ where · (prediction == target) / Σ where`.
 
-    The prediction of scores is the class with the highest score, the first of equal ones.
+    `of` takes scores [..., classes] or class ids [...], and target ids [...]. The prediction is the
+    class with the highest score, the first of equal ones. The field `mean` is a `Mean` of 0 and 1.
+    `of` raises LossError for shapes that do not fit and targets that are no int or bool.
 
     >>> logits = jnp.array([[2.0, 0.0], [0.0, 1.0], [3.0, 1.0], [9.0, 0.0]])
     >>> Accuracy.of(logits, jnp.array([0, 1, 1, 0]), where=jnp.array([1, 1, 1, 0])).compute()
@@ -176,7 +184,10 @@ class Accuracy(_OfMean):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TopK(_OfMean):
-    """The share of targets among the `k` highest scores, the first of equal ones.
+    """The share of targets among the `k` highest scores [..., classes], the first of equal ones.
+
+    The field `mean` is a `Mean` of 0 and 1. `of` raises LossError unless `k` is an int from 1 to
+    the number of classes, and for class ids in place of scores.
 
     >>> scores = jnp.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
     >>> TopK.of(scores, jnp.array([1, 2]), k=2).compute()
@@ -209,7 +220,7 @@ class TopK(_OfMean):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Perplexity(_OfMean):
-    """`exp(mean of -log softmax(logits)[target])`.
+    """`exp(mean of -log softmax(logits)[target])`, from logits [..., classes] and class ids [...].
 
     If the losses of the tokens are at hand: `Perplexity(Mean.of(losses, where))`.
 
@@ -229,6 +240,7 @@ class Perplexity(_OfMean):
         return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
 
     def compute(self) -> jax.Array:
+        """The perplexity, a float32 scalar; NaN if there are no rows."""
         return jnp.exp(self.mean.compute())
 
 
@@ -257,6 +269,9 @@ def _confusion(
 class ConfusionMatrix:
     """The weight of each pair of classes: rows are targets, columns predictions.
 
+    The field `counts` is a float32 array [classes, classes]. `of` takes scores [..., classes], or
+    class ids [...] with `classes`, and raises LossError for ids without it and for other shapes.
+
     >>> ConfusionMatrix.of(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).compute()
     Array([[1., 1.],
            [0., 1.]], dtype=float32)
@@ -281,6 +296,7 @@ class ConfusionMatrix:
         return cls(_confusion(predictions, targets, where, classes, "ConfusionMatrix.of()"))
 
     def compute(self) -> jax.Array:
+        """`counts`, float32 [classes, classes]; all NaN if an id that counts is no class."""
         return self.counts
 
     merge = _add
@@ -353,10 +369,11 @@ class _ByClass:
 class Precision(_ByClass):
     """The share of right predictions of each class: `hits / predicted`.
 
-    `average` is "binary" (class 1 of two), "macro" (the plain mean over the classes that occur in
-    targets or predictions), "weighted" (by how often each occurs in targets), "micro" (sums over
-    classes first), or None (an array with each class). A ratio over nothing is 0. All as in
-    scikit-learn.
+    `counts` are those of a `ConfusionMatrix`. `average` is "binary" (class 1 of two), "macro" (the
+    plain mean over the classes that occur in targets or predictions), "weighted" (by how often each
+    occurs in targets), "micro" (sums over classes first), or None (an array with each class). A
+    ratio over nothing is 0. All as in scikit-learn. `of` raises LossError for another `average`,
+    and as `ConfusionMatrix.of` does.
 
     >>> Precision.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 1])).compute()
     Array(0.6666667, dtype=float32)
@@ -368,7 +385,9 @@ class Precision(_ByClass):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recall(_ByClass):
-    """The share of targets found, of each class: `hits / actual`, averaged as in `Precision`.
+    """The share of targets found, of each class: `hits / actual`.
+
+    The fields `counts` and `average`, and the errors, are those of `Precision`.
 
     >>> Recall.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0]), average=None).compute()
     Array([0.5, 1. ], dtype=float32)
@@ -380,9 +399,9 @@ class Recall(_ByClass):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class F1(_ByClass):
-    """The harmonic mean of precision and recall of each class, averaged as in `Precision`.
+    """The harmonic mean of precision and recall of each class: `2 · hits / (predicted + actual)`.
 
-    `2 · hits / (predicted + actual)`.
+    The fields `counts` and `average`, and the errors, are those of `Precision`.
 
     >>> F1.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0])).compute()
     Array(0.8, dtype=float32)
@@ -391,7 +410,7 @@ class F1(_ByClass):
     _factors = (2, 1, 1)
 
 
-# ---------------------------------------------------------------------------------- real predictions
+# --------------------------------------------------------------------------------- real predictions
 
 
 def _numbers(predictions: ArrayLike, targets: ArrayLike, place: str) -> tuple[jax.Array, jax.Array]:
@@ -411,7 +430,10 @@ def _numbers(predictions: ArrayLike, targets: ArrayLike, place: str) -> tuple[ja
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MeanSquaredError(_OfMean):
-    """`Σ where · (prediction - target)² / Σ where`.
+    """The mean squared error: `Σ where · (prediction - target)² / Σ where`.
+
+    The field `mean` is the `Mean` of the squares. `of` raises LossError for arrays of two shapes
+    (nothing is broadcast) and for complex numbers.
 
     >>> MeanSquaredError.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0])).compute()
     Array(2., dtype=float32)
@@ -433,12 +455,16 @@ class R2:
     """The coefficient of determination: `1 - Σ (prediction - target)² / Σ (target - mean target)²`.
 
     Rows are axis 0; if a row has several elements, the result is the mean of their R², as in
-    scikit-learn. Targets that are all equal give -inf, or NaN if they are predicted exactly.
+    scikit-learn. Targets that are all equal give -inf, or NaN if they are predicted exactly. `of`
+    raises LossError for arrays of two shapes and for complex numbers.
 
-    The scatter is carried with its mean, and merged as by Chan, Golub and LeVeque (1979): with a
-    plain sum of squares f32 loses all digits if the mean is large beside the spread.
+    The fields have the shape of a row: `residual` is the sum of squared errors, `weight` that of
+    the weights, `mean` the mean target, and `scatter` the sum of squares around it. They are merged
+    as by Chan, Golub and LeVeque (1979): a plain sum of squares loses all digits of float32 if the
+    mean is large beside the spread.
 
-    >>> R2.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])).merge(R2.of(jnp.array([3.0]), jnp.array([4.0]))).compute()
+    >>> exact = R2.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0]))
+    >>> exact.merge(R2.of(jnp.array([3.0]), jnp.array([4.0]))).compute()
     Array(0.78571427, dtype=float32)
     """
 
@@ -466,13 +492,17 @@ class R2:
         return cls(residual, weight, mean, scatter)
 
     def merge(self, other: R2) -> R2:
-        """The metric of both batches together, of one kind and shape."""
+        """The metric of the rows of `self` and `other`; LossError unless their shapes are equal.
+
+        `scatter = scatter₁ + scatter₂ + (mean₂ - mean₁)² · weight₁ · weight₂ / weight`.
+        """
         total = _add(self, other)
         share, apart = _ratio(other.weight, total.weight), other.mean - self.mean
         scatter = total.scatter + jnp.square(apart) * self.weight * share
         return R2(total.residual, total.weight, self.mean + apart * share, scatter)
 
     def compute(self) -> jax.Array:
+        """R², a float32 scalar: the mean over the elements of a row."""
         return jnp.mean(1 - self.residual / self.scatter)
 
 

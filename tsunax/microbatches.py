@@ -66,9 +66,8 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
     Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
-    that does not divide is padded with copies of its last row where there is a `mask` (f32 of shape
-    (rows,)) to say so. Raises LossError otherwise, and for leaves that have no rows or another
-    number of them.
+    that does not divide is padded with copies of its last row if there is a `mask` (f32 of shape
+    (rows,)) to mark them. LossError otherwise, and for leaves without rows or with another number.
     """
     if batch is None and mask is None:  # n draws of a loss_fn that takes no batch
         return batch, None
@@ -97,9 +96,9 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
-    """Micro-batch i of what `strided_micro_batches` made.
+    """Micro-batch i of the result of `strided_micro_batches`.
 
-    Sliced in a loop, and not by the scan: that would need the whole batch a second time, transposed.
+    Sliced in the loop: slices by the scan would need a transposed copy of the whole batch.
     """
     part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
     return jax.tree.map(part, parts)
@@ -137,7 +136,7 @@ def over_micro_batches(
     rows of `mask`, a key of its own, and the model state that the one before it left. Gradients
     have the structure and dtypes of `like`. `loss.overwritten` is the maximum over micro-batches.
     With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight and
-    its model state, and `loss.dropped` has its weight (0 for all others). With `square`, the squared
+    its model state, and `loss.dropped` has its weight (0 for others). With `square`, the squared
     norm of a gradient, `loss.noise_scale` has the sum of weight times that, and its count.
     """
     batch, mask = strided_micro_batches(batch, n, keywords.get("mask"))

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from tsunax._core import Maybe, PyTree, Where, trees
+from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import beside
 from tsunax._step.members import members_of
 from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
@@ -42,19 +42,23 @@ __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
 _State = TypeVar("_State", bound=TrainState | States)
+_Notes = dict[str, list[str]]  # a `Report` in the making, to which each step of a migration adds
 
 
 @dataclass(frozen=True)
 class Report:
     """What became of each array and number, by name (`ScaleByAdamState.mu of head/bias`).
 
-    `leaf head/bias` is a leaf of params that is new or gone, or has another shape.
+    `kept` are carried over, `new` begin anew, `dropped` are not in the new state; `notes` are on
+    edited numbers, shared counts, and lost cuts, averages and freezes. `leaf head/bias` is a leaf
+    of params that is new or gone, or has another shape.
     """
 
     kept: tuple[str, ...]
     new: tuple[str, ...]  # begins anew: not in the old state, or ambiguous there
     dropped: tuple[str, ...]  # not in the new state
     notes: tuple[str, ...]  # edited numbers, lost cuts, averages and freezes, shared counts
+    _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
         lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
@@ -62,13 +66,6 @@ class Report:
             more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
             lines += [f"  {what:<7}  {name}" for name in (*names[:20], *more)]
         return "\n".join(lines)
-
-
-class _Found:
-    """A report in the making, to which each step of a migration adds."""
-
-    def __init__(self) -> None:
-        self.kept, self.new, self.dropped, self.notes = ([] for _ in range(4))
 
 
 class _Slot(NamedTuple):
@@ -159,7 +156,8 @@ def migrate(
     if trainable is KEEP:
         kept["trainable"] = _trained_by_name(given, state)
     options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh, found = setup(cast(Any, rule), _with_masters(given, state), **options), _Found()
+    fresh = setup(cast(Any, rule), _with_masters(given, state), **options)
+    found: _Notes = {f.name: [] for f in dataclasses.fields(Report)}
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)
@@ -169,7 +167,7 @@ def migrate(
     fresh = _with_own_fields(state, fresh)
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, found)
-    return fresh, Report(*map(tuple, (found.kept, found.new, found.dropped, found.notes)))
+    return fresh, Report(**{kind: tuple(names) for kind, names in found.items()})
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
@@ -230,7 +228,7 @@ def _trained_by_name(params, old: TrainState) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
 
 
-def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> Any:
+def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Notes) -> Any:
     """A whole optimizer state with the arrays of the old one."""
     found = _match_parameters(old, slots, report)
     _match_counts(old, slots, found)
@@ -238,14 +236,14 @@ def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Found) -> 
     fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
     leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
     used, kinds = {id(slot) for slot in found.values()}, {slots[i].kind for i in found}
-    report.kept += [slot.name for i, slot in slots.items() if i in found]
-    report.new += [slot.name for i, slot in slots.items() if i not in found]
-    report.dropped += [s.name for s in old if id(s) not in used and s.kind not in kinds]
+    report["kept"] += [slot.name for i, slot in slots.items() if i in found]
+    report["new"] += [slot.name for i, slot in slots.items() if i not in found]
+    report["dropped"] += [s.name for s in old if id(s) not in used and s.kind not in kinds]
     return treedef.unflatten(leaves)
 
 
 def _match_parameters(
-    old: list[_Slot], slots: dict[int, _Slot], report: _Found
+    old: list[_Slot], slots: dict[int, _Slot], report: _Notes
 ) -> dict[int, _Slot]:
     """The old array of each new one that belongs to a parameter; ambiguous ones are left out."""
     here: dict[tuple, list[int]] = {}
@@ -259,12 +257,12 @@ def _match_parameters(
             found.update(zip(places, known, strict=True))
         elif known:
             counts = f"{len(known)} there and {len(places)} here"
-            report.notes += [f"{slots[i].name}: begins anew, {counts}" for i in places]
+            report["notes"] += [f"{slots[i].name}: begins anew, {counts}" for i in places]
     return found
 
 
 def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
-    """Add counts and other arrays without a parameter, from the states that the moments came from."""
+    """Add counts and other arrays without a parameter, from the states that gave the moments."""
     origins: dict[tuple, set] = {}  # the old states that the moments of each new state came from
     for i, slot in found.items():
         origins.setdefault(slots[i].parent, set()).add(slot.parent)
@@ -309,19 +307,19 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     return type(old).of(new, **values)
 
 
-def _compare_fields(old: TrainState, new: TrainState, report: _Found) -> None:
+def _compare_fields(old: TrainState, new: TrainState, report: _Notes) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
     shapes = lambda s: {f"leaf {k}": np.shape(x) for k, x in _leaves_by_name(s.params).items()}
     here, there = shapes(new), shapes(old)
-    report.new += [name for name, shape in here.items() if there.get(name) != shape]
-    report.dropped += [name for name, shape in there.items() if here.get(name) != shape]
+    report["new"] += [name for name, shape in here.items() if there.get(name) != shape]
+    report["dropped"] += [name for name, shape in there.items() if here.get(name) != shape]
     for name in ("model_state", "key", "loss_scale"):
         x = getattr(old, name)
         if (x is None) != (getattr(new, name) is None):
-            (report.new if x is None else report.dropped).append(name)
+            report["new" if x is None else "dropped"].append(name)
 
 
-def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+def _carry_cuts(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
     """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
     there, here = ([s for _, s in x.numbers.layout.lives] if x.numbers else [] for x in (old, new))
     cuts = {}
@@ -332,7 +330,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
             cuts[places[0]] = s.cut, (0,) * s.groups
         else:
             labels = ", ".join(s.cut.labels[1:])
-            report.notes.append(f"{s.live.title}: the numbers of {labels} alone are gone")
+            report["notes"].append(f"{s.live.title}: the numbers of {labels} alone are gone")
     if new.numbers is None or not cuts:
         return new
     recut = recut_numbers(new.opt_state, new.numbers, trained_part(new), cuts)
@@ -340,7 +338,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Found) -> TrainState:
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
 
-def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+def _carry_numbers(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
     """Live numbers by name; notes on those that the new rule changes or lacks."""
     if old.numbers is None or new.numbers is None:
         return new
@@ -349,8 +347,8 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     merged, edited = state_facts.merged_numbers(values[0], then, values[1], now)
     names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
     numbers = hyperparams(old)
-    report.notes += [note for note in edited if note.partition(":")[0] in names]
-    report.notes += [
+    report["notes"] += [note for note in edited if note.partition(":")[0] in names]
+    report["notes"] += [
         f"{name}: {numbers[name]:.6g} by adjust then, no such number now"
         for name, given in zip(names, values[0][3], strict=True)
         if name not in {*mine, *then["schedules"]} and numbers[name] != given
@@ -359,7 +357,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Found) -> TrainSta
     return dataclasses.replace(new, numbers=dataclasses.replace(new.numbers, values=placed))
 
 
-def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+def _carry_averages(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
     """The averages of each leaf by name, if both states average alike."""
     befores, averages = averages_of(old), averages_of(new)
     for field in befores | averages:
@@ -368,13 +366,13 @@ def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainSt
         here = {} if average is None else _trained_by_name_of(new, average.params)
         titled = lambda names, field=field: [f"{field} of {name}" for name in names]
         if before and average and before.uniform != average.uniform:
-            report.new += titled(here)
-            report.notes.append(f"{field}: of another kind, begins anew")
+            report["new"] += titled(here)
+            report["notes"].append(f"{field}: of another kind, begins anew")
             continue
         fits = {name for name, x in here.items() if name in there and there[name].shape == x.shape}
-        report.kept += titled(name for name in here if name in fits)
-        report.new += titled(name for name in here if name not in fits)
-        report.dropped += titled(name for name in there if name not in here)
+        report["kept"] += titled(name for name in here if name in fits)
+        report["new"] += titled(name for name in here if name not in fits)
+        report["dropped"] += titled(name for name in there if name not in here)
         if before and average:
             leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
             params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
@@ -383,14 +381,14 @@ def _carry_averages(old: TrainState, new: TrainState, report: _Found) -> TrainSt
     return dataclasses.replace(new, **averages)
 
 
-def _carry_frozen(old: TrainState, new: TrainState, report: _Found) -> TrainState:
+def _carry_frozen(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
     """Frozen leaves, by name."""
     if old.frozen is None:
         return new
     flags = dict(zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True))
     here = _trained_by_name_of(new, trained_part(new))
     gone = [name for name, on in flags.items() if on and name not in here]
-    report.notes += [f"{name}: frozen then, not trained now" for name in gone]
+    report["notes"] += [f"{name}: frozen then, not trained now" for name in gone]
     words = frozen_words([bool(flags.get(name)) for name in here])
     return dataclasses.replace(new, frozen=beside(new.params, words))
 

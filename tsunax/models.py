@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import Function, PyTree, training_call, trees
 from tsunax._core.libraries import library
-from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError, unknown
+from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["Model", "equinox", "linen", "nnx", "raw"]
@@ -33,9 +33,9 @@ class Model:
 
     `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
     `(out, model_state)`; the model gets `named`. It is pure: in train mode dropout draws from `key`
-    and batch statistics move; in eval mode neither. A `key` without `train` is an error if the
-    model has two modes. `build(state)` returns the library's own model in eval mode, with copies of
-    the state's parameters.
+    and batch statistics move; in eval mode neither. If the model has two modes, a call without
+    `train` is an error beside a `key`, and in the loss function of a training step. `build(state)`
+    returns the library's own model in eval mode, with copies of the state's parameters.
     """
 
     params: PyTree
@@ -66,10 +66,16 @@ def _model(
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
-        if key is not None and train is None and has_modes and named.keys().isdisjoint(_ON + _OFF):
-            fix = "Name `train` in loss_fn and hand it on: dropout is off without it."
-            raise LossError("train", "Model.apply()", "a key without it", "True or False", fix)
+        step = training_call.current.get()
+        is_silent = train is None and has_modes and named.keys().isdisjoint(_ON + _OFF)
+        if is_silent and (step or key is not None):
+            got = "a key without it" if step is None else "none in a training step"
+            fix = "Name `train` in loss_fn and hand it on: without it dropout is off, and batch "
+            fix += "statistics stay."
+            raise LossError("train", "Model.apply()", got, "True or False", fix)
         out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
+        if step and train:
+            step.note(model_state, new)
         return out, new if nothing is None else model_state
 
     def build(state: TrainState):
@@ -100,12 +106,9 @@ def _names(fn) -> list[str]:
     return list(inspect.signature(fn).parameters)
 
 
-def _modes(fn: Callable, flag: str | None, where: str) -> Callable[[bool], dict]:
-    """The keywords of `fn` for a mode: `flag`, or its parameters among the usual names."""
-    names = _names(fn)
-    if flag is not None and flag not in names:
-        raise WrongTypeError(unknown("flag", where, flag, names))
-    found = [flag] if flag else [name for name in names if name in (*_ON, *_OFF)]
+def _modes(fn: Callable) -> Callable[[bool], dict]:
+    """The keywords of `fn` for a mode: its parameters among the usual names."""
+    found = [name for name in _names(fn) if name in (*_ON, *_OFF)]
     return lambda train: {name: train != (name in _OFF) for name in found}
 
 
@@ -116,13 +119,13 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     """The parts of a flax NNX module, which is merged again while a step is traced.
 
     `params` is a nested dict of its `nnx.Param` variables, also those of LoRA (choose with
-    `setup(trainable=...)`), or of those that the filter `wrt` selects. Each random stream draws from
+    `setup(trainable=...)`), or of those of the filter `wrt`. Each random stream draws from
     its part of `key`; without a key, an evaluation draws the same every time. All other variables
     (batch statistics) are `model_state`. `train` sets the module's mode, `module.train()` or
-    `module.eval()`; its call gets `rngs` and flags such as `train` if it names them. Sown values
-    are dropped.
+    `module.eval()`; its call gets `rngs` and flags such as `train` if it names them (without a key:
+    None for `rngs`, or its default). Sown values are dropped.
 
-    Raises ParamsError for a module without parameters, and, when called, StateError for a model that
+    Raises ParamsError for a module without parameters, and, when called, StateError for one that
     draws in train mode without a key.
 
     >>> import tsunax as ts
@@ -135,11 +138,19 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     lib = library("flax.nnx", where)
     _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
     wrt = lib.Param if wrt is None else wrt
-    modes, takes_rngs = _modes(module.__call__, None, where), "rngs" in _names(module.__call__)
+    modes, signature = _modes(module.__call__), inspect.signature(module.__call__)
+    takes_rngs = "rngs" in signature.parameters
+    needs_rngs = takes_rngs and signature.parameters["rngs"].default is inspect.Parameter.empty
     module = lib.clone(module)  # the user's own keeps its mode and sown values
     lib.pop(module, lib.Intermediate)
     graphdef, *parts = lib.split(module, wrt, lib.RngState, ...)
     params, streams, rest = map(lib.to_pure_dict, parts)
+    trained, evaluated = lib.clone(module), lib.clone(module)
+    trained.train()
+    evaluated.eval()
+    # attention without dropout has a flag, but nothing that it changes
+    moves = takes_rngs or bool(jax.tree.leaves((streams, rest)))
+    has_modes = bool(modes(True)) or (moves and lib.graphdef(trained) != lib.graphdef(evaluated))
 
     def seeded(key):
         """The random streams anew: a key for each, and counts from 0."""
@@ -155,6 +166,8 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
         net = lib.merge(graphdef, params, rngs, model_state)
         net.train() if train else net.eval()
         given = {"rngs": lib.Rngs(key)} if takes_rngs and key is not None else {}
+        if needs_rngs and key is None and "rngs" not in signature.bind_partial(*x).arguments:
+            given = {"rngs": None}
         out = net(*x, **given | modes(train) | named)
         _, _, after, _, rest = lib.split(net, wrt, lib.RngState, lib.Intermediate, ...)
         ends = zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
@@ -169,19 +182,18 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
         net.eval()
         return net
 
-    return _model(params, rest, call, assemble)
+    return _model(params, rest, call, assemble, has_modes=has_modes)
 
 
-def linen(
-    module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",), flag: str | None = None
-) -> Model:
+def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",)) -> Model:
     """The parts of a flax Linen module with the variables that its `init` returned.
 
     `params` is the collection "params" (with `_overwrite_with_gradient` of fp8 layers: both); the
     other collections are `model_state`, which a call may change. The streams named in `rngs` draw
     from `key`: one stream gets the key itself, several get parts of it. The mode is passed to the
-    module as `flag`, or as those of `train`, `training`, `is_training`, `deterministic`,
-    `use_running_average` that its call names. `build(state)` returns the bound module.
+    module as those of `train`, `training`, `is_training`, `deterministic`,
+    `use_running_average` that its call names. `build(state)` returns the bound module. Raises
+    WrongTypeError for a class in place of a module, ParamsError for variables without "params".
 
     >>> import tsunax as ts
     >>> from flax import linen
@@ -197,7 +209,7 @@ def linen(
         kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         got, fix = trees.describe(variables), "Give all of net.init(key, x)."
         raise kind("variables", where, got, "a dict with 'params'", fix)
-    modes = _modes(module.__call__, flag, where)
+    modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     others = library("flax.core", where).unfreeze(variables)  # calls return plain dicts
     fp8, params = "_overwrite_with_gradient", others.pop("params")
@@ -255,14 +267,15 @@ def equinox(
         net = eqx.combine(params, static[False])
         return (net, model_state) if stateful else net
 
-    return _model(params, state if stateful else {}, call, assemble)
+    has_modes = not eqx.tree_equal(static[True], static[False])
+    return _model(params, state if stateful else {}, call, assemble, has_modes=has_modes)
 
 
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     """The parts of a function `fn(params, *x)` that may name `model_state`, `key` and `train`.
 
     A function that names `model_state` returns `(out, model_state)`, any other returns `out`.
-    `build(state)` returns a function of the inputs.
+    `build(state)` returns a function of the inputs. Raises WrongTypeError if `fn` is no function.
 
     >>> import tsunax as ts
     >>> model = ts.models.raw(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 2))})

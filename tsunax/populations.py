@@ -12,8 +12,6 @@ with `each` one of their own.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tsunax._core import Function, checks, trees
+from tsunax._core import checks, trees
 from tsunax._step.members import each, members_of
 from tsunax._step.state_setup import as_key
-from tsunax.errors import StateError, WrongTypeError, remedy
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState
 from tsunax.states import COUNTED, States
@@ -43,7 +41,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
         numbers reach it as tracers. Members may differ in numbers, not in shapes or functions.
       n: the number of members.
       key: an int or a key, split into one for each member.
-      values: arrays whose first axis is n (learning rates, decays, noise), passed to `make` by name.
+      values: arrays with first axis n (learning rates, decays, noise), passed to `make` by name.
 
     A member equals its single run up to rounding: a batch of matrix products rounds differently,
     and a number that is a tracer in `make` has its complement (1 - b1) rounded in float32. Raises
@@ -59,7 +57,8 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     if not callable(make):
         raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
-    _check_takes(make, values)
+    expected = f"make({', '.join(['key', *values])})"
+    checks.check_takes("make", where, make, expected, None, **values)
     values = {k: np.asarray(x) if isinstance(x, list | tuple) else x for k, x in values.items()}
     for name, x in values.items():
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
@@ -70,7 +69,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     if one is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
     keys = jax.random.split(one, n)
-    runs: Any = jax.jit(jax.vmap(functools.partial(_made, make)))(keys, values)
+    runs: Any = jax.jit(jax.vmap(lambda key, values: make(key, **values)))(keys, values)
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
@@ -79,35 +78,16 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     return runs  # pyright: ignore[reportReturnType]
 
 
-def _made(make: Function, key: jax.Array, values: dict[str, Any]) -> Any:
-    try:
-        return make(key, **values)
-    except Exception as error:
-        if fix := remedy(error):
-            how = f"raised by {trees.describe_call(make)}, one program for all members"
-            error.add_note(f"{how} of population(). {fix}")
-        raise
-
-
-def _check_takes(make: Function, values: dict[str, Any]) -> None:
-    """Raise WrongTypeError if `make` does not take the arguments `make(key, **values)`."""
-    try:
-        inspect.signature(make).bind(None, **values)
-    except TypeError:
-        got, expected = trees.describe_call(make), f"make({', '.join(['key', *values])})"
-        fix = "Its arguments are the key and the named values of population()."
-        raise WrongTypeError("make", "population()", got, expected, fix) from None
-    except ValueError:  # a callable that does not say what it takes
-        pass
-
-
 def member(runs: _State, i: int) -> _State:
-    """One member as an ordinary state, with copied arrays. Raises StateError for a bad index."""
+    """Member `i` of `runs` as an ordinary state, with copies of its arrays.
+
+    Raises StateError for a bad index. For example `member(runs, np.argmin(losses))`.
+    """
     return _taken(runs, i, 0, "member", "an index")
 
 
 def select(runs: _State, indices: ArrayLike) -> _State:
-    """The population of the members at these indices, in this order; an index may repeat.
+    """The population of the members at `indices`, a list of ints, in this order; one may repeat.
 
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
     members are replaced by copies of the best. Raises StateError for an index out of range.

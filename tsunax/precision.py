@@ -28,25 +28,31 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 class Policy:
     """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`.
 
-    `precision="bfloat16"` is short for that.
+    `precision="bfloat16"` is short for that. `param`, `compute`, `evaluate` and `output` are names
+    of dtypes: of stored params, of what loss_fn computes with in training and in an evaluation
+    (`evaluate=None`: `compute`, but float32 at least), and of `to_output`. `rounding="stochastic"`
+    stores bfloat16 params without float32 master copies. `moments="bfloat16"` stores the arrays of
+    the rule that have the shape of their parameter (both moments of Adam) in bfloat16, rounded
+    stochastically; the rule computes with them in float32. Copies of params and the sums of
+    `rules.accumulate` stay float32. It takes a key: `setup(..., key=0)`.
 
     Inputs are the float leaves of the batch that meet params in a matrix product or convolution of
-    loss_fn. If other operations read them (`x * params["scale"]`), name them with `batch=`. A leaf
-    that is input and target at once, as of an autoencoder, is an input: give it twice to keep the
-    target exact.
+    loss_fn. If other operations read them (`x * params["scale"]`), name them with the pattern
+    `batch`. A leaf that is input and target at once, as of an autoencoder, is an input: give it
+    twice to keep the target exact. Raises WrongTypeError for an unknown dtype, and for stochastic
+    rounding of other params than bfloat16.
 
     >>> Policy(compute="bfloat16").to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
     dtype(bfloat16)
     """
 
-    # how parameters are stored; below float32 they get a float32 master copy
-    param: str = "float32"
-    compute: str = "float32"  # what loss_fn sees in training: params, and the inputs of the model
-    evaluate: str | None = None  # the same in an evaluation; None: `compute`, but at least float32
-    output: str = "float32"  # for `to_output`, which a model's last line may call
-    # which leaves are inputs: a pattern over their paths; None: found in the loss function
-    batch: Where = None
-    rounding: str = "nearest"  # "stochastic": params of bfloat16 without a master copy, unbiased
+    param: str = "float32"  # below float32 there is a float32 master copy of each
+    compute: str = "float32"
+    evaluate: str | None = None
+    output: str = "float32"  # which a model's last line may read
+    batch: Where = None  # over the paths of the leaves; None: found in the loss function
+    rounding: str = "nearest"
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("param", "compute", "evaluate", "output"):
@@ -61,14 +67,11 @@ class Policy:
                 expected = f"one of {', '.join(DTYPES)}"
                 raise WrongTypeError(name, "Policy()", trees.describe(value), expected)
             object.__setattr__(self, name, jnp.dtype(value).name)
-        if not checks.is_one_of(self.rounding, ("nearest", "stochastic")):
-            expected = "'nearest' or 'stochastic'"
-            raise WrongTypeError("rounding", "Policy()", trees.describe(self.rounding), expected)
+        checks.check_choice(self.rounding, "Policy()", "rounding", ("nearest", "stochastic"))
+        checks.check_choice(self.moments, "Policy()", "moments", ("float32", "bfloat16"))
         if self.stochastic and self.param != "bfloat16":
-            where, fix = (
-                "Policy(rounding='stochastic')",
-                "Stochastic rounding cuts float32 to bfloat16.",
-            )
+            where = "Policy(rounding='stochastic')"
+            fix = "Stochastic rounding cuts float32 to bfloat16."
             raise WrongTypeError("param", where, self.param, "'bfloat16'", fix)
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
@@ -76,25 +79,29 @@ class Policy:
             patterns.compile_where(self.batch)
 
     def to_param(self, tree: PyTree) -> PyTree:
+        """`tree` with its real float leaves in the dtype `param`, and all others as they are."""
         return cast(tree, self.param)
 
     def to_compute(self, tree: PyTree) -> PyTree:
+        """`tree` with its real float leaves in the dtype `compute`, and all others as they are."""
         return cast(tree, self.compute)
 
     def to_output(self, tree: PyTree) -> PyTree:
+        """`tree` with its real float leaves in the dtype `output`, and all others as they are."""
         return cast(tree, self.output)
 
     def seen(self, train: bool) -> str:
-        """The dtype in which the loss function sees params and inputs."""
+        """The dtype of params and inputs in loss_fn: `compute if train else evaluate`."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
     def batch_to_compute(
         self, batch: PyTree, train: bool, inputs: Callable[[Any], Sequence[bool]]
     ) -> PyTree:
-        """The batch with its inputs in the dtype of `seen`, and all other leaves as they are.
+        """The tree `batch` with its inputs in the dtype `seen(train)`, and other leaves unchanged.
 
         Without the pattern `self.batch`, inputs are the leaves for which `inputs(batch)` is true.
         It is given the batch with all float leaves cast, and only called if that changes a leaf.
+        Raises PatternError if `self.batch` matches no leaf.
         """
         low = cast(batch, self.seen(train))
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
@@ -105,13 +112,38 @@ class Policy:
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
     def wide(self, trained: PyTree) -> PyTree:
-        """The params as the rule sees them, if there are no master copies of them."""
+        """The tree `trained` as the rule gets it: in float32 if `stochastic`, else unchanged."""
         return cast(trained, "float32") if self.stochastic else trained
 
     def rounded(self, tree: PyTree, key: Any, calls: jax.Array) -> PyTree:
-        """The updated params, rounded stochastically for storage."""
+        """`tree` rounded stochastically to bfloat16, with random bits of `key` folded with `calls`.
+
+        `calls` is the count of the state after this call (int32); see `round_stochastically`.
+        """
         key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
         return round_stochastically(tree, key)
+
+    def in_words(self, inner: Callable[[Any], str]) -> str:
+        """The outline of this policy in checkpoints of format 1, which name no default moments."""
+        named = [x for x in vars(self).items() if x != ("moments", "float32")]
+        return f"Policy({', '.join(f'{name}={inner(x)}' for name, x in named)})"
+
+    def wide_moments(self, opt_state: PyTree) -> PyTree:
+        """The `opt_state` of a rule as the rule gets it: in float32 what is stored in bfloat16."""
+        wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+        return opt_state if self.moments == "float32" else jax.tree.map(wide, opt_state)
+
+    def rounded_moments(self, new: PyTree, old: PyTree, key: Any, calls: jax.Array) -> PyTree:
+        """The `new` state of a rule as it is stored: stochastically rounded to the dtypes of `old`.
+
+        The random bits are those of `key` folded with `calls`.
+        """
+        if self.moments == "float32":
+            return new
+        rounded = round_stochastically(
+            new, jax.random.fold_in(jax.random.fold_in(key, calls), _MOMENTS)
+        )
+        return jax.tree.map(lambda r, n, o: r if o.dtype != n.dtype else n, rounded, new, old)
 
     @property
     def masters(self) -> bool:
@@ -120,11 +152,12 @@ class Policy:
 
     @property
     def stochastic(self) -> bool:
+        """Whether params are bfloat16, rounded stochastically, without master copies."""
         return self.rounding == "stochastic"
 
 
 # Keys of a step are folded with the index of a micro-batch; this one is none
-_ROUNDING = 0x726E64
+_ROUNDING, _MOMENTS = 0x726E64, 0x6D6F6D
 
 
 def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
@@ -179,9 +212,12 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
 class LossScale:
     """A factor on the loss that keeps small float16 gradients from becoming zero.
 
-    It grows by `factor` after `interval` applied steps in a row and shrinks by `factor` after a
-    step that overflowed, within [floor, ceiling]. `dynamic=False` never changes it. From
-    Micikevicius et al. 2018.
+    `scale`, a float32 scalar, grows by `factor` after `interval` applied steps in a row (`good`
+    counts them) and shrinks by `factor` after a step that overflowed, within [floor, ceiling].
+    `dynamic=False` never changes it. `setup` raises StateError for a scale outside of that range.
+    From Micikevicius et al. 2018, arXiv:1710.03740.
+
+        state = ts.setup(rule, params, precision="float16", loss_scale=LossScale(interval=500))
     """
 
     scale: Scalar = 2.0**16  # f32
@@ -193,7 +229,11 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
-        """The scale after a step; one rejected for another reason neither applied nor overflowed."""
+        """The scale after a step, of which the bool scalars `applied` and `overflowed` are given.
+
+        Both are false for a step that was rejected for another reason: then nothing changes.
+        `scale / factor` after an overflow, `scale * factor` after `interval` good steps.
+        """
         if not self.dynamic:
             return self
         due = applied & (self.good + 1 >= self.interval)

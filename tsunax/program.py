@@ -6,14 +6,15 @@ The formula is in `step.py`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import LossFn, seen_by
-from tsunax.errors import StateError, suggests_names
+from tsunax.errors import StateError
 from tsunax.guard import leaves_apart
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
@@ -57,7 +58,7 @@ def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
 ) -> PyTree:
-    """`run(batch, extra)`, with both on the mesh of the state; errors are those of its arguments."""
+    """`run(batch, extra)` with both on the mesh of the state; errors are those of its arguments."""
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
     try:
@@ -102,8 +103,8 @@ class Programs(dict[Any, Any]):
     def __init__(self, build: Function) -> None:
         super().__init__()
         self._build = build
+        self.traced: int = 0  # how often, of those of a loop
         self._sharding: Any = None  # of the clock of the last state that lay on one device
-        self.devices: list[Any] = []  # that such states lay on: each compiles, none traces
 
     def __missing__(self, shardings: Hashable) -> Function:
         self[shardings] = self._build(shardings)
@@ -124,11 +125,8 @@ class Programs(dict[Any, Any]):
             raise StateError(donated("step()"))
         checks.check_arrays(state, "state")
         shardings, moving, still = place_state(moving, still)
-        self._sharding = None
-        if shardings is None and trees.is_placed(clock) and len(devices := clock.devices()) == 1:
-            self._sharding = clock.sharding
-            if not devices.issubset(self.devices):
-                self.devices += devices
+        is_on_one = shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
+        self._sharding = clock.sharding if is_on_one else None
         return shardings, moving, still
 
 
@@ -152,7 +150,8 @@ class TrainStep:
 
     Steps compare by value. `step.lower(state, batch)` is the program of a step,
     `step.pure(state, batch, extra)` the function behind it, and
-    `dataclasses.replace(step, accumulate=4)` the same step with another argument.
+    `dataclasses.replace(step, accumulate=4)` the same step with another argument. Raises as
+    `train_step`, whose arguments are its fields.
     """
 
     loss_fn: Function
@@ -182,15 +181,24 @@ class TrainStep:
         """Whether loss_fn takes `mask`, so that rows of padding do not count."""
         return "mask" in LossFn.of(self.loss_fn).names
 
-    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
-        """The step without compilation and donation; for a population, the step of each member."""
-        return _over_members(self._one, state, batch, extra, at_once=self.at_once)
+    def pure(
+        self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any = None
+    ) -> tuple[TrainState, StepInfo]:
+        """The step without compilation and donation; for a population, the step of each member.
 
-    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, StepInfo]:
+        For a program of your own: `jax.jit(step.pure)(state, batch, {})`. `extra` is a dict; rules
+        may divide their work over the devices of `mesh`.
+        """
+        mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
+        return _over_members(self._one, state, batch, extra, mesh, at_once=self.at_once)
+
+    def _one(
+        self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
+    ) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
         search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
-        extra = {**search, **extra}
+        extra = {"device_mesh": mesh, **search, **extra}
         return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
 
     @functools.cached_property
@@ -207,11 +215,13 @@ class TrainStep:
         return Programs(self._compiled_on)
 
     def _compiled_on(self, shardings: MeshShardings | None) -> Any:
+        mesh = shardings and shardings.replicated.mesh
+
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
             with leaves_apart(shardings is not None):
-                state, (loss, weight, *seen, _) = self.pure(state, batch, extra)
+                state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
             weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
             # numbers are put back outside, and info is made there: faster
@@ -233,10 +243,10 @@ class TrainStep:
         return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
-        self, state: TrainState, batch: PyTree = None, **extra: Any
+        self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
-        if not isinstance(state, TrainState):
-            check_state(state, "step()", batch)
+        if more or not isinstance(state, TrainState):
+            check_state(state, "step()", batch, more)
         try:
             # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
@@ -263,11 +273,18 @@ class TrainStep:
         return state, info
 
     def lower(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Lowered:
-        """The program for these arguments (arrays or `ShapeDtypeStruct`s), not yet compiled."""
+        """The program for these arguments (arrays or `ShapeDtypeStruct`s), not yet compiled.
+
+        `step.lower(state, batch).compile().cost_analysis()["flops"]`. Raises WrongTypeError unless
+        `state` is a TrainState, StateError for one that a step has consumed.
+        """
         return self.trace(state, batch, **extra).lower()
 
     def trace(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Traced:
-        """The traced program for these arguments, with its `.jaxpr`."""
+        """The traced program of `state` and `batch`: `step.trace(state, batch).jaxpr`.
+
+        Takes arrays or `ShapeDtypeStruct`s, and raises, as `lower`.
+        """
         check_state(state, "lower()", batch)
         shardings, moving, still = place_state(*split(state))
         if shardings is not None:
@@ -279,7 +296,6 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-@suggests_names
 def train_step(
     loss_fn: Function,
     *,
@@ -328,8 +344,8 @@ def train_step(
         as `optax.contrib.differentially_private_aggregate`. Or a function: it is given the gradient
         of one row, a tree like `trainable(state)`, and returns another one like it (clipped, for
         example). The rule gets their mean over rows, in the memory of one micro-batch.
-      noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), how gradients scatter
-        from micro-batch to micro-batch. It takes an `accumulate` of at least 2.
+      noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), the scatter of
+        gradients between micro-batches. It takes an `accumulate` of at least 2.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -356,31 +372,30 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step` returns: a function `(state, batch, **extra) -> Loss`."""
+    """What `eval_step(loss_fn, axis_name=...)` returns: `f(state, batch, **extra) -> Loss`."""
 
     loss_fn: Function
     axis_name: AxisName = None
 
     def __post_init__(self) -> None:
-        _ = self._fn, self._axes_around
+        _ = self._fn, checks.as_axes(self.axis_name, "eval_step()")
 
     @functools.cached_property
     def _fn(self) -> LossFn:
         return LossFn.of(self.loss_fn, "eval_step()")
 
-    @functools.cached_property
-    def _axes_around(self) -> Callable[[], tuple[str, ...]]:
-        return axes_around(self.axis_name, "eval_step()")
-
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        """The evaluation without compilation; for a population, that of each member."""
+        """The evaluation without compilation; for a population, that of each member.
+
+        For a program of your own: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
+        """
         return _over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, batch, extra, train=False)
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)
-        if axes := self._axes_around():
+        if axes := axes_around(self.axis_name, "eval_step()"):
             from tsunax.microbatches import loss_over_devices
 
             loss = loss_over_devices(loss, axes)
@@ -391,7 +406,7 @@ class EvalStep:
         return jax.jit(self.pure)
 
     def _read(self, state: TrainState) -> TrainState:
-        """The part of the state that an evaluation reads: another rule or freeze compiles nothing."""
+        """The part of a state that an evaluation reads: a new rule or freeze compiles nothing."""
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
@@ -399,7 +414,9 @@ class EvalStep:
         none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
         return dataclasses.replace(state, **{**none, "plan": plan})
 
-    def __call__(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
+    def __call__(self, state: TrainState, batch: PyTree, *more: Never, **extra: Any) -> Loss:
+        if more:
+            check_state(state, "eval_step()", batch, more)
         run = lambda *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
@@ -407,9 +424,8 @@ class EvalStep:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
 
 
-@suggests_names
 def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
-    """The compiled evaluation of the same loss function: `f(state, batch, **extra) -> Loss`.
+    """The compiled evaluation of a step's `loss_fn`: `f(state, batch, **extra) -> Loss`.
 
     `train` is False, there is no `key`, and `model_state` is read only; the precision is that of
     the state. Results of several batches merge: `a.merge(b).compute()` is the mean over all rows of

@@ -6,8 +6,7 @@ first in a chain, add the same gradient (also of complex leaves), without a pena
 with a live factor.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
 from typing import Any
@@ -64,7 +63,7 @@ def l2(params: PyTree, where: Where = "**") -> jax.Array:
     """`½ Σ w²` over the selected leaves: an f32 scalar, with the gradient `w`; otherwise as `l1`.
 
     In the loss, `factor * l2(params, where)` has the gradient of
-    `add_decayed_weights(factor, where)` first in the chain.
+    `add_decayed_weights(factor, where)` first in the chain. Raises PatternError as `l1`.
 
     >>> params = {"w": jnp.array([3.0, -4.0]), "bias": jnp.array([100.0])}
     >>> l2(params, ["**", "!**/bias"]), jax.grad(l2)(params)["w"]
@@ -76,6 +75,7 @@ def l2(params: PyTree, where: Where = "**") -> jax.Array:
 def elastic(params: PyTree, where: Where = "**", *, l1_ratio: Scalar = 0.5) -> jax.Array:
     """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty; otherwise as `l1`.
 
+    The sums are over the leaves of `params` that `where` selects; PatternError if there are none.
     (Zou and Hastie, 2005.) In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of
     `chain(add_decayed_weights((1 - r) * factor), sign_decay(r * factor), ...)`. `r` is `l1_ratio`
     and may be traced.

@@ -15,21 +15,24 @@ import hashlib
 import os
 import random
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax._src import xla_bridge
+from jax._src import compilation_cache, xla_bridge
 
-from tsunax._core import Function, PyTree, checks, stable_text, trees
-from tsunax.errors import DataError, DeviceError, StateError, WrongTypeError
+from tsunax._core import Function, PyTree, StrPath, checks, libraries, stable_text, trees
+from tsunax.errors import DataError, DeviceError, SaveError, StateError, WrongTypeError
 
-__all__ = ["check_reproducible", "fingerprint", "isolated_rng", "reproducible", "worker_seed"]
+__all__ = [
+    "check_reproducible", "compile_cache", "fingerprint", "isolated_rng", "reproducible",
+    "worker_seed",
+]  # fmt: skip
 
 _FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
-_MOST = 2**63
 
 
 def reproducible(seed: int = 0) -> jax.Array:
@@ -67,11 +70,46 @@ def key_of(seed: int) -> jax.Array:
     return key if seed >> 32 in (0, -1) else jax.random.fold_in(key, seed >> 32 & 0xFFFFFFFF)
 
 
+def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
+    """Keep compiled programs in the directory `path`, from which the next process reads them.
+
+    JAX's compilation cache, for programs of any size and any time of compiling. Call it first: what
+    is compiled before is not kept. The files are code that runs in your process: nobody else may
+    be able to write there. With `max_bytes` (needs `filelock`) those used longest ago go.
+
+    Raises DeviceError if JAX keeps programs in another directory already, SaveError if this one
+    cannot be written to, MissingLibraryError.
+    """
+    where, config = "compile_cache()", jax.config
+    if max_bytes is not None:
+        checks.check_count(max_bytes, where, "max_bytes")
+        libraries.library("filelock", f"{where} with max_bytes")
+    try:
+        folder = os.path.expanduser(path)
+        if "://" not in folder:  # JAX reads and writes buckets itself
+            if folder.startswith("~"):
+                raise ValueError(f"no such user: {folder}")
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            folder = os.path.abspath(folder)
+    except (OSError, TypeError, ValueError) as error:
+        raise SaveError("path", where, error, "a directory to write to") from None
+    used = config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if compilation_cache._cache is not None and used not in (None, folder):
+        fix = "Call it first, and without JAX_COMPILATION_CACHE_DIR."
+        raise DeviceError("path", where, folder, f"{used}, which is in use already", fix)
+    config.update("jax_compilation_cache_dir", folder)
+    config.update("jax_compilation_cache_max_size", -1 if max_bytes is None else int(max_bytes))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX reads directory and size once
+
+
 @contextlib.contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
     """A block after which Python's and NumPy's global generators are as before.
 
-    With a `seed`, they are seeded at its start.
+    With a `seed`, an int, they are seeded at its start. Raises WrongTypeError as `reproducible`.
 
     >>> random.seed(1)
     >>> with isolated_rng(2):
@@ -97,7 +135,8 @@ def worker_seed(seed: int, *path: int) -> int:
     """A seed for a worker of a data loader: `worker_seed(seed, epoch, process, worker)`.
 
     Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design); `seed + worker`
-    would repeat the augmentations of one epoch in the next.
+    would repeat the augmentations of one epoch in the next. The seed, the numbers of the `path` and
+    the result are ints from 0 up to 2**63; WrongTypeError for others.
 
     >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
     True
@@ -108,7 +147,7 @@ def worker_seed(seed: int, *path: int) -> int:
 
 
 def fingerprint(tree: PyTree) -> str:
-    """16 hex digits of the sha256 of every leaf's path, shape, dtype and bytes. Waits.
+    """16 hex digits of the sha256 of the paths, shapes, dtypes and bytes in `tree`. Waits.
 
     Each of several processes has its own; they are equal if each process has all of each array.
     Raises StateError for traced arrays, deleted arrays, and arrays spread over processes.
@@ -145,13 +184,11 @@ def _check_concrete(leaf, place: str, fix: str = "") -> None:
     checks.check_alive(leaf, place)
 
 
-def check_reproducible(
-    step: Function, state: PyTree, batches: Iterable[Any], *, times: int = 2
-) -> str:
-    """The fingerprint of the last state of several equal runs of `step` over the batches.
+def check_reproducible(step: Function, state: PyTree, batches: Iterable[Any]) -> str:
+    """The fingerprint of the last state of two equal runs of `step` over the batches.
 
     `step(state, batch) -> (state, info)` runs on copies of the state. Raises StateError that names
-    the first batch after which two runs differ, and the first leaf; DataError for no batch.
+    the first batch after which they differ, and the first leaf; DataError for no batch.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -161,32 +198,27 @@ def check_reproducible(
     16
     """
     where = "check_reproducible()"
-    checks.check_count(times, where, "times", least=2)
     for path, leaf in jtu.tree_flatten_with_path(state)[0]:
         _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
     if not (batches := list(batches)):
         raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
-    runs = [copied(state) for _ in range(times)]
+    one, other = copied(state), copied(state)
     for at, batch in enumerate(batches):
-        runs = [step(run, batch)[0] for run in runs]
-        for other in runs[1:]:
-            if fingerprint(runs[0]) != fingerprint(other):
-                keyed = jtu.tree_flatten_with_path(runs[0])[0]
-                pairs = zip(keyed, jax.tree.leaves(other), strict=True)
-                path = next(p for (p, x), y in pairs if _of_leaf(p, x) != _of_leaf(p, y))
-                got = f"other bits in {trees.access_str('state', path)}"
-                fix = "Same inputs, same bits: see reproducible()."
-                raise StateError("step", f"batch {at}", got, "the same in every run", fix)
-    return fingerprint(runs[0])
+        one, other = step(one, batch)[0], step(other, batch)[0]
+        if fingerprint(one) != fingerprint(other):
+            pairs = zip(jtu.tree_flatten_with_path(one)[0], jax.tree.leaves(other), strict=True)
+            path = next(p for (p, x), y in pairs if _of_leaf(p, x) != _of_leaf(p, y))
+            got = f"other bits in {trees.access_str('state', path)}"
+            fix = "Same inputs, same bits: see reproducible()."
+            raise StateError("step", f"batch {at}", got, "the same in both runs", fix)
+    return fingerprint(one)
 
 
 def _checked(seed: Any, where: str) -> int:
-    expected = "an int from 0 to 2**63 - 1"
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise WrongTypeError("seed", where, trees.describe(seed), expected)
-    if not 0 <= seed < _MOST:
-        raise WrongTypeError("seed", where, seed, expected)
+    is_int = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not is_int or not 0 <= seed < 2**63:
+        raise WrongTypeError("seed", where, trees.describe(seed), "an int from 0 to 2**63 - 1")
     return int(seed)
 
 

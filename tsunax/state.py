@@ -8,7 +8,6 @@ batches and loops.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import dataclasses
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Function, Maybe, PyTree, Where, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, tables, trees
 from tsunax._core.trees import own
 from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
-from tsunax.errors import StateError, WrongTypeError, message, suggests_names, unknown
+from tsunax.errors import StateError, WrongTypeError, message, unknown
 from tsunax.rules.number_table import Numbers
 
 if TYPE_CHECKING:
@@ -32,11 +31,39 @@ if TYPE_CHECKING:
     from tsunax.precision import LossScale, Policy
 
 
-@state_class
-class TrainState:
-    """The state of training, which a step takes and returns.
+class Clocked:
+    """What has a clock: a `TrainState`, and `States` with one for all."""
 
-    Made by `setup`; edited by `adjust`, `freeze` and `replace`.
+    clock: jax.Array  # int32 (4,)
+
+    @property
+    def step(self) -> jax.Array:
+        """int32: updates applied. The clock of schedules, averages and logs."""
+        return count_in(self.clock, 0)
+
+    @property
+    def calls(self) -> jax.Array:
+        """int32: every call, rejected ones too. Never rolls back; keys come from it."""
+        return count_in(self.clock, 1)
+
+    @property
+    def rejected(self) -> jax.Array:
+        """int32: calls whose step was rejected by its verdict."""
+        return count_in(self.clock, 2)
+
+    @property
+    def rejected_in_a_row(self) -> jax.Array:
+        """int32: calls rejected since the last one that was not."""
+        return count_in(self.clock, 3)
+
+
+@state_class
+class TrainState(Clocked):
+    """The state of training: `state, info = step(state, batch)`.
+
+    Made by `setup`; edited by `adjust`, `freeze` and `replace(**fields)`, which return a new one.
+    Its counts, `step`, `calls`, `rejected` and `rejected_in_a_row`, are int32 scalars; a population
+    has a leading axis of members in each array. StateError for one that a step has consumed.
     """
 
     # int32 (4,): the counts below. One array: a step pays for each that it returns
@@ -66,6 +93,7 @@ class TrainState:
     _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
     _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
     _get_still: ClassVar[Function]  # a state -> the values of `_still`
+    _repr_html_ = tables.folded
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
@@ -90,28 +118,8 @@ class TrainState:
         more = state_setup.first_values(more, roles, base(state), where)
         return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
 
-    @property
-    def step(self) -> jax.Array:
-        """int32: updates applied. The clock of schedules, averages and logs."""
-        return count_in(self.clock, 0)
-
-    @property
-    def calls(self) -> jax.Array:
-        """int32: every call, rejected ones too. Never rolls back; keys come from it."""
-        return count_in(self.clock, 1)
-
-    @property
-    def rejected(self) -> jax.Array:
-        """int32: calls whose step was rejected by its verdict."""
-        return count_in(self.clock, 2)
-
-    @property
-    def rejected_in_a_row(self) -> jax.Array:
-        """int32: calls rejected since the last one that was not."""
-        return count_in(self.clock, 3)
-
     def replace(self, **fields: Any) -> TrainState:
-        """The state with some fields replaced, by copies of the given arrays.
+        """The state with some fields replaced, by copies: `state.replace(params=params, step=0)`.
 
         Raises StateError for unknown fields, for another structure, shape or dtype (except those
         of `model_state`), and for a state that was donated.
@@ -127,6 +135,7 @@ class TrainState:
         check_state(self, "replace()")
         if "key" in fields:
             fields["key"] = state_setup.as_key(fields["key"], "replace()")
+            state_setup.check_rounding(self.plan.precision, fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
@@ -164,7 +173,7 @@ def count_in(clock: Any, i: int) -> Any:
 def trainable(state: TrainState) -> PyTree:
     """The trained leaves of `state.params`, with `None` in place of the others.
 
-    Gradients have this structure.
+    Gradients have this structure. Raises StateError for a state that a step has consumed.
 
     >>> import tsunax as ts
     >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(1)}
@@ -210,7 +219,7 @@ def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays that a step changes (it donates and returns them), and those that it only reads."""
+    """The arrays that a step changes (it donates and returns them), and those it only reads."""
     params, rest = state.params, None
     if state.plan.moving is not None:
         params, rest = trees.partition(state.params, state.plan.moving)
@@ -259,7 +268,9 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
     mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
-    masters = None if state.masters is None else jax.tree.map(own, mean)
+    masters = state.masters
+    if masters is not None:
+        masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
     return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
@@ -275,10 +286,9 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
         expected = " or ".join(map(repr, found)) or "one"
         fix = "" if found else "Give setup(..., ema=0.999)."
         raise StateError("average", where, got, expected, fix)
-    return found[name].params
+    return trees.on_device(found[name].params)
 
 
-@suggests_names
 def setup(
     rule: optax.GradientTransformation,
     params: PyTree,
@@ -334,9 +344,6 @@ def setup(
     swapped = isinstance(params, optax.GradientTransformation)
     inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = extra_arguments.with_extra(rule)
-    if isinstance(params, TrainState):
-        fix = "Give state.params."
-        raise WrongTypeError("params", "setup()", "a TrainState", "a pytree of arrays", fix)
     key = state_setup.as_key(key, "setup()")
     flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
     if device is not None:
@@ -356,6 +363,8 @@ def setup(
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))
     inspecting.check_update(rule, seen)
+    if policy is not None and policy.moments != "float32":
+        opt_state = state_setup.with_low_moments(opt_state, plan, seen)
     opt_state, numbers = number_table.hoist(opt_state)
     place = functools.partial(placement.beside, trained)
     return TrainState(
@@ -379,17 +388,35 @@ def donated(where: str) -> str:
     return message("state", where, got, expected, fix)
 
 
-def check_state(state: object, where: str, second: object = None) -> None:
-    """Raise unless `state` is a TrainState that was not donated; `second` is the argument after it."""
+def check_values(state: object, where: str, second: object = None) -> None:
+    """`check_state`, and WrongTypeError for a state of shapes (`jax.eval_shape`)."""
+    check_state(state, where, second)
+    if isinstance(state, TrainState) and isinstance(state.clock, jax.ShapeDtypeStruct):
+        from tsunax._core import checks
+
+        checks.check_arrays(state.clock, "state.clock")
+
+
+def check_state(state: object, where: str, second: object = None, more: Any = ()) -> None:
+    """Raise unless `state` is a TrainState and not donated; `second` and `more` come after it."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))
+        if more:
+            fix = "Write step(state, (x, y))."
+            raise WrongTypeError("batch", where, f"{1 + len(more)} arguments", "one pytree", fix)
         return
+    got, expected = trees.describe(state), "a TrainState"
     fix = "Make one: ts.setup(rule, params)."
     if isinstance(second, TrainState):
         fix = "The state comes first."
+    elif isinstance(getattr(state, "state", None), TrainState):  # `Restored`, `Run`
+        fix = f"Take its state: {type(state).__name__.lower()}.state."
+    elif type(state).__name__ == "TrainState":
+        got, expected = "flax's TrainState", "a tsunax.TrainState"
+        fix = "Make one: ts.setup(state.tx, state.params)."
     elif isinstance(getattr(state, "members", None), dict):  # `States`
         fix = f"Give one of its members: run.{next(iter(state.members))}."  # pyright: ignore
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         fix = "A step returns two things: state, info = step(state, batch)."
-    raise WrongTypeError("state", where, trees.describe(state), "a TrainState", fix)
+    raise WrongTypeError("state", where, got, expected, fix)

@@ -25,18 +25,18 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from tsunax import guard
-from tsunax._core import PyTree, placement, trees
+from tsunax._core import PyTree, placement, tables, trees
 from tsunax._core.trees import own
 from tsunax._step.state_fields import COUNTS
 from tsunax.errors import StateError, WrongTypeError, unknown
-from tsunax.state import TrainState, assemble, count_in, split
+from tsunax.state import Clocked, TrainState, assemble, split
 
 __all__ = ["States"]
 
 
 # Not a dataclass: the names of its fields are the user's
 @jax.tree_util.register_pytree_with_keys_class
-class States:
+class States(Clocked):
     """Named training states as one value, with one clock, and what lives beside them.
 
     `ts.States(generator=g, critic=c)`: a pytree with `run.generator` and `run.critic`, to which
@@ -52,8 +52,7 @@ class States:
     The members' own clocks count their own updates: schedules, averages and keys follow those.
 
     Members of populations make a population of runs. Raises WrongTypeError for a member that is no
-    state, StateError for none, for one state under two names, and for a name that cannot be an
-    attribute.
+    state, StateError for none, and for a name that cannot be an attribute.
 
     >>> import tsunax as ts
     >>> state = lambda rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
@@ -63,21 +62,18 @@ class States:
     ({'actor/learning_rate': 0.1, 'critic/learning_rate': 0.2}, 0)
     """
 
-    clock: jax.Array  # int32 (4,): as that of a `TrainState`
-    # int32 (members,): their rejected calls when the last call was counted. Not read off the members
-    # of the old run: outside of jit a step has donated those
+    # int32 (members,): their rejected calls when the last call was counted. Not read from the old
+    # run: outside of jit a step has donated its members
     tally: jax.Array
     carry: PyTree  # moves as the step says, whatever the verdicts
     members: Mapping[str, TrainState]
+    _repr_html_ = tables.folded
 
     def __init__(self, *, carry: PyTree = None, **members: TrainState) -> None:
         _check(members)
         first = next(iter(members.values()))
         shape = jnp.shape(first.clock)[:-1]
-        for name, state in members.items():
-            if (other := jnp.shape(state.clock)[:-1]) != shape:
-                got = f"{name!r} of {other or 'one'}, the first of {shape or 'one'}"
-                raise StateError("members", "States()", got, "populations of one size, or none")
+        _check_sizes(members, shape, "States()")
         clock = np.zeros((*shape, len(COUNTS)), np.int32)
         clock, tally = placement.beside(first.params, clock), _tally(members.values())
         seen: set[int] = set()  # a key that two states were given would be donated twice
@@ -106,28 +102,8 @@ class States:
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.members]
 
-    @property
-    def step(self) -> jax.Array:
-        """int32: calls in which no update of a member was rejected."""
-        return count_in(self.clock, 0)
-
-    @property
-    def calls(self) -> jax.Array:
-        """int32: every call of the step."""
-        return count_in(self.clock, 1)
-
-    @property
-    def rejected(self) -> jax.Array:
-        """int32: calls in which the update of a member was rejected."""
-        return count_in(self.clock, 2)
-
-    @property
-    def rejected_in_a_row(self) -> jax.Array:
-        """int32: such calls since the last one that was none."""
-        return count_in(self.clock, 3)
-
     def replace(self, **new: Any) -> States:
-        """The run with some members, or its carry, replaced; not counted as a call.
+        """The run with `new` members or carry: `run.replace(critic=state)`; not counted as a call.
 
         Raises StateError for an unknown name, WrongTypeError for a member that is no state.
         """
@@ -137,17 +113,18 @@ class States:
             if name != "carry":
                 _check_state(name, x)
         members = {name: new.get(name, x) for name, x in self.members.items()}
+        _check_sizes(members, jnp.shape(self.clock)[:-1], "States.replace()")
         known = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
         known |= {name: members[name].rejected for name in members if name in new}
         tally = jnp.stack([*known.values()], -1)
         return _made(self.clock, tally, new.get("carry", self.carry), members)
 
     def advance(self, *, all_or_none: bool = False, **new: Any) -> States:
-        """The run after one call of its step: some members and the carry replaced, the call counted.
+        """The run after a call of its step: `new` members and carry, and the call counted.
 
-        Each member is what its own verdict made of it: where the critic's update was rejected, the
-        generator has moved. With `all_or_none` all updates of a call are rejected if one is: then
-        only counts and loss scales move in any member. The carry moves in any case.
+        Each member follows its own verdict: if the critic's update was rejected, the generator may
+        have moved. With `all_or_none` all updates of a call are rejected if one is: then only
+        counts and loss scales move in any member. The carry moves in any case.
 
         Raises as `replace`.
         """
@@ -165,7 +142,11 @@ class States:
         return _made(clock, tally, run.carry, members)
 
     def member_at(self, where: object, by: str) -> tuple[str, str]:
-        """The member that a pattern begins with, and the pattern in it: "critic/encoder/**"."""
+        """The member that a pattern begins with, and the pattern in it, both strings.
+
+        Of "critic/encoder/**" they are `("critic", "encoder/**")`. Raises StateError, with the name
+        `by` of the caller, unless `where` is a string that begins with a member.
+        """
         name, _, inside = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
             shown = where if isinstance(where, str) else trees.describe(where)
@@ -208,16 +189,19 @@ def _check(members: Mapping[str, Any]) -> None:
     if not members:
         fix = "For example ts.States(generator=g, critic=c)."
         raise StateError("members", "States()", "none", "a training state by name", fix)
-    taken, seen = {*dir(States), *States.__annotations__}, {}
+    taken = {*dir(States), *States.__annotations__}
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in taken:
             expected = "a name that can be an attribute, and is none of States'"
             raise StateError("name", "States()", repr(name), expected)
         _check_state(name, state)
-        if id(state) in seen:
-            got = f"one state for {seen[id(state)]!r} and {name!r}"
-            raise StateError("members", "States()", got, "a state for each", "Set up another one.")
-        seen[id(state)] = name
+
+
+def _check_sizes(members: Mapping[str, TrainState], shape: tuple[int, ...], where: str) -> None:
+    for name, state in members.items():
+        if (other := jnp.shape(state.clock)[:-1]) != shape:
+            got = f"{name!r} of {other or 'one'}, the first of {shape or 'one'}"
+            raise StateError("members", where, got, "populations of one size, or none")
 
 
 def _check_state(name: str, state: object) -> None:
@@ -257,7 +241,7 @@ def numbers_of(tree: PyTree) -> dict[str, Any]:
 
 
 def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
-    """`(kind, moving, still)`: what `assemble_any` needs, what a step changes, what it only reads."""
+    """`(kind, moving, still)`: the input of `assemble_any`, the part a step changes, the rest."""
     if isinstance(state, TrainState):
         return (type(state), state.plan), *split(state)
     if not isinstance(state, States):

@@ -11,7 +11,7 @@ up to you.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false, reportMissingTypeStubs=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
 import dataclasses
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
-from tsunax._step.gradients import check_policy, gradient_of
-from tsunax._step.state_fields import averages_of
-from tsunax.errors import RuleError, StateError, suggests_names
-from tsunax.loss import Loss, check_model_state, finished
+from tsunax._step.gradients import gradient_of
+from tsunax._step.state_fields import averages_of, thawed_flags
+from tsunax.errors import RuleError, StateError
+from tsunax.loss import Loss, check_model_state, finished, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
 from tsunax.state import (
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
 
 
-@suggests_names
 def value_and_grad(
     loss_fn: Function,
     *,
@@ -64,7 +63,7 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). The other arguments are those of `train_step`; of the policies for what is not finite
+    searches). `remat` and `axis_name` are those of `train_step`; of its policies `on_nonfinite`
     only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
     goes downhill, as in PyTorch: JAX's own do not.
 
@@ -77,7 +76,8 @@ def value_and_grad(
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
-    >>> loss, grads = value_and_grad(lambda params, x: jnp.sum(params["w"] * x))(state, jnp.array([3.0, 4.0]))
+    >>> f = value_and_grad(lambda params, x: jnp.sum(params["w"] * x))
+    >>> loss, grads = f(state, jnp.array([3.0, 4.0]))
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
@@ -88,7 +88,11 @@ def value_and_grad(
 class StepInfo(NamedTuple):
     """What a step reports: its loss, norms, verdict and metrics.
 
-    Reading a value waits for the device; keeping it does not.
+    Reading a value, `float(info.loss)`, waits for the device; keeping it does not. `loss` and
+    `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and `update_norm`
+    (None without norms). `metrics` is a dict; `verdict` is 0 if the step was `applied`. Not every
+    step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live `numbers`, which
+    `hyperparams` names.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` was given none
@@ -117,19 +121,13 @@ class StepInfo(NamedTuple):
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
         parts |= (self.metrics or {}) | self.hyperparams
-        return f"StepInfo({', '.join(f'{name}={_six_digits(x)}' for name, x in parts.items())})"
+        shown = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
+        return f"StepInfo({', '.join(f'{name}={shown(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
-        """The live hyperparameters that the step used, by flat name."""
+        """The live hyperparameters that the step used, a dict by flat name."""
         return {} if self.numbers is None else self.numbers.named(self.step)
-
-
-def _six_digits(x: Any) -> Any:
-    """A concrete number in six digits; other values as they are."""
-    if not trees.is_array(x) or trees.is_traced(x) or np.ndim(x):
-        return x
-    return bool(x) if x.dtype == bool else f"{float(x):.6g}"
 
 
 def update(
@@ -152,12 +150,11 @@ def update(
         `value_and_grad` conjugates those of complex leaves, `jax.grad` does not.
       loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for
         the rules that ask for it.
-      model_state: what replaces `state.model_state` if the step is applied; by default the one in
-        `loss`.
+      model_state: replaces `state.model_state` if the step is applied; default: the one in `loss`.
       on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a
         rule's report is not finite. "skip" rejects the step: every array of the state but its
-        counts and its loss scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
-        "ignore" applies it.
+        counts and its loss scale stays bit-identical. "raise" rejects too, and a compiled step then
+        waits and raises. "ignore" applies it.
       norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
       extra: goes to the rule, if it takes extra arguments.
 
@@ -171,7 +168,7 @@ def update(
     (Array([0.7, 1.6], dtype=float32), 5.0, True)
     """
     check_state(state, "update()", grads)
-    check_policy(on_nonfinite, "update()")
+    checks.check_choice(on_nonfinite, "update()", "on_nonfinite", guard.POLICIES)
     checks.check_flags("update()", norms=norms)
     if extra:
         _errors().check_extra(state, extra)
@@ -197,19 +194,25 @@ def update_unchecked(
         model_state = state.model_state if loss.model_state is None else loss.model_state
     check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
-    thawed = _thawed(state)
+    thawed = thawed_flags(state)
     grads = _without_frozen(grads, thawed)
     measures = norms or on_nonfinite != "ignore"
-    grad_norm = guard.global_norm(_mean(grads, trained_part(state))) if measures else None
+    grad_norm = None
+    if measures or any(map(trees.is_offloaded, jax.tree.leaves(state))):
+        grad_norm = guard.global_norm(_mean(grads, trained_part(state)))
+    given, state = state, trees.on_device(state, after=grad_norm)
 
     def applied() -> tuple[TrainState, PyTree, Any]:
         """The state if the step is taken, the rule's updates, and whether the call moves params."""
         updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
+        opt_state = number_table.hoist_like(opt_state, state.numbers)
+        if (policy := state.plan.precision) is not None:
+            opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
         new = dataclasses.replace(
             state,
             clock=guard.count(state.clock, emitted),
-            opt_state=number_table.hoist_like(opt_state, state.numbers),
+            opt_state=opt_state,
             model_state=model_state,
         )
         new = _with_params(new, optax.apply_updates(base(state), updates))
@@ -233,6 +236,7 @@ def update_unchecked(
         new = _chosen(verdict == 0, new, state, again)
         new = _recorded(state, new, verdict, emitted, loss)
     shown = (grad_norm, update_norm) if norms else (None, None)
+    new = trees.offloaded_like(new, given)
     return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
 
 
@@ -294,15 +298,6 @@ def _errors() -> Any:
     return update_errors
 
 
-def _thawed(state: TrainState) -> list[Any] | None:
-    """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
-    if state.frozen is None:
-        return None
-    from tsunax._step import frozen_leaves
-
-    return frozen_leaves.thawed_flags(state)
-
-
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
     """The gradients with zeros for frozen leaves, which count in no norm."""
     if thawed is None:
@@ -323,7 +318,9 @@ def _ruled(
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
-    opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    policy, opt_state = state.plan.precision, state.opt_state
+    opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
+    opt_state = number_table.lower(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **given)
     lacks_rows = lambda: (
         mean is grads and _errors().without_rows(lambda g: (opt_state, *update(g)), params)

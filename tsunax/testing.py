@@ -35,17 +35,9 @@ from tsunax._step.members import members_of
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_fields import averages_of, frozen_flags
 from tsunax.data.batching import Data
-from tsunax.data.prefetching import Prefetched
 from tsunax.devices.meshes import mesh as all_devices
 from tsunax.devices.meshes import shard
-from tsunax.errors import (
-    CheckError,
-    DataError,
-    HyperparameterError,
-    StateError,
-    TsunaxError,
-    WrongTypeError,
-)
+from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import freeze
 from tsunax.insight.description import describe
 from tsunax.loop import fit
@@ -53,6 +45,7 @@ from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
+from tsunax.run.feed import innermost
 from tsunax.run.info_columns import logged_step
 from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
 from tsunax.step import StepInfo
@@ -78,8 +71,10 @@ def check_accumulation(
 ) -> float:
     """Compare gradients and loss of n micro-batches with those of the whole batch.
 
-    Fails for models that mix rows of a batch (batch norm, contrastive losses) and for losses that
-    average averages. Randomness drawn per row differs by construction: give a state without a key.
+    Returns the largest relative difference, a float; raises CheckError if it is more than
+    `tolerance`, as for models that mix rows (batch norm, contrastive losses) and losses that
+    average averages, and WrongTypeError for a batch that `n` does not divide. `extra` are arguments
+    for `step`. Randomness drawn per row differs by construction: give a `state` without a key.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
@@ -106,7 +101,9 @@ def check_precision(
 ) -> float:
     """Compare gradients in the precision of the state with those in float32.
 
-    Finds leaves that overflow, underflow to zero, or lose more than `tolerance`.
+    `max |low - full| / max |full|` of each leaf: finds those that overflow, underflow to zero, or
+    lose more than `tolerance`. Returns the largest as a float; raises CheckError above `tolerance`,
+    StateError for a `state` in float32. `step`, `batch` and `extra` as in `check_accumulation`.
     """
     where = "check_precision()"
     _check(step, state, where)
@@ -133,9 +130,11 @@ def check_sharding(
     steps: int = STEPS,
     **extra: Any,
 ) -> float:
-    """Compare losses and params of a few steps over a mesh (`ts.mesh()`) with one device.
+    """Compare losses and params of `steps` steps over a `mesh` (None: `ts.mesh()`) with one device.
 
-    Randomness has to come from the key, not from shapes.
+    Randomness has to come from the key, not from shapes. Returns the largest relative difference, a
+    float, and raises CheckError if one is more than `tolerance` (for params: times `steps`).
+    `step`, `state`, `batch` and `extra` as in `check_accumulation`.
     """
     where = "check_sharding()"
     _check(step, state, where)
@@ -161,11 +160,12 @@ def check_resume(
     at: int = 3,
     **options: Any,
 ) -> None:
-    """Compare the bits of a run stopped at step `at` and resumed with those of an uninterrupted run.
+    """Compare the bits of a run stopped at step `at` and resumed with those of one without a stop.
 
-    Compares state, key, position of the data and losses. Each run begins at the current position of
-    `data`, which is restored at the end. `options` are passed to `fit`, for example
-    `fast_forward=True` for data that stores no position.
+    Compares state, key, position of the data and losses; raises CheckError for one other bit, and
+    WrongTypeError unless `at` is between the step of `state` and `steps`. Each run begins at the
+    current position of `data`, which is restored at the end. `options` are passed to `fit` beside
+    `step`, for example `fast_forward=True` for data that stores no position.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -197,7 +197,9 @@ def check_fused(
 ) -> float:
     """Compare the bits of many steps in one compiled loop with those of one step a call.
 
-    The params of a loop in Python may differ by `tolerance`, because XLA may round differently.
+    `fit(step, state, data, steps=steps, steps_per_call=n)` for n of 1, 4 and "auto": CheckError for
+    another bit. The params of a loop in Python may differ by `tolerance · steps`, because XLA may
+    round differently; returns that difference, a float.
     """
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
     _begin(state, steps, where)
@@ -214,14 +216,18 @@ def check_fused(
                 break
     for n in (4, "auto"):
         _compared(f"steps_per_call={n!r}", runs[n], runs[1], 0.0, "state")
-    found = _params(plain), _params(runs[1])
-    return _compared("the plain loop", *found, tolerance * steps, "params")
+    params = lambda x: x.params if isinstance(x, TrainState) else x
+    return _compared("the plain loop", params(plain), params(runs[1]), tolerance * steps, "params")
 
 
 def check_frozen(
     step: TrainStep, state: TrainState, batch: PyTree, where: Where, **extra: Any
 ) -> None:
-    """Check that frozen leaves keep their bits, with moments and averages, and that others move."""
+    """Check that frozen leaves keep their bits, with moments and averages, and that others move.
+
+    Runs 3 times `step(state, batch, **extra)` from `ts.freeze(state, where)`. Raises CheckError
+    with the path of the leaf, PatternError if `where` matches nothing.
+    """
     here, title = "check_frozen()", f"freeze({where!r})"
     _check(step, state, here)
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
@@ -256,7 +262,9 @@ def check_population(
 ) -> float:
     """Compare each member of `population(make, n, **values)` with its single run.
 
-    The tolerance is for batched matrix products, which round differently from single ones.
+    Returns the largest relative difference of params after 3 steps on `batch`, a float. Raises
+    CheckError if it is more than 3 · `tolerance`: batched matrix products round differently from
+    single ones. `make`, `n` and `values` are those of `ts.population`; `step` a train_step.
     """
     where = "check_population()"
     runs = population(make, n, key=0, **values)
@@ -283,10 +291,10 @@ def check_coordinates(
 ) -> dict[str, float]:
     """Check that training moves what a model computes as much at any width (µP).
 
-    `make(width)` returns `(step, state, outputs)`, and `outputs(params, batch)` a dict of arrays:
-    activations of layers, logits. After `steps` steps on the batch the mean size of their change
-    is fitted by a power of the width. Returns the powers by name, all near 0 under
-    `rules.scale_by_width` and a matching initialization.
+    `make(width)`, for two or more ints in `widths`, returns `(step, state, outputs)`, and
+    `outputs(params, batch)` a dict of arrays: activations, logits. After `steps` steps on it the
+    mean size of their change is fitted by a power of the width. Returns the powers by name, all
+    near 0 under `rules.scale_by_width` and a matching initialization.
 
     Raises CheckError for a power outside of `tolerance`: above 0, rates that fit a narrow model are
     too large for a wide one; below, a wide one stands still there.
@@ -317,24 +325,17 @@ def check_coordinates(
 def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> None:
     """Check that the loss function depends on its arguments only, and leaks no tracer.
 
-    Two traces must give the same bits. Finds random numbers of NumPy and Python, clocks and counters
-    that the function reads while it is traced.
+    Two traces of `step(state, batch, **extra)` must return the same bits, else it raises
+    CheckError: random numbers of NumPy and Python, clocks and counters were read in the trace. For
+    a leaked tracer JAX's own exception is raised.
     """
     where, ends = "check_purity()", []
     _check(step, state, where)
     start = _settled(step, state, batch, extra)
     for _ in range(2):
         anew = dataclasses.replace(step, donate=False)  # an equal step without compiled programs
-        try:
-            with jax.checking_leaks():
-                ends.append(anew(_copy(start), batch, **extra))
-        except TsunaxError:
-            raise
-        except Exception as error:
-            if "leak" not in str(error).lower():
-                raise
-            got, fix = "a tracer that outlives its trace", "Return it: metrics, or model_state."
-            raise CheckError("loss_fn", where, got, "values that are returned", fix) from error
+        with jax.checking_leaks():
+            ends.append(anew(_copy(start), batch, **extra))
     _check_taken(_taken_steps([info for _, info in ends], state), where, batch)
     try:
         for root, found, expected in zip(("state", "info"), ends[1], ends[0], strict=True):
@@ -347,8 +348,9 @@ def check_purity(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any
 def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: Any) -> int:
     """Check that the compiled step reuses all donated memory. Returns its bytes on one device.
 
-    A donated array is not reused if no result has its dtype, shape and sharding. Nothing is
-    executed.
+    `describe(step, state, batch, **extra).aliased`, an int; nothing is executed. Raises CheckError
+    with the leaves that no result replaces (none has their dtype, shape and sharding), and
+    WrongTypeError for a step with `donate=False`.
     """
     where = "check_donation()"
     _check(step, state, where)
@@ -367,26 +369,25 @@ def check_recompiles(
 ) -> int:
     """Check that a step is compiled at most `most` times over these batches. Returns the number.
 
-    The error names the reason of each compilation.
+    CheckError names the reason of each compilation. `step`, `state` and `extra` as elsewhere.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
     >>> check_recompiles(step, state, [np.ones((4, 2)), np.ones((3, 2))])
     Traceback (most recent call last):
-    tsunax.errors.CheckError: traces at 2 batches: got 2, expected at most 1. step: batch is float32[3,2], was ...
+    tsunax.errors.CheckError: traces at 2 batches: got 2, ... step: batch is float32[3,2], was ...
     """
     where = "check_recompiles()"
     _check(step, state, where)
-    anew, state, n = dataclasses.replace(step), _copy(state), 0
+    anew, state, batches = dataclasses.replace(step), _copy(state), list(batches)
     for batch in batches:
         state, _ = anew(state, batch, **extra)
-        n += 1
-    if not n:
-        raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     if (found := len(anew.traces)) > most:
-        reasons = retrace_reasons(anew.traces, [("step", x) for x in anew.programs.devices])
-        raise CheckError("traces", f"{n} batches", found, f"at most {most}", "; ".join(reasons))
+        reasons = retrace_reasons(anew.traces)
+        raise CheckError(
+            "traces", f"{len(batches)} batches", found, f"at most {most}", "; ".join(reasons)
+        )
     return found
 
 
@@ -423,15 +424,13 @@ def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
         raise DataError("batch", where, got, "one step at least", fix.rstrip())
 
 
-def _taken_steps(infos: list[Any], state: Any) -> Iterator[Any]:
-    """For each step whether its loss was finite and it was applied (or a loss scale was falling)."""
+def _taken_steps(infos: list[Any], state: Any) -> list[Any]:
+    """Whether the loss of each step was finite and it was applied, or a loss scale was falling."""
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
-    for info in infos:
-        if not isinstance(info, StepInfo):  # another kind of step
-            yield True
-            continue
-        rejected = info.verdict is not None and not is_falling and np.asarray(info.verdict) > 0
-        yield np.isfinite(np.asarray(info.loss)) & ~np.asarray(rejected)
+    is_taken = lambda verdict: verdict is None or is_falling or np.asarray(verdict) <= 0
+    # another kind of step has others
+    known = [info for info in infos if isinstance(info, StepInfo)]
+    return [np.isfinite(info.loss) & is_taken(info.verdict) for info in known] or [True]
 
 
 def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
@@ -460,10 +459,7 @@ def _run_steps(step: Any, state: Any, batch: Any, extra: Any, steps: int) -> tup
 @contextlib.contextmanager
 def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
     """A function that returns the data at their current position, which is restored at the end."""
-    inner = data
-    while isinstance(inner, Prefetched):
-        inner = inner.data
-    read = put = None
+    inner, read, put = innermost(data), None, None
     for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if all(hasattr(inner, name) for name in names) and not isinstance(inner, Data):
             read, put = (getattr(inner, name) for name in names)
@@ -480,10 +476,6 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
     yield begin
     if put is not None:
         put(start)
-
-
-def _params(state: Any) -> Any:
-    return state.params if isinstance(state, TrainState) else state
 
 
 def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:

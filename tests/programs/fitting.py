@@ -135,6 +135,15 @@ def broken(batch, n: int):
     raise OSError("disk")
 
 
+def uneven() -> list:
+    """One process takes its time in its callbacks."""
+    arrays, losses, make = problem(64)
+    wait = ts.callbacks.every(2, lambda run: time.sleep(0.05 * distributed.process_index()))
+    given = {"steps": 20, "callbacks": wait, "progress": False}
+    history = ts.fit(ts.train_step(losses[0]), make(), ts.batches(arrays, 8, shuffle=True), **given)[1]
+    return [mark for mark in history.marks if mark[1] == "slowest"]
+
+
 def too_late() -> list:
     """A signal when the last call is under way, or through: one answer for all of them, and the next run is whole."""
     arrays, losses, make = problem(64)
@@ -203,7 +212,7 @@ def interrupted() -> list:
 
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in (fits, misused, stops, uneven, too_late, interrupted)}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

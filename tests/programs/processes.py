@@ -121,7 +121,7 @@ def sizes() -> list:
     mesh = ts.mesh(devices=jax.devices() if distributed.process_count() > 1 else jax.devices()[:1])
     state = ts.shard(ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones((256, 256))}, key=0), mesh)
     before, row = ts.reproduce.fingerprint(state), jax.ShapeDtypeStruct((1, 256), jnp.float32)
-    memory = "96MiB" if distributed.process_index() else "72MiB"
+    memory = (96 if distributed.process_index() else 72) << 20
     size, report = ts.find_batch_size(step, state, row, memory=memory)
     n, _ = ts.insight.find_accumulation(step, state, row, 1 << 15, memory=memory)
     return [size, report.limit, [trial.size for trial in report.trials], n, ts.reproduce.fingerprint(state) == before]

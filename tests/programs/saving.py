@@ -94,6 +94,23 @@ def moves(folder: Path, store: str = "files") -> dict:
     return found
 
 
+def transposed(path: Path) -> list:
+    """What this process reads of a transposed leaf that is spread over all, and of a stack; whether both are right."""
+    import jax
+    from tsunax.checkpoints import _safetensors
+
+    x = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    exchange.save(path, {"w": x, "0": x, "1": x + 1})
+    expected = {"w": x.T, "stack": np.stack([x, x + 1]).transpose(0, 2, 1)}
+    like = {name: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=spread(y).sharding) for name, y in expected.items()}
+    read, read_here = _safetensors.read, []
+    _safetensors.read = lambda *args: read_here.append(read(*args)) or read_here[-1]
+    how = {"rename": lambda name: name.replace("stack", "{}"), "transform": {"**": exchange.torch_kernel}}
+    found = exchange.restore(path, like, **how)
+    _safetensors.read = read
+    return [sum(y.nbytes for y in read_here), 3 * x.nbytes, same(found, expected)]
+
+
 def shares(folder: Path) -> dict:
     """What is each process's own, what must be the same, and what one of them does wrong."""
     import jax
@@ -145,6 +162,7 @@ def shares(folder: Path) -> dict:
         whole = ts.shard(trained().params, ts.mesh())
         exchange.save(folder / f"{me}.safetensors", whole)
         found["given away"] = same(exchange.restore(folder / f"{me}.safetensors", whole), trained().params)
+        found["a transposed part"] = transposed(folder / f"other {me}.safetensors")
         found["a part given away"] = told(exchange.save, folder / "parts.safetensors", {"x": spread(np.ones(4))})
         distributed.barrier("before the damage")
         if me:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,15 +37,23 @@ def lazy(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a package whose names load when they are used.
 
-    The names stand once, in the stub beside its `__init__.py`, where type checkers read them:
-    `from tsunax.hyper import adjust as adjust`.
+    The names are listed once, in the stub beside its `__init__.py`, which type checkers read:
+    `from tsunax.hyper import adjust as adjust`. An old name stays for a minor version, warns, and
+    is not listed: `from tsunax.hyper import adjust as change  # deprecated: adjust`.
     """
     title = package["__name__"]
     stub = Path(package["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
-    found = re.findall(r"^from (\S+) import (\w+) as", stub, re.M)
-    module_of = {name: module for module, name in found}
+    found = re.findall(r"^from (\S+) import (\w+) as (\w+)(?:  # deprecated: (.+))?", stub, re.M)
+    module_of = {name: module for module, name, _, new in found if not new}
+    deprecated = {old: new for _, _, old, new in found if new}
 
     def load(name: str) -> Any:
+        if name in deprecated:
+            new = deprecated[name]
+            warnings.warn(
+                f"{title}.{name} is deprecated: use {new}.", DeprecationWarning, stacklevel=2
+            )
+            return load(new)
         if name not in module_of:
             raise AttributeError(f"module {title!r} has no attribute {name!r}")
         module = module_of[name]

@@ -11,25 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tsunax._core import checks
 from tsunax._core.trees import manual_axes
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError
 
 Axes = tuple[str, ...]
 
 
-def as_axes(axis_name: Any, where: str) -> Axes | None:
-    """The given names as a tuple; None if none were given."""
-    if axis_name is None:
-        return None
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    expected = "the name of an axis of devices, a tuple of names, or ()"
-    raise WrongTypeError("axis_name", where, repr(axis_name), expected)
-
-
-def around(given: Axes | None, where: str) -> Axes:
+def around(axis_name: Any, where: str) -> Axes:
     """The axes over which to take means. Raises StateError for a forgotten or an absent one."""
+    given = checks.as_axes(axis_name, where)
     if given is None:
         if found := manual_axes():
             unnamed = not all(isinstance(name, str) and not name.startswith("_") for name in found)
@@ -74,13 +65,8 @@ def vary(tree, axes: Axes):
     return jax.tree.map(one, tree) if axes else tree
 
 
-def own_key(key, axes: Axes):
-    """A key for each device."""
-    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
-
-
 def gathered(tree, axes: Axes):
-    """The values of all devices along a new first axis, by a sum that JAX knows to be replicated."""
+    """The values of all devices along a new first axis, by a sum: JAX types it as replicated."""
     n, here = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
 
     def one(x):

@@ -2,47 +2,27 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
 from tsunax.errors import HyperparameterError, LossError, ParamsError, StateError, WrongTypeError
 
 
-def check_keys(params: Any, root: str = "params", path: tuple = ()) -> None:
-    """Raise `ParamsError` for what JAX cannot flatten: a generator, or a dict of mixed keys."""
-    if isinstance(params, Iterator):
-        where, fix = trees.access_str(root, path), "Make it one, with list(...)."
-        raise ParamsError("leaf", where, trees.describe(params), "a list, tuple or dict", fix)
-    if isinstance(params, Mapping) and not jtu.all_leaves([params]):
-        odd = [key for key in params if not isinstance(key, (str, int))]
-        text = [key for key in params if isinstance(key, str)]
-        if odd or 0 < len(text) < len(params):
-            mixed = [*text[:1], *(key for key in params if key not in text)]
-            got = ", ".join(f"{key!r} ({type(key).__name__})" for key in odd[:1] or mixed[:2])
-            where = trees.access_str(root, path)
-            raise ParamsError("dict keys", where, got, "all str or all int, so that they sort")
-    for key, child in trees.children_of(params):
-        check_keys(child, root, path + key)
-
-
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise WrongTypeError for leaves that are no arrays of numbers, StateError for deleted ones."""
-    try:
-        check_keys(tree, root)
-    except ParamsError as error:
-        raise WrongTypeError(str(error)) from None
+    """Raise WrongTypeError for a leaf that is no array of numbers, StateError for a deleted one."""
     for where, leaf in trees.leaves_at(root, tree):
         if not is_numeric(leaf):
             raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-            raise WrongTypeError("leaf", where, got, "an array")
+            fix = "Call the function that makes the arrays: ts.shard(make, mesh), or make()."
+            raise WrongTypeError("leaf", where, got, "an array", fix)
         check_alive(leaf, where)
 
 
@@ -88,6 +68,10 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
     if 0 in np.shape(leaf):
         return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
+        fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
+        return "leaf", got, "an array", fix
     return ("leaf without a buffer", *_GONE) if trees.is_gone(leaf) else None
 
 
@@ -107,11 +91,11 @@ def _count_nonfinite(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _nonfinite(leaves: list[Any]) -> list[int]:
-    """For each leaf the number of elements that are NaN or inf; 0 for traced ones and shapes."""
+    """For each leaf the number of elements that are NaN or inf; 0 for traced ones."""
     counts = [0] * len(leaves)
     elsewhere: dict[frozenset, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if trees.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        if trees.is_traced(leaf):
             continue
         devices = leaf.devices() if isinstance(leaf, jax.Array) else set()
         if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -129,25 +113,33 @@ def _nonfinite(leaves: list[Any]) -> list[int]:
 def _model_fix(params: Any) -> str:
     """The fix for a model in place of its parameters; "" for other trees."""
     kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
-    call = "setup(rule, model.params, model_state=model.model_state)."
+    parts = "setup(rule, model.params, model_state=model.model_state)."
     if "tsunax.models.Model" in kinds:
-        return f"Give its parts: {call}"
-    known = {"flax.nnx": "nnx(module)", "flax.linen": "linen(module, variables)"}
-    for library, make in known.items():
-        if any(kind.startswith(library) and kind.endswith(".Module") for kind in kinds):
-            return f"First model = ts.models.{make}, then {call}"
-    return ""
+        return f"Give its parts: {parts}"
+    is_flax = any(kind.startswith("flax.") and kind.endswith(".Module") for kind in kinds)
+    is_flax |= isinstance(params, Mapping) and "batch_stats" in params
+    return f"First model = ts.models.nnx(module), or linen, then {parts}" if is_flax else ""
 
 
-def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
+def _has_statistics(params: Any) -> bool:
+    if isinstance(params, Mapping):
+        return {"params", "batch_stats"} <= params.keys()
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(params, nnx.Module):
+        return False
+    return bool(jax.tree.leaves(nnx.state(params, nnx.BatchStat)))
+
+
+def check_params(params: Any, flags: trees.Flags) -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
 
     Other leaves may be any arrays of numbers. Values of traced leaves are not checked.
     """
+    if all(flags) and _has_statistics(params):
+        expected = "parameters: batch statistics are not trained"
+        raise ParamsError("params", "setup()", trees.describe(params), expected, _model_fix(params))
     named = trees.leaves_with_names(params)
-    if not named:
-        raise trees.no_parameters(root, params)
-    places = [trees.access_str(root, path) for _, path, _ in named]
+    places = [trees.access_str("params", path) for _, path, _ in named]
     for (name, _, leaf), place, flag in zip(named, places, flags, strict=True):
         if (flag or not is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
@@ -165,9 +157,9 @@ def check_params(params: Any, flags: trees.Flags, root: str = "params") -> None:
             raise ParamsError("leaf with NaN or inf", places[i], got, "finite numbers")
 
 
-def check_aliases(params: Any, flags: trees.Flags, root: str = "params", **donated: Any) -> None:
+def check_aliases(params: Any, flags: trees.Flags, **donated: Any) -> None:
     """Raise `ParamsError` if one array is two leaves, one of them selected or in `donated`."""
-    named = {root: params, **donated}
+    named = {"params": params, **donated}
     found = [x for name, tree in named.items() for x in trees.leaves_at(name, tree)]
     flags = [*flags, *[True] * (len(found) - len(flags))]
     ids = [id(x) if trees.is_array(x) else -1 - i for i, (_, x) in enumerate(found)]
@@ -218,6 +210,17 @@ def check_flags(where: str, **flags) -> None:
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
 
 
+def as_axes(axis_name: Any, where: str) -> tuple[str, ...] | None:
+    """The given names of axes of devices as a tuple, or WrongTypeError; None if none were given."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if names is None:
+        return None
+    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    expected = "the name of an axis of devices, a tuple of names, or ()"
+    raise WrongTypeError("axis_name", where, repr(axis_name), expected)
+
+
 def as_array(what: str, x: object, place: str) -> jax.Array:
     """`x` as an array, or LossError."""
     try:
@@ -235,6 +238,16 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
         return list(inspect.signature(f).parameters.values())
     except (ValueError, TypeError):
         return []
+
+
+def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, **kw: Any) -> None:
+    """Raise WrongTypeError if a function cannot be called so, as far as its signature tells."""
+    try:
+        inspect.signature(f).bind(*args, **kw)
+    except TypeError:
+        raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
+    except ValueError:  # some builtins have none
+        pass
 
 
 def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
@@ -259,7 +272,8 @@ def accepting(f: Callable, names) -> Callable:
 
     at = len(known) - (bool(known) and known[-1].kind == inspect.Parameter.VAR_KEYWORD)
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
-    of.__signature__ = inspect.Signature([*known[:at], *more, *known[at:]])  # pyright: ignore[reportAttributeAccessIssue]
+    signature = inspect.Signature([*known[:at], *more, *known[at:]])
+    of.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return of
 
 

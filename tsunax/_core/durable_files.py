@@ -1,14 +1,13 @@
 """Files that survive a crash: hidden names, synced writes, bounded reads, one writer a directory.
 
-Writes never follow links, and only names that this file gave are deleted. `checkpoints/_disk_home.py`
-commits a checkpoint. This file knows nothing of arrays or states.
+Writes never follow links, and only names that this file gave are deleted. This file has no code
+for arrays or states: `checkpoints/_disk_home.py` commits a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -76,7 +75,7 @@ def ours(name: str) -> tuple[str, int] | None:
 
 def is_real_directory(path: Path) -> bool:
     try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
+        return stat.S_ISDIR(os.lstat(path).st_mode)  # one look: another process may write here
     except OSError:
         return False
 
@@ -133,7 +132,7 @@ def sync_tree(top: Path) -> None:
 
 
 def check_regular(top: Path) -> int:
-    """Bytes of all files from `top` down; OSError if one of them blocks on reading, as a pipe does."""
+    """Bytes of all files below `top`. Raises OSError if one blocks on reading, as a pipe does."""
     os.listdir(top)
     total = 0
     for folder, _, files in os.walk(top):
@@ -146,7 +145,7 @@ def check_regular(top: Path) -> int:
 
 
 def remove(folder: Path, known: tuple[str, ...]) -> None:
-    """Delete the `known` entries of a directory that `aside` named, in order, and then itself if empty."""
+    """Delete the `known` entries of a directory named by `aside`, in order, then it if empty."""
     assert ours(folder.name), folder
     for name in known:
         inner = folder / name
@@ -166,18 +165,16 @@ def sha256(content) -> str:
 _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_forks() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_all)
-
-
 def _close_all() -> None:
     """Close the locks in a forked child, which would hold them as long as it lives."""
     for lock in _LOCKS:
         if lock._fd is not None:
             os.close(lock._fd)
             lock._fd = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
 
 
 class Lock:
@@ -205,7 +202,6 @@ class Lock:
         except BaseException:
             os.close(self._fd)
             raise
-        _watch_forks()
         _LOCKS.add(self)
 
     def _take(self, folder: Path, reader: str) -> None:

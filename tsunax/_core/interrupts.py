@@ -7,6 +7,7 @@ is the second one only if it comes a second after the first.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ class Interrupt:
 
     def __init__(self, *numbers: int) -> None:
         self.asked: int = 0
-        self._pressed: float | None = None  # when Ctrl-C was, first
+        self._pressed = math.inf  # when Ctrl-C was, first
         self._numbers = numbers
         self._previous: dict[int, object] = {}
 
@@ -31,8 +32,10 @@ class Interrupt:
         return self
 
     def _note(self, number, frame) -> None:
-        if number == signal.SIGINT and self.is_second():
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if time.monotonic() - self._pressed > TOGETHER:
+                raise KeyboardInterrupt
+            self._pressed = min(self._pressed, time.monotonic())
         if not self.asked:
             self.asked = number
             outer = getattr(self._previous.get(number), "__self__", None)
@@ -43,18 +46,10 @@ class Interrupt:
                 with contextlib.suppress(RuntimeError):  # in the middle of another print
                     print(text, file=sys.stderr, flush=True)
 
-    def is_second(self) -> bool:
-        """Whether this Ctrl-C is the second of two; notes the first one."""
-        now = time.monotonic()
-        if self._pressed is None:
-            self._pressed = now
-            return False
-        return now - self._pressed > TOGETHER
-
     def __exit__(self, *_: object) -> None:
         while self._previous:
-            number, handler = self._previous.popitem()
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+            number, old = self._previous.popitem()
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # type: ignore[arg-type]
 
 
 def in_notebook() -> bool:

@@ -11,9 +11,9 @@ from tsunax.errors import MissingLibraryError
 def library(name: str, where: str, extra: str = "") -> Any:
     """A library, or a module of it. Raises MissingLibraryError that says how to install it.
 
-    >>> library("no_such_one", "here", extra="plot")
+    >>> library("absent", "here", extra="plot")
     Traceback (most recent call last):
-    tsunax.errors.MissingLibraryError: no_such_one at here: got no such package, ... pip install 'tsunax[plot]'
+    tsunax.errors.MissingLibraryError: absent at here: got no such ... pip install 'tsunax[plot]'
     """
     root = name.partition(".")[0]
     try:

@@ -4,13 +4,11 @@ Globs over the components of a path, lists with `!`, predicates, and trees of bo
 *flags*, one bool per leaf in flatten order. Nothing else in tsunax looks at a pattern.
 """
 
-import dataclasses
 import fnmatch
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -19,34 +17,24 @@ import numpy as np
 from tsunax._core import trees
 from tsunax.errors import PatternError, WrongTypeError, nearest
 
+_Test = Callable[[str], Any]
 
-@dataclasses.dataclass(frozen=True)
-class _Glob:
-    """A parsed pattern: one test per component, in runs between the "**"."""
+
+class _Glob(NamedTuple):
+    """A parsed pattern: one test per component, None for "**"."""
 
     text: str
     excludes: bool
-    runs: tuple[tuple[Callable[[str], Any], ...], ...]
+    tests: tuple[_Test | None, ...]
 
-    def matches(self, name: trees.Names) -> bool:
-        first, last = self.runs[0], self.runs[-1]
-        if len(self.runs) == 1:
-            return len(name) == len(first) and _run_fits(first, name)
-        at, end = len(first), len(name) - len(last)
-        if at > end or not _run_fits(first, name) or not _run_fits(last, name[end:]):
+
+def _fits(tests: Sequence[_Test | None], name: Sequence[str]) -> bool:
+    for i, test in enumerate(tests):
+        if test is None:
+            return any(_fits(tests[i + 1 :], name[k:]) for k in range(i, len(name) + 1))
+        if i == len(name) or not test(name[i]):
             return False
-        for run in self.runs[1:-1]:  # the leftmost fit leaves the most names for later runs
-            while at + len(run) <= end and not _run_fits(run, name[at:]):
-                at += 1
-            at += len(run)
-        return at <= end
-
-
-def _run_fits(run: tuple[Callable[[str], Any], ...], name: trees.Names) -> bool:
-    for i, test in enumerate(run):  # noqa: SIM110, a generator is 3 times slower
-        if not test(name[i]):
-            return False
-    return True
+    return len(tests) == len(name)
 
 
 def _bad_pattern(text: str, column: int, got: str) -> PatternError:
@@ -54,7 +42,9 @@ def _bad_pattern(text: str, column: int, got: str) -> PatternError:
     return PatternError(f"pattern {text!r}", f"column {column}", got, expected)
 
 
-def _component_test(text: str, part: str, column: int) -> Callable[[str], Any]:
+def _component_test(text: str, part: str, column: int) -> _Test | None:
+    if part == "**":
+        return None
     if not part:
         raise _bad_pattern(text, column, "an empty component")
     if "**" in part:
@@ -69,27 +59,26 @@ def _component_test(text: str, part: str, column: int) -> Callable[[str], Any]:
 @functools.lru_cache(maxsize=1024)
 def _glob(text: str) -> _Glob:
     excludes = text.startswith("!")
-    column = int(excludes)
-    runs: list[list[Callable[[str], Any]]] = [[]]
+    column, tests = int(excludes), []
     for part in text[column:].split("/"):
-        if part == "**":
-            runs.append([])
-        else:
-            runs[-1].append(_component_test(text, part, column))
+        if part != "**" or tests[-1:] != [None]:  # two in a row match what one does
+            tests.append(_component_test(text, part, column))
         column += len(part) + 1
-    return _Glob(text, excludes, tuple(map(tuple, runs)))
+    return _Glob(text, excludes, tuple(tests))
 
 
 def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
     leaf_names = [name for name, _, _ in trees.leaves_with_names(tree)]
     flags = [False] * len(leaf_names)
     for glob in globs:
-        hits = [glob.matches(name) for name in leaf_names]
+        hits = [_fits(glob.tests, name) for name in leaf_names]
         if not any(hits):
             near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
-            is_subtree = not glob.text.endswith("**") and any(map(_glob(below).matches, leaf_names))
+            is_subtree = not glob.text.endswith("**") and any(
+                _fits(_glob(below).tests, name) for name in leaf_names
+            )
             fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
             raise PatternError(f"pattern {glob.text!r}", "", got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
@@ -118,16 +107,6 @@ def _by_mask(mask: Any, tree: Any) -> tuple[bool, ...]:
     return tuple(_as_flag("leaf of the bool tree", path, leaf) for _, path, leaf in named)
 
 
-def _check_predicate(predicate: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(predicate).bind("path", None)
-    except ValueError:  # a builtin without a signature
-        return
-    except TypeError:
-        got = trees.describe_call(predicate)
-        raise WrongTypeError("predicate", "", got, "f(path, leaf)") from None
-
-
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
 
 
@@ -147,7 +126,6 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
         return functools.partial(_by_globs, globs)
     is_node = where is not None and not jtu.all_leaves([where])
     if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
-        _check_predicate(where)
         return functools.partial(_by_predicate, where)  # a callable module is a tree of bools
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
@@ -162,7 +140,7 @@ def where_text(where: Any) -> str:
     return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
 
 
-def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, ...]:
+def select(where: Any, tree: Any) -> tuple[bool, ...]:
     """One flag per leaf of `tree`, in flatten order: whether `where` selects it.
 
     `where` is one of
@@ -175,20 +153,18 @@ def select(where: Any, tree: Any, *, allow_empty: bool = False) -> tuple[bool, .
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected
-    (unless `allow_empty`), and if a bool tree or the result of a predicate does not fit;
-    `ParamsError` if there are no leaves (unless `allow_empty`).
+    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
+    and if a bool tree or the result of a predicate does not fit; `ParamsError` if there are no
+    leaves.
 
     >>> select(["**", "!**/bias"], {"dense": {"bias": 0.0, "kernel": 1.0}})
     (False, True)
     """
     flags_of = compile_where(where)
     if jax.tree.structure(tree).num_leaves == 0:
-        if not allow_empty:
-            raise trees.no_parameters("params", tree)
-        return ()
+        raise trees.no_parameters("params", tree)
     flags = flags_of(tree)
-    if not any(flags) and not allow_empty:
+    if not any(flags):
         got = f"{where_text(where)}, which selects nothing"
         raise PatternError("where", "", got, "at least one leaf")
     return flags

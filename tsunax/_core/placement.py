@@ -39,11 +39,16 @@ def axes_in(entry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
+def is_absent(mesh) -> bool:
+    """Whether the devices of a mesh are those of a topology, for which programs only compile."""
+    return "CompileOnly" in type(mesh.devices.flat[0].client).__name__
+
+
 @functools.lru_cache(maxsize=64)
 def row_parts_here(mesh) -> int:
     """How many parts of the rows are on this process. Raises DataError if processes share one."""
     parts = row_parts(mesh)
-    if not mesh.is_multi_process:
+    if not mesh.is_multi_process or is_absent(mesh):
         return parts
     spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
     places = spread.addressable_devices_indices_map((parts,)).values()
@@ -83,19 +88,20 @@ class MeshShardings:
 
 @functools.lru_cache(maxsize=256)
 def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
-    found = [NamedSharding(mesh, WHOLE if spec is None else spec) for spec in specs]
+    kind = lambda is_offloaded: "pinned_host" if is_offloaded else None
+    found = [NamedSharding(mesh, spec, memory_kind=kind(on)) for spec, on in specs]
     return MeshShardings(_on(mesh, None), treedef.unflatten(found), row_parts_here(mesh))
 
 
 def mesh_shardings(tree, beside=()) -> MeshShardings | None:
-    """The shardings of a tree on the mesh of its arrays, or of those in `beside`; None without one."""
+    """The shardings of a tree on the mesh of its arrays, or of `beside`; None without a mesh."""
     leaves, treedef = jax.tree.flatten(tree)
     mesh = next(filter(None, map(_mesh_of, leaves)), None)
     mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
     if mesh is None:
         return None
-    spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else None
-    return _shardings_on(treedef, mesh, tuple(map(spec_of, leaves)))
+    spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else WHOLE
+    return _shardings_on(treedef, mesh, tuple((spec_of(x), trees.is_offloaded(x)) for x in leaves))
 
 
 def _mesh_of(x):
@@ -128,20 +134,21 @@ def resharded(tree, shardings):
     return jax.tree.map(one, tree, shardings)
 
 
-def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool = True):
+def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, shared: bool = True):
     """Move rows along `axis` to a device, or spread them over the data axes of a mesh.
 
     Arrays on that mesh stay. Rows that its devices do not divide raise DataError; with `whole` each
     device gets all of them. With `shared`, NumPy arrays are copied, because a user may refill them.
+    Without an axis the arrays have no rows, see `replicate`.
     """
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
-    mesh, parts = sharding.mesh, row_parts_here(sharding.mesh)
+    mesh = sharding.mesh
 
     def where(x):
-        if np.ndim(x) <= axis:
+        if axis is None or np.ndim(x) <= axis:
             return _on(mesh, None)
-        rows = np.shape(x)[axis]
+        rows, parts = np.shape(x)[axis], row_parts_here(mesh)
         if rows % parts and (mesh.is_multi_process or not whole):
             of = " of this process" if mesh.is_multi_process else ""
             at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
@@ -152,9 +159,9 @@ def put_rows(tree, sharding, axis: int = 0, *, whole: bool = False, shared: bool
 
     leaves, treedef = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
-        if isinstance(x, jax.ShapeDtypeStruct) and not _is_on(x, mesh):
+        if isinstance(x, jax.ShapeDtypeStruct) and not is_on(x, mesh):
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
-    moved = {i: where(x) for i, x in enumerate(leaves) if not _is_on(x, mesh)}
+    moved = {i: where(x) for i, x in enumerate(leaves) if not is_on(x, mesh)}
     sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
     new = dict(zip(moved, sent, strict=True))
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
@@ -177,17 +184,12 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
 
 def replicate(tree, sharding, shared: bool = True):
     """Move a tree to a device, or all of it to each device of a mesh. `shared` as in `put_rows`."""
-    if not isinstance(sharding, NamedSharding):
-        return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
-    sent = lambda x: (
-        x if _is_on(x, sharding.mesh) else _sent([x], [_on(sharding.mesh, None)], shared)[0]
-    )
-    return jax.tree.map(sent, tree)
+    return put_rows(tree, sharding, None, shared=shared)
 
 
 @functools.lru_cache(maxsize=64)
 def _on(mesh, axis: int | None) -> NamedSharding:
-    """The sharding of rows along an axis over the data axes of a mesh; None: whole on each device."""
+    """The sharding of rows along an axis over the data axes of a mesh. None: a copy per device."""
     spec = WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
     return NamedSharding(mesh, spec)
 
@@ -211,7 +213,7 @@ def beside(params, tree):
 
 
 def gather_params(params):
-    """Gather params along the data axes of a mesh with explicit axes; on others the compiler does."""
+    """Gather params along the data axes of an explicit mesh; on others the compiler does it."""
 
     def one(x):
         sharding = jax.typeof(x).sharding if trees.is_traced(x) else None
@@ -273,12 +275,8 @@ def rows_in_order(x, rows: int):
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))[:rows]
 
 
-def is_on(tree, mesh) -> bool:
-    """Whether all arrays of a tree are on a mesh."""
-    return all(_is_on(x, mesh) for x in jax.tree.leaves(tree))
-
-
-def _is_on(x, mesh) -> bool:
+def is_on(x, mesh) -> bool:
+    """Whether an array is on a mesh."""
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 

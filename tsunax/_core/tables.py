@@ -1,7 +1,8 @@
-"""Tables of text: cells in columns."""
+"""Tables of text: cells in columns, and their look in a notebook."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Container, Sequence
 
 
@@ -14,3 +15,13 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     place = lambda i, cell: cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
     return ["  ".join(place(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def folded(shown: object) -> str:
+    """The `repr` of an object as HTML, for classes: `_repr_html_ = tables.folded`.
+
+    A notebook shows the first line, which folds the others away; lines do not wrap.
+    """
+    head, _, rest = html.escape(repr(shown)).partition("\n")
+    rest = f'<pre style="white-space: pre; overflow-x: auto; margin: 0">{rest}</pre>'
+    return f"<details open><summary><code>{head}</code></summary>{rest}</details>"

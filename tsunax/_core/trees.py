@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from tsunax.errors import ParamsError, StateError, listed
+from tsunax.errors import ParamsError, listed
 
 Names = tuple[str, ...]
 Flags = Sequence[bool]
@@ -42,6 +42,35 @@ def is_placed(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_traced(x)
 
 
+def is_offloaded(x: Any) -> bool:
+    """Whether an array (also a traced one, or its shape) is in host memory beside its devices."""
+    if is_traced(x):
+        return jax.typeof(x).memory_space is jax.memory.Space.Host
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
+
+
+def on_device(tree: Any, after: Any = None) -> Any:
+    """The tree with its offloaded arrays in the memory of their devices.
+
+    In a program they arrive there after the array `after` was computed: XLA would begin with these
+    copies, and hold them in the memory that the gradient needs.
+    """
+
+    def put(x: Any) -> Any:
+        if not is_offloaded(x):
+            return x
+        x = x if after is None else jax.lax.optimization_barrier((x, after))[0]
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    return jax.tree.map(put, tree)
+
+
+def offloaded_like(tree: Any, like: Any) -> Any:
+    """The inverse of `on_device`: arrays whose places in `like` are in host memory move there."""
+    put = lambda x, y: jax.device_put(x, jax.memory.Space.Host) if is_offloaded(y) else x
+    return jax.tree.map(put, tree, like)
+
+
 def is_gone(x: Any) -> bool:
     """Whether an array's buffer was donated or deleted."""
     return is_placed(x) and x.is_deleted()
@@ -55,7 +84,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def is_a(x: Any, *kinds: Any) -> bool:
-    """Whether `x` is a number or an array with a dtype of one of these kinds, such as np.floating."""
+    """Whether `x` is a number or array with a dtype of one of these kinds, such as np.floating."""
     dtype = dtype_of(x)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
@@ -115,7 +144,7 @@ def cast_like(tree, like):
 def conjugated(grads):
     """JAX's gradients as directions of steepest ascent, and back.
 
-    For a complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
+    For complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
     """
     conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
     return jax.tree.map(conj, grads)
@@ -201,18 +230,9 @@ def without_marks(path: Sequence[Any]) -> tuple:
     return tuple(entry for entry in path if not isinstance(entry, Mark))
 
 
-_FIELD_OF_KEY = {
-    jtu.DictKey: "key",
-    jtu.FlattenedIndexKey: "key",
-    jtu.SequenceKey: "idx",
-    jtu.GetAttrKey: "name",
-}
-
-
 def key_name(entry: Any) -> str:
     """The readable name of a key entry: dict key, index or field; a name stays what it is."""
-    field = _FIELD_OF_KEY.get(type(entry))
-    return str(getattr(entry, field) if field else entry)
+    return jtu.keystr((entry,), simple=True)
 
 
 def names(path: Sequence[Any]) -> Names:
@@ -330,16 +350,8 @@ def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
 
 def merge(selected: Any, rest: Any) -> Any:
     """The inverse of `partition`; a `None` that was in the tree before is one again."""
-    ours, treedef = jax.tree.flatten(selected, is_leaf=lambda x: x is None)
-    theirs, other = jax.tree.flatten(rest, is_leaf=lambda x: x is None)
-    if treedef != other:
-        filled = [treedef.unflatten([0] * len(ours)), other.unflatten([0] * len(theirs))]
-        difference = first_difference(*filled, leaf="a leaf")
-        raise StateError(f"parts of two different trees {difference}.")
-    pairs = list(zip(ours, theirs, strict=True))
-    if any(a is not None and b is not None for a, b in pairs):
-        raise StateError("parts of a tree", "", "a leaf that both have", "no overlap")
-    return treedef.unflatten(b if a is None else a for a, b in pairs)
+    is_none = lambda x: x is None
+    return jax.tree.map(lambda a, b: b if a is None else a, selected, rest, is_leaf=is_none)
 
 
 def children_of(node: Any) -> list[tuple[tuple, Any]]:
@@ -352,7 +364,8 @@ def describe(x: Any) -> str:
     """A value in words, for messages.
 
     >>> [describe(x) for x in (np.ones((2, 3)), "relu", describe, dict, {"a": 1, "b": 2}, [1, 2])]
-    ['float64[2,3]', "'relu' (str)", 'the function describe', 'the class dict', 'dict with a, b', 'list of 2']
+    ['float64[2,3]', "'relu' (str)", 'the function describe', 'the class dict',
+     'dict with a, b', 'list of 2']
     """
     kind = type(x).__name__
     if x is None:

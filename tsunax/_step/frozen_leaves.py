@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from tsunax import guard
-from tsunax._step.state_fields import trained_count
 from tsunax.rules import accumulation
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part, with_rest
-
-
-def thawed_flags(state: TrainState) -> list[Any]:
-    """One scalar bool for each trained leaf, false if it is frozen."""
-    n = trained_count(state)
-    none = lambda words: [words[0] == 0] * n
-    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
-    # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
-    # the flag into them, its place is a constant, and no two leaves can share a kernel. On other
-    # devices a cond may wait for the host.
-    apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
-    return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
 
 def with_unmoved(old: TrainState, new: TrainState, thawed, emitted) -> TrainState:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.loss_fn import LossFn, loss_objective
+from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
@@ -46,8 +46,9 @@ def gradient_of(
     """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
-    check_policy(on_nonfinite, where)
-    checkpoint, around = _checkpoint(remat, where), axes_around(axis_name, where)
+    checks.check_choice(on_nonfinite, where, "on_nonfinite", guard.POLICIES)
+    checkpoint = _checkpoint(remat, where)
+    checks.as_axes(axis_name, where)
     whole: Any = loss_fn if hasattr(loss_fn, "in_micro_batches") else None  # `losses.whole_batch`
     if per_example is not False or noise_scale is not False:
         from tsunax._step.loss_fn_errors import check_options
@@ -60,8 +61,13 @@ def gradient_of(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
         check_state(state, "value_and_grad()", batch)
-        parts, keywords = _parts(state, at), fn.keywords(state, batch, extra, train=True)
-        if axes := around():
+        trained = trained_part(state)
+        if at is not None:
+            checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
+            trained = at
+        parts = trained, overwritten_part(state)
+        keywords = fn.keywords(state, batch, extra, train=True)
+        if axes := axes_around(axis_name, where):
             if per_example is True:
                 raise _stacked_over(axes, where)
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
@@ -104,14 +110,6 @@ def gradient_of(
     return f
 
 
-def _parts(state: TrainState, at: PyTree) -> tuple[PyTree, PyTree]:
-    """The trained leaves, or `at` in their place, and those that their gradient replaces."""
-    trained = trained_part(state)
-    if at is not None:
-        checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
-    return trained if at is None else at, overwritten_part(state)
-
-
 def _varying(
     axes: tuple[str, ...], parts: PyTree, keywords: Extra, has_key: bool, carries: bool
 ) -> tuple[PyTree, Extra]:
@@ -126,7 +124,7 @@ def _varying(
     if carries and "model_state" in keywords:
         more["model_state"] = named_axes.vary(keywords["model_state"], axes)
     if "key" in keywords and not has_key:
-        more["key"] = named_axes.own_key(keywords["key"], axes)
+        more["key"] = jax.random.fold_in(keywords["key"], jax.lax.axis_index(axes))
     return named_axes.vary(parts, axes), {**keywords, **more}
 
 
@@ -187,11 +185,7 @@ def _stacked_over(axes: tuple[str, ...], where: str) -> WrongTypeError:
 
 def _square_of(state: TrainState) -> Function:
     """The squared norm of a gradient, in float32, over what is not frozen."""
-    flags: Any = None
-    if state.frozen is not None:
-        from tsunax._step.frozen_leaves import thawed_flags
-
-        flags = thawed_flags(state)
+    flags = thawed_flags(state)
 
     def square(grads: PyTree) -> jax.Array:
         squares = guard.square_sums(grads)
@@ -247,23 +241,13 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-def axes_around(axis_name: AxisName, where: str) -> Callable[[], tuple[str, ...]]:
-    """A function that returns the axes to take means over, or raises StateError for a wrong one."""
-    if axis_name is None:
-        given = None
-    else:
-        from tsunax._core.axes import as_axes
+def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:
+    """The axes to take means over. Raises StateError for a forgotten or an absent one."""
+    if axis_name is None and not trees.manual_axes():
+        return ()
+    from tsunax._core import axes
 
-        given = as_axes(axis_name, where)
-
-    def around() -> tuple[str, ...]:
-        if given is None and not trees.manual_axes():
-            return ()
-        from tsunax._core import axes
-
-        return axes.around(given, where)
-
-    return around
+    return axes.around(axis_name, where)
 
 
 def search_functions(
@@ -277,10 +261,8 @@ def search_functions(
         if axes:
             where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
             raise RuleError("rule", where, "a line search", "one without", fix)
-        if state.frozen is not None:
-            from tsunax._step.frozen_leaves import thawed_flags
-
-            params = guard.choose(thawed_flags(state), params, trained_part(state))
+        if (thawed := thawed_flags(state)) is not None:
+            params = guard.choose(thawed, params, trained_part(state))
         return loss_objective(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
 
     return {
@@ -288,9 +270,3 @@ def search_functions(
         "obj_fn": value_fn,
         "grad_fn": lambda params, _=None: jax.grad(value_fn)(params),
     }
-
-
-def check_policy(on_nonfinite: object, where: str) -> None:
-    if not checks.is_one_of(on_nonfinite, guard.POLICIES):
-        expected = " or ".join(map(repr, guard.POLICIES))
-        raise WrongTypeError("on_nonfinite", where, trees.describe(on_nonfinite), expected)

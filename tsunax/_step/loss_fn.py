@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from tsunax import guard
 from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
+from tsunax._core.training_call import training_call
 from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
-from tsunax.loss import Loss, as_loss, check_scalar, rows_of, uneven
+from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
 _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
@@ -51,12 +51,10 @@ class LossFn:
         cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
     ) -> LossFn:
         name, expected = form.partition("(")[0], f"a function {form}"
-        if not callable(fn) or isinstance(fn, type):
+        is_step = hasattr(fn, "pure") and hasattr(fn, "loss_fn")
+        if not callable(fn) or isinstance(fn, type) or is_step:
             got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
             raise WrongTypeError(name, where, got, expected)
-        if type(fn).__module__.startswith("tsunax.") and hasattr(fn, "loss_fn"):
-            got, fix = f"a {type(fn).__name__}", "Its loss function is step.loss_fn."
-            raise WrongTypeError(name, where, got, expected, fix)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -113,10 +111,10 @@ class LossFn:
     def __call__(
         self, params: PyTree, batch: PyTree, keywords: Extra, *, merges: bool = False
     ) -> Loss:
-        """The `Loss` of one batch; the weight of a scalar is the number of rows, or of unmasked ones.
+        """The `Loss` of one batch; a scalar is weighed by the number of rows, or of unmasked ones.
 
-        If leaves of the batch differ in rows, it is 1. If the Loss `merges` with others, that
-        raises LossError.
+        If leaves of the batch differ in rows, the weight is 1; if the Loss `merges` with others,
+        this raises LossError.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace
@@ -133,21 +131,15 @@ class LossFn:
                 error.add_note(_explaining().note(self.fn, batch, error))
             raise
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
-            out = _weighed(out, jnp.sum(mask, dtype=jnp.float32))
+            out = loss_of(out)
+            if out.weight is None:
+                out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
         needs_rows = mask is not None or not isinstance(out, Loss) or out.weight is None
         if needs_rows and (found := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
-
-
-def _weighed(out: Loss | ArrayLike, weight: jax.Array) -> Loss:
-    """The result of a loss function, with the number of unmasked rows as its weight."""
-    if isinstance(out, Loss):
-        return out if out.weight is not None else dataclasses.replace(out, weight=weight)
-    check_scalar("result", "loss_fn", out)
-    return Loss(out, weight, mean_value=out)
 
 
 def _explaining() -> Any:
@@ -179,7 +171,13 @@ def loss_objective(
     """`params -> (scaled mean loss, Loss)`."""
 
     def objective(params: PyTree):
-        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+        with training_call(keywords.get("model_state")) as call:
+            loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+        if call.moved and loss.model_state is None:
+            got = "none, though a model in train mode made a new one"
+            fix = "Write ts.Loss.mean(values, model_state=new), or model_state=model_state to keep "
+            fix += "the old one."
+            raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
         mean = loss.compute()
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale

@@ -1,9 +1,8 @@
-"""Errors of a loss function that fails, names an unknown keyword, or is given in the wrong place."""
+"""Errors of a loss function that fails, names an unknown keyword, or is in the wrong place."""
 
 from __future__ import annotations
 
 import os
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +11,8 @@ import jax
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax._core.source_lines import LIBRARIES, OURS
-from tsunax.errors import LossError, WrongTypeError, unknown
+from tsunax._core.source_lines import OURS
+from tsunax.errors import LossError, WrongTypeError, remedy, unknown
 from tsunax.loss import Loss
 
 
@@ -27,14 +26,15 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
         fix = f"Give it: setup(..., {name}={value})."
         return LossError(what, "loss_fn", "a state without one", "one", fix)
-    fix = f"Or give it yourself, step(state, batch, {name}=...), or take it out of batch."
+    fix = "Rename it to key, pass" if "rng" in name else "Pass"
+    fix = f"{fix} step(state, batch, {name}=...), or read it from the batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
 
 def check_options(
     where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any
 ) -> None:
-    """Raise WrongTypeError for `per_example` and `noise_scale` that are none, or do not go together."""
+    """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination."""
     is_function = callable(per_example) and not isinstance(per_example, type)
     if not (is_function or isinstance(per_example, bool)):
         expected = "True, or a function of the gradient of one row"
@@ -69,21 +69,18 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
 
 
 def note(fn, batch, error: Exception) -> str:
-    """The note on an exception of the user's code: its line, and the shapes of its batch."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    is_own = lambda f: "site-packages" not in f.filename and not f.filename.startswith(LIBRARIES)
-    frame = [*frames[:1], *filter(is_own, frames)][-1] if frames else None
-    place = f", in {frame.name} ({frame.filename}:{frame.lineno})" if frame else ""
+    """The note on an exception of the user's code: the function, and the shapes of its batch."""
     given = [f"{at} {trees.describe(x)}".strip() for at, x in trees.leaves_at("", batch)]
     shapes = trees.listed(given, 4) or "None"
-    return f"raised by the loss function {trees.describe_call(fn)}{place}; its batch: {shapes}"
+    fix = ". It is compiled: return values as metrics, print with jax.debug.print"
+    fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
+    return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
 
 
 def hide_own_frames(error: BaseException) -> None:
     """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
 
-    They stay if the exception comes from tsunax, or from JAX called by it: then they show the
-    fault.
+    They stay if the exception comes from tsunax, or from JAX called by it: they show the fault.
     """
     if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
         return

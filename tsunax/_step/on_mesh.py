@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,8 +41,8 @@ def place_batch(
     """
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
-    is_placed = members_of(state) is not None or placement.is_on(batch, shardings.replicated.mesh)
-    if padding and step.masks and not is_placed:
+    there = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
+    if padding and step.masks and members_of(state) is None and not all(there):
         if found := uneven(batch):
             raise LossError(found)
         batch, more = placement.padded(batch, rows, rows + padding)

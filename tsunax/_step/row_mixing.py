@@ -70,13 +70,16 @@ _KINDS = {
     "beside": "adds a mean over all rows to a mean under a mask",
 }
 _FIXES = {
-    "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than the "
-    "whole batch does. Give it in two parts, ts.losses.whole_batch(embed, loss), or give the loss the "
-    "other rows as an extra argument.",
-    "alone": "Each row is alone in its gradient, so that this is another loss than that of the batch.",
-    "embed": "Each of the {n} micro-batches has only its own rows: do it in loss(embeddings, batch).",
-    "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the whole "
-    "batch divided by {n}. Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
+    "": "Each of the {n} micro-batches has only its own rows, so this trains on another loss than "
+    "the whole batch does. Give it in two parts, ts.losses.whole_batch(embed, loss), or give the "
+    "loss the other rows as an extra argument.",
+    "alone": "Each row is alone in its gradient, "
+    "so that this is another loss than that of the batch.",
+    "embed": "Each of the {n} micro-batches has only its own rows: "
+    "do it in loss(embeddings, batch).",
+    "sums": "The sums of the {n} micro-batches are averaged, so this trains on the loss of the "
+    "whole batch divided by {n}. "
+    "Return the mean, or ts.Loss(total, weight) with the weight of these rows.",
     "beside": "Micro-batches are weighed by their mask, so the mean beside it becomes another one. "
     "Give both the same mask: ts.Loss.mean(a + b, mask).",
 }
@@ -103,7 +106,7 @@ def warn_of_mixed_rows(
 ) -> None:
     """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows.
 
-    It is computed in n micro-batches, 0: row by row; `in_embed`: as the first part of a whole_batch.
+    `n`: micro-batches, 0 for row by row; `in_embed`: the loss is the first part of a whole_batch.
     """
     try:
         found = mixing(objective, params, batch, keywords)

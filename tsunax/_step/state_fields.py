@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function
 from tsunax.errors import StateError, unknown
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _PLANS: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The static part of a state: the rule without its numbers, the trained leaves, dtypes.
 
@@ -43,22 +44,9 @@ class Plan:
     precision: Policy | None
     overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
 
-    def __new__(
-        cls,
-        init: Function | None,
-        update: Function | None,
-        selected: tuple[bool, ...] | None,
-        precision: Policy | None = None,
-        overwritten: tuple[bool, ...] | None = None,
-    ) -> Plan:
-        key = init, update, selected, precision, overwritten
+    def __new__(cls, *fields: Any) -> Plan:
         with _LOCK:
-            plan = _PLANS.get(key)
-            if plan is None:
-                plan = object.__new__(cls)
-                plan.init, plan.update, plan.selected, plan.precision, plan.overwritten = key
-                _PLANS[key] = plan
-        return plan
+            return _PLANS.setdefault(fields, object.__new__(cls))
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
         return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
@@ -69,9 +57,6 @@ class Plan:
         if self.overwritten is None or self.selected is None:
             return self.selected
         return tuple(a or b for a, b in zip(self.selected, self.overwritten, strict=True))
-
-    def __copy__(self) -> Plan:
-        return self
 
     def __deepcopy__(self, _: object) -> Plan:
         return self
@@ -139,6 +124,20 @@ def trained_count(state: Any) -> int:
     return len(jax.tree.leaves(state.params)) if selected is None else sum(selected)
 
 
+def thawed_flags(state: Any) -> list[jax.Array] | None:
+    """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
+    if state.frozen is None:
+        return None
+    n = trained_count(state)
+    none = lambda words: [words[0] == 0] * n
+    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
+    # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
+    # the flag into them, its place is a constant, and no two leaves can share a kernel. On other
+    # devices a cond may wait for the host.
+    apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
+    return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
+
+
 def frozen_flags(state: Any) -> np.ndarray:
     """One bool per trained leaf, true if it is frozen; of a population for each of its members."""
     n = trained_count(state)
@@ -150,7 +149,5 @@ def frozen_flags(state: Any) -> np.ndarray:
 
 def frozen_words(flags: Sequence[bool] | np.ndarray) -> np.ndarray:
     """The inverse: uint32 words, one bit per trained leaf."""
-    words = np.zeros(-(-len(flags) // 32), np.uint32)
-    for k, on in enumerate(flags):
-        words[k // 32] |= np.uint32(int(on) << (k % 32))
-    return words
+    bits = np.pad(np.asarray(flags, bool), (0, -len(flags) % 32))
+    return np.packbits(bits, bitorder="little").view(np.uint32)

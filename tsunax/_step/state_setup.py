@@ -5,6 +5,7 @@ A step does not run this file. It does not know `TrainState`, whose methods it h
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tsunax._step.state_fields import COUNTS, trained_count
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
 from tsunax.precision import Policy, as_loss_scale, cast
+from tsunax.rules.leaf_owners import owners_of
 
 
 def check_setup(
@@ -24,18 +26,17 @@ def check_setup(
 ) -> tuple[bool, ...]:
     """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
-    checks.check_keys(params)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
         got, fix = trees.describe(device), "For example jax.devices()[0]."
         raise WrongTypeError("device", "setup()", got, "a jax.Device or Sharding", fix)
+    try:
+        jax.tree.structure((params, model_state))
+    except ValueError:
+        got, expected = "some that do not sort", "all str, or all int"
+        raise ParamsError("dict keys", "setup()", got, expected) from None
     checks.check_arrays(model_state, "model_state")
-    if not jax.tree.leaves(params):
-        raise trees.no_parameters("params", params)
-    flags = patterns.select(trainable, params, allow_empty=True)
-    if not any(flags):
-        raise _selects_nothing(f"{patterns.where_text(trainable)}, which selects nothing")
+    flags = patterns.select(trainable, params)
     checks.check_params(params, flags)
-    _check_no_shapes(params, flags)
     if not copy:
         checks.check_aliases(params, flags, model_state=model_state)
     return flags
@@ -62,29 +63,22 @@ def without_overwritten(
     flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
     if not any(flags):
         got = f"{patterns.where_text(trainable)}, which selects only what gradients overwrite"
-        raise _selects_nothing(got)
+        raise ParamsError("trainable", "setup()", got, "at least one leaf to train")
     return flags, found
 
 
-def _selects_nothing(got: str) -> ParamsError:
-    return ParamsError("trainable", "setup()", got, "at least one leaf to train")
-
-
-def _check_no_shapes(params: Any, flags: tuple[bool, ...]) -> None:
-    for (where, leaf), flag in zip(trees.leaves_at("params", params), flags, strict=True):
-        if flag and isinstance(leaf, jax.ShapeDtypeStruct):
-            got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-            fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
-            raise ParamsError("leaf", where, got, "an array", fix)
+def check_rounding(policy: Policy | None, key: Any, where: str) -> None:
+    """Raise StateError for a policy that rounds stochastically, if there is no key."""
+    if key is None and policy and (policy.stochastic or policy.moments != "float32"):
+        fix = "Rounding draws random numbers: setup(..., key=0)."
+        raise StateError("key", where, "None", "a key", fix)
 
 
 def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
         return trained, None
-    if policy.stochastic and key is None:
-        fix = "Rounding draws random numbers: setup(..., key=0)."
-        raise StateError("key", "setup(precision=...)", "None", "a key", fix)
+    check_rounding(policy, key, "setup(precision=...)")
     masters = jax.tree.map(trees.own, cast(trained, "float32")) if policy.masters else None
     return policy.to_param(trained), masters
 
@@ -113,6 +107,30 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
         return trees.strong(x)
 
     return jax.tree.map(fresh, opt_state)
+
+
+def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
+    """The state of a rule, as `init` returned it, with its moments in the dtype of the policy.
+
+    A moment has the shape of its parameter, and begins without its value: rules that compare
+    params with a copy of them (Prodigy, schedule-free ones) would compare with its rounding. The
+    sums of a window are no moments: they are added up in float32.
+    """
+    from tsunax._core.dataflow import Analysis
+    from tsunax.rules import accumulation
+
+    leaves, treedef = jax.tree.flatten(opt_state)
+    owners, shapes = owners_of(plan.init, opt_state, None, seen), jax.tree.leaves(seen)
+    made = Analysis(False, operator.or_, lambda eqn, given: [any(given)] * len(eqn.outvars))
+    program = jax.make_jaxpr(plan.init)(seen).jaxpr
+    copies = made.run(program, [True] * len(program.invars))
+    no_moment = map(operator.or_, copies, accumulation.in_sums(opt_state))
+    low, out = plan.precision.moments, []
+    for x, owner, other in zip(leaves, owners, no_moment, strict=True):
+        is_moment = not other and x.dtype == np.float32
+        is_moment = is_moment and owner is not None and x.shape == shapes[owner].shape
+        out.append(x.astype(low) if is_moment else x)
+    return treedef.unflatten(out)
 
 
 def as_key(key: Any, where: str) -> Any:
@@ -187,6 +205,7 @@ def copied_like(new, old):
     def one(x, y):
         moves = trees.is_placed(x) and not x.committed
         spread = trees.is_placed(y) and len(y.sharding.device_set) > 1
-        return jax.device_put(x, y.sharding) if moves and spread and x.ndim == y.ndim else x
+        moves = (moves and spread) or (trees.is_placed(y) and trees.is_offloaded(y))
+        return jax.device_put(x, y.sharding) if moves and x.ndim == y.ndim else x
 
     return jax.tree.map(one, new, old)

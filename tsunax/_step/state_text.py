@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import tables, trees
-from tsunax._step.state_fields import frozen_flags
+from tsunax._step.state_fields import frozen_flags, trained_count
 
 
 def state_text(state: Any) -> str:
@@ -23,7 +23,7 @@ def state_text(state: Any) -> str:
     head = f"step={int(state.step)}, calls={int(state.calls)}" if concrete else "abstract"
     if jnp.ndim(state.clock) > 1:
         head = f"stacked {jnp.shape(state.clock)[:-1]}"
-    lines = [f"{kind}({head})", *_tree_rows(state, concrete)]
+    lines = [f"{kind}({head})", *_tree_rows(state)]
     if concrete and state.numbers is not None:
         numbers = state.numbers.named(state.step).items()
         lines.append("  " + ", ".join(f"{name}={value:.6g}" for name, value in numbers))
@@ -33,22 +33,38 @@ def state_text(state: Any) -> str:
     return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
-def _tree_rows(state: Any, concrete: bool) -> list[str]:
-    """A line per leaf of params: path, type, whether it is trained."""
-    named = trees.leaves_with_names(state.params)
-    n = len(named)
-    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
-    frozen = iter(frozen_flags(state) if concrete else [False] * n)
-    rows = []
-    for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
-        note = "frozen" if on and next(frozen) else ""
-        if not on:
-            note = "overwritten" if new else "not trained"
-        kind = f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}"
-        rows.append((trees.shown_path(name), kind, note))
+def _tree_rows(state: Any) -> list[str]:
+    """A line per leaf of params: path, type, status."""
+    kind = lambda leaf: f"{trees.dtype_of(leaf)}{list(jnp.shape(leaf))}"
+    rows = [(path, kind(leaf), status) for path, leaf, status in leaf_rows(state)]
     if len(rows) > 24:
         rows = [*rows[:12], (f"... {len(rows) - 20} more", "", ""), *rows[-8:]]
     return [f"  {line}" for line in tables.aligned(rows)]
+
+
+def leaf_rows(state: Any) -> list[tuple[str, Any, str]]:
+    """Path, leaf and status of each leaf of params.
+
+    The status is "", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its
+    gradient.
+    """
+    named = trees.leaves_with_names(state.params)
+    n = len(named)
+    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
+    frozen, rows = iter(_frozen_words(state)), []
+    for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
+        status = next(frozen) if on else "overwritten" if new else "not trained"
+        rows.append((trees.shown_path(name), leaf, status))
+    return rows
+
+
+def _frozen_words(state: Any) -> list[str]:
+    """For each trained leaf "frozen", or in how many members, or "" (also for mere shapes)."""
+    if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
+        return [""] * trained_count(state)
+    flags = np.atleast_2d(frozen_flags(state))
+    some = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
+    return ["frozen" if on.all() else text for on, text in zip(flags.T, some, strict=True)]
 
 
 def _size_text(tree) -> str:

@@ -1,4 +1,4 @@
-"""Errors of a step: in its arguments, if its program failed, and in its numbers, if it was rejected.
+"""Errors of a step: in its arguments, if its program failed; in its numbers, if it was rejected.
 
 A step that succeeds does not run this file.
 """

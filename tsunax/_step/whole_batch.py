@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax.errors import LossError
-from tsunax.loss import Loss, check_model_state, check_scalar, rows_of
+from tsunax.loss import Loss, check_model_state, loss_of, rows_of
 from tsunax.microbatches import check_rows, in_turn
 
 _LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batches with their index
@@ -79,10 +79,8 @@ class WholeBatch:
             given["key"] = jax.random.fold_in(given["key"], _LOSS)
         if state is None:
             return self.loss(embeddings, batch, **given)
-        out = self.loss(embeddings, batch, **given | _named(self._loss, {"model_state": state}))
-        if not isinstance(out, Loss):
-            check_scalar("result", "loss_fn", out)
-            out = Loss(out, mean_value=out)
+        given |= _named(self._loss, {"model_state": state})
+        out = loss_of(self.loss(embeddings, batch, **given))
         return out._with(model_state=state) if out.model_state is None else out
 
     def _in_turn(self, n: int, params: PyTree, batch: PyTree, keywords: Extra) -> tuple[Any, Any]:

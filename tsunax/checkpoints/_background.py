@@ -17,8 +17,6 @@ from typing import Any
 from tsunax._core import durable_files
 from tsunax.errors import CheckpointError, SaveError, message, told
 
-__all__ = []
-
 _LOCK = threading.RLock()
 _JOBS: list[Job] = []
 _HOOKED: list[bool] = []

@@ -22,9 +22,10 @@ from tsunax.checkpoints._safetensors import Entry
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf
 
-__all__ = []
-
 Blocks = dict[str, np.ndarray]
+Saved = Mapping[str, Leaf]
+Needed = list[tuple[Bounds, ...] | None]  # of each leaf; None for all of it
+Found = tuple[list[Any], dict[str, int]]  # arrays, and what the parts of a leaf add to its hash
 
 
 def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
@@ -64,7 +65,7 @@ def _bytes_of(x: np.ndarray) -> np.ndarray:
 
 
 def hashes_of(
-    saved: Mapping[str, Leaf], blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray]
+    saved: Saved, blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray], threads: int = 0
 ) -> Callable[[], dict[str, int]]:
     """Start hashing blocks in threads, and return a function that waits for the hashes.
 
@@ -72,12 +73,12 @@ def hashes_of(
     """
 
     def one(block: str) -> int:
-        leaf, bounds = parse_name(block)
-        known = saved.get(leaf)
-        return -1 if known is None else checksums.block_hash(get(block, known), bounds, known.shape)
+        name, bounds = parse_name(block)
+        leaf = saved[name]
+        return checksums.block_hash(get(block, leaf), bounds, leaf.shape)
 
     names = list(blocks)
-    pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    pool = concurrent.futures.ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1))
     try:
         jobs = [pool.submit(one, name) for name in names]
     except RuntimeError:  # Python 3.12 allows no new thread at its end
@@ -87,7 +88,7 @@ def hashes_of(
     return lambda: {name: job.result() for name, job in zip(names, jobs, strict=True)}
 
 
-# ------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entr
         if file.is_symlink():
             raise Damaged(f"arrays: {file.name} is a link")
         if file.exists():
-            for block, entry in _safetensors.contents(file)[0].items():
+            for block, entry in _safetensors.contents(file).items():
                 name, bounds = parse_name(block)
                 found.setdefault(name, []).append((bounds, entry))
     return found
@@ -198,16 +199,21 @@ def leaf_sums(hashes: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_same(
-    saved: Mapping[str, Leaf], hashes: Mapping[str, int], again: Mapping[str, int]
+    saved: Saved, hashes: Mapping[str, int], get: Callable[[str, Leaf], np.ndarray], threads=0
 ) -> None:
     """Raise Damaged for a block that reads back as other bytes than were written."""
+    again = hashes_of(saved, hashes, get, threads)()
     for block, value in hashes.items():
-        if again.get(block) != value:
+        if again[block] != value:
             raise Damaged(other_bytes(saved[parse_name(block)[0]]))
 
 
-def answered(wanted: list[Leaf], answers: list) -> tuple[list[Any], dict[str, int]]:
-    """The results of `read_leaf`, in the form in which `CheckpointHome.read` returns them."""
+def read_all(
+    read: Callable[[Leaf, Any], Any], wanted: list[Leaf], needed: Needed, threads: int
+) -> Found:
+    """The results of `read`, which is as `read_leaf`, in the form of `CheckpointHome.read`."""
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        answers = list(pool.map(read, wanted, needed))
     sums = zip(wanted, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 

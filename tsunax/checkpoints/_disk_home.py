@@ -16,81 +16,60 @@ deleted gets a hidden name first, too, and loses its manifest first.
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tsunax._core import durable_files
 from tsunax.checkpoints import _blocks, _safetensors
-from tsunax.checkpoints._blocks import Blocks
-from tsunax.checkpoints._home import MANIFEST, SUM, CheckpointHome, names_in
-from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
+from tsunax.checkpoints._home import MANIFEST, SUM, CheckpointHome
 from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import told
-
-__all__ = []
 
 ARRAYS = "arrays"
 KNOWN = (MANIFEST, SUM, ARRAYS)
 
 
 class DiskHome(CheckpointHome):
-    # ---------------------------------------------------------------------------- what is there
-
     def steps(self) -> list[int]:
-        found = map(durable_files.step_in_name, names_in(self.path))
+        found = map(durable_files.step_in_name, self.names(self.path))
         return sorted(step for step in found if step is not None and self.directory_of(step))
 
     def directory_of(self, step: int) -> Path | None:
         folder = self.path / str(step)
         return folder if durable_files.is_real_directory(folder) else None
 
-    def read(
-        self, step: int, found: Manifest, wanted: list[Leaf],
-        needed: list[tuple[Bounds, ...] | None],
-    ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
+    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
         arrays = self.path / str(step) / ARRAYS
         if any(leaf.dtype for leaf in wanted) and not durable_files.is_real_directory(arrays):
             raise Damaged("arrays: missing")
         try:
             stored = _blocks.stored_in(arrays / f"{i}.safetensors" for i in range(len(found.parts)))
             one = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-            with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                answers = list(pool.map(one, wanted, needed))
+            return _blocks.read_all(one, wanted, needed, min(8, os.cpu_count() or 1))
         except OSError as error:
             raise Damaged(f"arrays: {told(error)}") from None
-        return _blocks.answered(wanted, answers)
-
-    # -------------------------------------------------------------------------- what is written
 
     def begin(self, step: int) -> str:
         return durable_files.aside(self.path, "tmp", step).name
 
-    def write(
-        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
-    ) -> Manifest:
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         folder = self.path / name
         arrays = folder / ARRAYS
         for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
             new.mkdir(exist_ok=True)
-        file = arrays / f"{process}.safetensors"
-        saved = {leaf.name: leaf for leaf in part.arrays()}
-        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
         if blocks:
-            _blocks.write_arrays(file, blocks)
-        found = hashes()
-        if prove and blocks:
-            entries = _safetensors.contents(file)[0]
-            read = lambda block, leaf: _blocks.read_entry(entries[block], leaf)
-            _blocks.check_same(saved, found, _blocks.hashes_of(saved, entries, read)())
-        part = part.with_hashes(_blocks.leaf_sums(found))
+            _blocks.write_arrays(arrays / f"{process}.safetensors", blocks)
         durable_files.sync(arrays)
-        self.put_part(name, process, part)
-        return part
+
+    def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
+        if hashes:
+            entries = _safetensors.contents(self.path / name / ARRAYS / f"{process}.safetensors")
+            read = lambda block, leaf: _blocks.read_entry(entries[block], leaf)
+            _blocks.check_same(saved, hashes, read)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         if whole is None:
@@ -111,7 +90,7 @@ class DiskHome(CheckpointHome):
             fix = "a directory could not be renamed: store='orbax' renames none"
             raise OSError(error.errno, f"{error.strerror}, {fix}") from error
         durable_files.sync(self.path)
-        self.note(step, whole)
+        self.known()[step] = whole.metrics
         self.bad.pop(step, None)
         if old is not None:
             durable_files.remove(old, KNOWN)

@@ -1,50 +1,50 @@
-"""What every home of checkpoints does alike: manifests, what is known, who may write.
+"""The interface of a home of checkpoints, and the half that all homes share.
 
-A home is a place where checkpoints are: `_disk_home` on a disk, `_orbax_home` by orbax, on a disk or in
-a bucket. Beside the methods here it has
-
-    steps, directory_of                        what is there
-    read                                       slices of named arrays
-    begin, start, write, commit, discard       one save; `start` alone is for the thread that saves
-    drop, tidy                                 deletes; finishes what a killed run left half done
-
-Leaves are compared and verified by those who call it, with the hashes of the manifest. One run
-writes, others read.
+A home is the place of a run's checkpoints: `_disk_home` on a disk, `_orbax_home` by orbax, on a
+disk or in a bucket. Leaves are compared and verified by the callers, with the hashes of the
+manifest. One run writes, others read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tsunax._core import durable_files, trees
+from tsunax._core import durable_files
+from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._blocks import Blocks
-from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
-__all__ = []
-
 MANIFEST, SUM = "manifest.json", "manifest.sha256"
-_FOREIGN = tuple(
-    "metadata .msgpack .pkl .pickle .pt .pth .ckpt .safetensors .npz .h5 .keras".split()
-)
 
 
 def sum_of(body: bytes) -> bytes:
     return f"{durable_files.sha256(body)}  {MANIFEST}\n".encode()
 
 
-class CheckpointHome:
-    """A run's directory, and what this process knows of it."""
+def names_in(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
-    inside: str = ""  # where a checkpoint's directory has its manifest
+
+def _part(process: int) -> str:
+    return f"part-{process}.json"
+
+
+class CheckpointHome:
+    """The directory of a run; `bad` and `known()` are the steps seen so far."""
+
+    inside: str = ""  # the folder of the manifest, in the directory of a checkpoint
+    names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
 
@@ -52,10 +52,9 @@ class CheckpointHome:
         self.path: Any = path
         self.timeout: float = timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
-        self.notes: list[str] = []  # to be told as warnings
         self._known: dict[int, dict[str, float]] | None = None
 
-    # ------------------------------------------------------------------------- in the home's words
+    # --------------------------------------------------------------- each home has its own of these
 
     def steps(self) -> list[int]:
         """Steps that a directory is named after, in order."""
@@ -64,14 +63,11 @@ class CheckpointHome:
     def directory_of(self, step: int) -> Path | None:
         raise NotImplementedError
 
-    def read(
-        self, step: int, found: Manifest, wanted: list[Leaf],
-        needed: list[tuple[Bounds, ...] | None],
-    ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
-        """Read the saved leaves, or what is needed of each, as host arrays.
+    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
+        """Read the saved leaves, or the needed parts of each, as host arrays. Raises Damaged.
 
-        Also returned, by name: what the parts of a leaf add to its hash, if only parts of it were
-        read. All other leaves are verified. Raises Damaged.
+        A leaf that is read whole is verified. For the others, the second result has by name the
+        sum that their parts add to the hash of the leaf.
         """
         raise NotImplementedError
 
@@ -82,13 +78,11 @@ class CheckpointHome:
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
         """The part of a save that must run in the thread that calls `save`."""
 
-    def write(
-        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
-    ) -> Manifest:
-        """This process's part of a checkpoint: its manifest, with the hashes.
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
+        raise NotImplementedError
 
-        With `prove` it is read back, here or in `commit`: older ones are to be deleted for it.
-        """
+    def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
+        """Read back what this process wrote, here or in `commit`. Raises Damaged."""
         raise NotImplementedError
 
     def commit(self, name: str, whole: Manifest | None) -> None:
@@ -105,7 +99,7 @@ class CheckpointHome:
     def tidy(self) -> None:
         raise NotImplementedError
 
-    # ---------------------------------------------------------------------------- what is there
+    # ----------------------------------------------------------------------- the same in every home
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint says of itself. Raises Damaged, or TooNew."""
@@ -133,32 +127,30 @@ class CheckpointHome:
                 yield step, self.manifest(step)
 
     def known(self) -> dict[int, dict[str, float]]:
-        """The complete steps, with their metrics.
-
-        They are read once, because nobody else writes here.
-        """
+        """The complete steps, with their metrics: read once, for no other process writes here."""
         if self._known is None:
             self._known = {step: found.metrics for step, found in self.manifests()}
         for step in [step for step in self._known if step in self.bad]:
             del self._known[step]
         return self._known
 
-    def note(self, step: int, found: Manifest) -> None:
-        self.known()[step] = found.metrics
+    def write(
+        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
+    ) -> Manifest:
+        """This process's part of a checkpoint: its manifest, with the hashes.
 
-    def check_not_foreign(self) -> None:
-        names = names_in(self.path)
-        if odd := [name for name in names if name.lower().endswith(_FOREIGN)]:
-            got, expected = trees.listed(odd, 4), "checkpoints of tsunax, or none"
-            fix = "tsunax.exchange reads safetensors, flax's msgpack and orbax's directories."
-            raise CheckpointError("checkpoints", str(self.path), got, expected, fix)
-
-    # ------------------------------------------------------------------------- what is written
-
-    def put_part(self, name: str, process: int, part: Manifest) -> None:
-        """Store the manifest of this process's part for the first process."""
-        if process:
+        With `prove` it is read back: older ones are to be deleted for it.
+        """
+        saved = {leaf.name: leaf for leaf in part.arrays()}
+        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
+        self.write_blocks(name, process, saved, blocks)
+        found = hashes()
+        if prove:
+            self.prove(name, process, saved, found)
+        part = part.with_hashes(_blocks.leaf_sums(found))
+        if process:  # for the first one
             self.write_file(self.path / name / self.inside / _part(process), part.dump())
+        return part
 
     def together(self, name: str, first: Manifest, count: int) -> Manifest:
         """The manifest of a checkpoint whose parts all processes have written."""
@@ -174,13 +166,9 @@ class CheckpointHome:
 
     def put_manifest(self, name: str, whole: Manifest) -> None:
         body, folder = whole.dump(), self.path / name / self.inside
-        if len(body) > LIMIT:
-            raise ValueError(f"a manifest of {len(body)} bytes, more than {LIMIT}")
-        Manifest.parse(body)
+        Manifest.parse(body)  # not one that is too long, for example
         self.write_file(folder / MANIFEST, body)
         self.write_file(folder / SUM, sum_of(body))
-
-    # --------------------------------------------------------------------------- who may write
 
     def prepare(self) -> Any:
         """Make the run's directory; returns its identity. Raises OSError, CheckpointError."""
@@ -200,14 +188,3 @@ class CheckpointHome:
         with contextlib.suppress(OSError, ValueError):
             return self.load(self.path / durable_files.LOCK, 400).decode()
         return ""
-
-
-def names_in(path: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _part(process: int) -> str:
-    return f"part-{process}.json"

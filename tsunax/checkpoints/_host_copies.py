@@ -1,11 +1,9 @@
-"""What is saved of a state, on the host: checked, copied, and looked through for what is not
-finite.
-"""
+"""The saved part of a state, on the host: checked, copied, and searched for numbers not finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,8 +18,6 @@ from tsunax.checkpoints.leaves import Leaf, Tree
 from tsunax.checkpoints.manifest import Parts
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.state import donated, overwritten_part, trained_part
-
-__all__ = []
 
 
 def check_saveable(tree: Tree) -> None:
@@ -73,20 +69,15 @@ def holders_of(sharding, shape) -> dict[Bounds, list[int]]:
 
 
 def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
-    """Every leaf, and the blocks that are for this process to save, copied to the host."""
-    found = [leaves.leaf_of(path, x, name)
-             for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
-    return found, dict(_blocks_of(tree, found, process))
-
-
-def _blocks_of(tree: Tree, found: list[Leaf], process: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The blocks that are for this process to save: (name, array on the host).
+    """Every leaf, and the blocks that are for this process to save, copied to the host.
 
     What several processes hold is written by the one that has the least to write so far, so that
     a state that all of them have is not written by the first alone. All know all shardings, and
     come to the same plan. Arrays of a CPU are copied: a view would keep the state from being
     donated.
     """
+    found = [leaves.leaf_of(path, x, name)
+             for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
     work, loads = [], [0] * jax.process_count()
     for leaf, (_, x) in zip(found, tree.leaves, strict=True):
         if not leaf.dtype:
@@ -103,8 +94,9 @@ def _blocks_of(tree: Tree, found: list[Leaf], process: int) -> Iterator[tuple[st
         for s in shards:
             if s.device.platform != "cpu":
                 s.data.copy_to_host_async()  # all transfers run at once
-    for leaf, bounds, data, shards in work:
-        yield block_name(leaf.name, bounds, leaf.shape), _on_host(data, shards)
+    blocks = {block_name(leaf.name, bounds, leaf.shape): _on_host(data, shards)
+              for leaf, bounds, data, shards in work}  # fmt: skip
+    return found, blocks
 
 
 def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
@@ -141,7 +133,7 @@ def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
     return Parts({name: _user_values.encode(x, keep, name) for name, x in given.items()}, arrays)
 
 
-# ----------------------------------------------------------------------------------- what is in them
+# ---------------------------------------------------------------------------------- what is in them
 
 
 def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:

@@ -18,14 +18,13 @@ import numpy as np
 from tsunax._core import patterns, trees
 from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
+from tsunax.checkpoints._blocks import other_bytes
 from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, warn
+from tsunax.errors import CheckpointError
 from tsunax.state import TrainState, base
-
-__all__ = []
 
 # --------------------------------------------------------------------------------------- to a state
 
@@ -35,9 +34,10 @@ class RestoreRequest:
     """What a caller wants of a checkpoint."""
 
     like: Any
-    partial: Any
-    cast: bool
-    params_only: bool
+    partial: Any = None
+    cast: bool = False
+    params_only: bool = False
+    is_fit: bool = False  # which has none of these options
 
     @property
     def skips_optimizer(self) -> bool:
@@ -48,24 +48,27 @@ class RestoreRequest:
 
         Raises CheckpointError with up to ten differences, both sides of each.
         """
-        plan = self.compared(manifest)
-        fix = (
-            "Restore with the setup that saved it; params alone: params_only=True or "
-            "partial='pattern'."
-        )
-        refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
-        return plan
-
-    def compared(self, manifest: Manifest) -> RestorePlan:
         mine = leaves.tree_of(self.like)
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         of = self._params if self.skips_optimizer else self._whole
-        return of(mine, manifest, saved)
+        plan = of(mine, manifest, saved)
+        fix = "params alone: params_only=True or partial='pattern'."
+        if self.is_fit:
+            fix = "another model or rule is another run: give it another path."
+        elif self.skips_optimizer:
+            fix = "only params that fit: partial='pattern'."
+        fix = f"{'Go on' if self.is_fit else 'Restore'} with the setup that saved it; {fix}"
+        refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
+        return plan
 
     def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
         like, columns, alone = self.like, {}, {}
         if mine.states:
-            layout = lambda path, s: _laid_out_like(path, s, manifest, saved)
+
+            def layout(path, s: TrainState) -> TrainState:
+                facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
+                return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
+
             like = _map_states(self.like, mine, layout)
             mine = leaves.tree_of(like)
         found: list[str] = []
@@ -108,25 +111,15 @@ class RestoreRequest:
             root = next((root for root in roots if path[: len(root)] == root), None)
             if root is not None:
                 wanted.append((path, roots[root] + path[len(root) :], x))
-        if self.partial is not None:
-            chosen = self._chosen(mine)
-            wanted = [w for w in wanted if w[0] in chosen]
-        found, pairs = _differences(wanted, saved, self.cast)
         if self.partial is None:
-            tops = list(roots.values())
-            under = lambda path: any(path[: len(top)] == top for top in tops)
-            found += _extra_leaves(wanted, saved, under)
-        return RestorePlan(self.like, mine, pairs, found, {}, {}, [])
-
-    def _chosen(self, mine: Tree) -> set:
-        """Paths of the leaves that the pattern matches, in params of TrainStates or a bare tree."""
-        params = {(*path, ".params"): s.params for path, s in mine.states.items()}
-        chosen = set()
-        for root, tree in (params or {(): self.like}).items():
-            inside = [path for path, _ in mine.leaves if path[: len(root)] == root]
-            flags = patterns.select(self.partial, tree)
-            chosen |= {path for path, on in zip(inside, flags, strict=True) if on}
-        return chosen
+            under = lambda path: any(path[: len(top)] == top for top in roots.values())
+            extra = _extra_leaves(wanted, saved, under)
+        else:
+            params = [s.params for s in mine.states.values()] or [self.like]
+            flags = [on for tree in params for on in patterns.select(self.partial, tree)]
+            wanted, extra = [w for w, on in zip(wanted, flags, strict=True) if on], []
+        found, pairs = _differences(wanted, saved, self.cast)
+        return RestorePlan(self.like, mine, pairs, found + extra, {}, {}, [])
 
 
 @dataclass(frozen=True)
@@ -148,22 +141,8 @@ class Clocks:
 def refuse(head: str, differences: list[str], fix: str) -> None:
     """Raise CheckpointError with the first ten differences, if there are any."""
     if differences:
-        shown = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences[:10]]
-        more = [f"and {len(differences) - 10} more"] if len(differences) > 10 else []
-        raise CheckpointError("\n  ".join([head + ":", *shown, *more, fix]))
-
-
-def warn_of_edits(edited: list[str]) -> None:
-    """Warn of each number for which the edited script's value is used."""
-    for note in edited:
-        warn(f"edited in the script since the run was set up, {note}: the script's is used.")
-
-
-def _laid_out_like(path, state: TrainState, manifest: Manifest, saved: Mapping) -> TrainState:
-    facts = manifest.states.get(path)
-    if facts is None:
-        return state
-    return state_facts.laid_out(state, facts, (*path, ".frozen") in saved)
+        shown = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences]
+        raise CheckpointError("\n  ".join([head + ":", trees.listed(shown, 10, "\n  "), fix]))
 
 
 def _map_states(tree, known: Tree, f: Callable[[tuple, TrainState], Any]):
@@ -238,8 +217,7 @@ class RestorePlan:
                 found = {parts[i]: x for i, x in said.items()}
                 same = all(found[parts[i]] == x for i, x in said.items())  # replicas agree
                 if not same or sum(found.values()) % MODULUS != pair.saved.hash:
-                    where = show("state", pair.saved.path)
-                    raise Damaged(f"{where}: other bytes than were saved (hash)")
+                    raise Damaged(other_bytes(pair.saved))
                 at += 16
 
     def filled(self, values: list):
@@ -276,7 +254,8 @@ class RestorePlan:
 def restarted(state: TrainState, **parts) -> TrainState:
     """A state whose optimizer starts at restored params."""
     state = state.replace(**parts)
-    anew = {name: average.of(base(state)) for name, average in averages_of(state).items()}
+    old = averages_of(state)
+    anew = {name: trees.offloaded_like(x.of(base(state)), x) for name, x in old.items()}
     return dataclasses.replace(state, **anew)
 
 
@@ -326,7 +305,7 @@ def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[l
 def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     """Whether a saved leaf can be restored into this one.
 
-    Shardings are not compared, and a `Leaf` has none: a checkpoint of any number of devices fits, and
+    Shardings are not compared, and a `Leaf` has none: a checkpoint of any number of devices fits;
     `placed` follows the target. `_reading` and `_host_copies.check_members` refuse the exceptions.
     """
     if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):

@@ -24,8 +24,6 @@ from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, told
 
-__all__ = []
-
 _LIMIT = 600.0  # seconds
 # orbax names its operations by one count of the process: one would take another one's away
 ONE_AT_A_TIME = threading.Lock()

@@ -42,15 +42,13 @@ import numpy as np
 from tsunax import errors
 from tsunax._core import durable_files, trees
 from tsunax._core.libraries import library
-from tsunax.checkpoints import _blocks, _host_copies, _orbax, checksums
-from tsunax.checkpoints._blocks import Blocks
+from tsunax.checkpoints import _blocks, _host_copies, _orbax
+from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
 from tsunax.checkpoints._home import MANIFEST, CheckpointHome, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import SaveError, told
-
-__all__ = []
 
 STATE, OURS, UNFINISHED = "state", "tsunax", ".unfinished"
 KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
@@ -66,8 +64,8 @@ class _Save:
     def __init__(self):
         self.done: concurrent.futures.Future = concurrent.futures.Future()
         self.response: Any = None  # of orbax
-        self.saved: dict[str, Leaf] = {}  # what has to read back as it was
-        self.hashes: dict[str, int] = {}
+        self.saved: Saved = {}  # what has to read back as it was
+        self.hashes: Mapping[str, int] = {}
         self.quiet = contextlib.ExitStack()  # until orbax has ended
 
     async def save(self, directory):
@@ -90,9 +88,6 @@ class OrbaxHome(CheckpointHome):
 
     # ---------------------------------------------------------------------------- what is there
 
-    def names(self, path: Any) -> list[str]:
-        return names_in(path)
-
     def _directories(self) -> dict[int, list[str]]:
         """The directories of each step, the newest last; not those that are unfinished."""
         names, found = set(self.names(self.path)), {}
@@ -108,10 +103,7 @@ class OrbaxHome(CheckpointHome):
         several = self._directories().get(step)
         return self.path / several[-1] if several else None
 
-    def read(
-        self, step: int, found: Manifest, wanted: list[Leaf],
-        needed: list[tuple[Bounds, ...] | None],
-    ) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
+    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
         try:
@@ -119,7 +111,7 @@ class OrbaxHome(CheckpointHome):
         except (OSError, ValueError) as error:
             raise Damaged(f"arrays: {told(error)}") from None
 
-    def _read(self, folder: Path, found: Manifest, wanted, needed):
+    def _read(self, folder: Path, found: Manifest, wanted, needed) -> Found:
         sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
         declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
         # before anything blocks, or takes memory that no file needs
@@ -137,8 +129,7 @@ class OrbaxHome(CheckpointHome):
                     return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
                 return _blocks.verified(leaf, parts, open_array(leaf))
 
-            with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-                return _blocks.answered(wanted, list(pool.map(one, wanted, needed)))
+            return _blocks.read_all(one, wanted, needed, _AT_ONCE)
 
     # -------------------------------------------------------------------------- what is written
 
@@ -155,6 +146,8 @@ class OrbaxHome(CheckpointHome):
         orbax copies arrays that are spread over processes; of all others it is given the copies in
         `blocks`.
         """
+        from flax import traverse_util
+
         arrays: dict[str, Any] = {}
         for leaf, (_, x) in zip(found, tree.leaves, strict=True):
             if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
@@ -168,7 +161,10 @@ class OrbaxHome(CheckpointHome):
         save = _Save()
         if jax.process_index():
             save.done.set_result(None)
-        items: dict[str, Any] = {OURS: save} | ({STATE: _nested(arrays)} if arrays else {})
+        by_keys = {keys: arrays[name] for name, keys in _keys_of(arrays).items()}
+        items: dict[str, Any] = {OURS: save}
+        if arrays:
+            items[STATE] = traverse_util.unflatten_dict(by_keys)
         ocp = _orbax.library()
         context = ocp.Context()
         context.array.saving.use_compression = False  # it would take the cores of the next step
@@ -187,24 +183,19 @@ class OrbaxHome(CheckpointHome):
                 raise SaveError(what, str(self.path), got, "a save that starts") from error
         self._saves[name] = save
 
-    def write(
-        self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
-    ) -> Manifest:
-        saved = {leaf.name: leaf for leaf in part.arrays()}
-        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
+        """Write what orbax does not: it has the other arrays since `start`."""
         beside = {x: blocks[x] for x in blocks if _is_beside(saved[_blocks.parse_name(x)[0]])}
         if beside:
             with tempfile.TemporaryDirectory() as here:
                 file = Path(here, f"{process}.safetensors")
                 _blocks.write_arrays(file, beside)
                 self.write_file(self.path / name / OURS / file.name, file.read_bytes())
-        found = hashes()
-        if prove:
-            save = self._saves[name]
-            save.saved, save.hashes = saved, {x: y for x, y in found.items() if x not in beside}
-        part = part.with_hashes(_blocks.leaf_sums(found))
-        self.put_part(name, process, part)
-        return part
+
+    def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
+        is_of_orbax = lambda block: not _is_beside(saved[_blocks.parse_name(block)[0]])
+        save = self._saves[name]  # `commit` reads them, when orbax has written them
+        save.saved, save.hashes = saved, {x: y for x, y in hashes.items() if is_of_orbax(x)}
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         save, folder = self._saves[name], self.path / name
@@ -223,7 +214,7 @@ class OrbaxHome(CheckpointHome):
             (self.path / (name + UNFINISHED)).unlink()
             if self.is_local:
                 durable_files.sync(self.path)
-            self.note(whole.step, whole)
+            self.known()[whole.step] = whole.metrics
             self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
 
@@ -240,16 +231,9 @@ class OrbaxHome(CheckpointHome):
     def _prove(self, folder: Path, save: _Save) -> None:
         """Read back what this process had to save."""
         open_array = _opener(folder / STATE, save.saved.values())
-
-        def one(block: str) -> int:
-            name, bounds = _blocks.parse_name(block)
-            leaf = save.saved[name]
-            array = open_array(leaf)(bounds or _blocks.whole(leaf.shape))
-            return checksums.block_hash(array, bounds, leaf.shape)
-
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            again = dict(zip(save.hashes, pool.map(one, save.hashes), strict=True))
-        _blocks.check_same(save.saved, save.hashes, again)
+        bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
+        read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
+        _blocks.check_same(save.saved, save.hashes, read, _AT_ONCE)
 
     def discard(self, name: str) -> None:
         save = self._saves.pop(name, None)
@@ -318,16 +302,6 @@ def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
     above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     keys = {name: name.replace(".", "%2e") or "%" for name in names}
     return {x: (*y.split("/"), *(["%"] if x in above else [])) for x, y in keys.items()}
-
-
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, keys in _keys_of(arrays).items():
-        inner = out
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[keys[-1]] = arrays[name]
-    return out
 
 
 def _opener(

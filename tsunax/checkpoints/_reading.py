@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tsunax._core import checks, durable_files, trees
 from tsunax.checkpoints import _host_copies, _matching, _user_values, leaves
 from tsunax.checkpoints import manifest as _manifest
@@ -15,16 +17,18 @@ from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
 from tsunax.distributed import collectives
-from tsunax.errors import CheckpointError, WrongTypeError, message, warn
+from tsunax.errors import CheckpointError, StateError, WrongTypeError, message, warn
+from tsunax.states import COUNTED
 
 __all__ = ["Restored"]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpoints.restore` found.
+    """What `Checkpoints.restore` found: `checkpoints.restore(like).state`.
 
-    `step` is None if there was nothing, and `state` is what was given.
+    `step` is None if there was nothing, and `state` is what was given. `data`, `history` and
+    `callbacks` are those of `save`, or None; `script` is a dict of the settings of `fit`, or None.
     """
 
     state: Any
@@ -91,10 +95,8 @@ def newest(
     if problems:
         fix = "restore() without step= takes an older one."
         fix = "To start afresh, give another path." if step is None else fix
-        more = f"; and {len(problems) - 10} more" if problems[10:] else ""
-        got = "; ".join(problems[:10]) + more
+        got = trees.listed(problems, 10, "; ")
         raise CheckpointError("checkpoints", where, got, "a good one", fix)
-    run.together("restore()", lambda: (run.home.check_not_foreign(), ""))
     if resume == "must":
         expected = "at least one: resume='must'"
         raise CheckpointError("checkpoints", where, "none", expected)
@@ -150,13 +152,46 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
     (plan, parts, found, arrays), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
     state = plan.filled(found)
-    _matching.warn_of_edits(plan.edited)
+    for note in plan.edited:
+        warn(f"edited in the script since the run was set up, {note}: the script's is used.")
     values: dict[str, Any] = {}
     for part in parts:
         own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]
         values |= {key: _user_values.decode(x, own) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
     return Restored(state, step=step, **{key: values.get(key) for key in names})
+
+
+def later(run, at: int, state, calls: int) -> Restored:
+    """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts.
+
+    A state that was never called, or as often as the one that the run began with, takes the
+    checkpoint. Of any other the calls decide; of equal ones the state in hand goes on.
+    """
+    there = read(run, at, _matching.Clocks())
+    saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
+    began = there.script.get("calls") if isinstance(there.script, dict) else 0
+    steps = _host_copies.step_to_save(leaves.tree_of(state), None)
+    here = f"fit(): the state given is at step {steps}"
+    newest = f"the newest checkpoint in {run.path}"
+    if calls < saved or calls == began != saved:
+        if calls != began:
+            text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
+            warn(f"{text}. For the state given, give another path.")
+        return read(run, at, _matching.RestoreRequest(state, is_fit=True))
+    got = f"step {steps} after {calls} calls"
+    if steps < at:
+        fix = "Give another path; or a fresh state, which takes the checkpoint."
+        expected = f"step {at} or later, as {newest}"
+        raise StateError("state", "fit()", got, expected, fix)
+    if calls > saved:
+        if not isinstance(state, COUNTED):
+            fix = "A tree of others has no clock of its own: give another path."
+            raise StateError("state", "fit()", got, "a TrainState, or a fresh tree", fix)
+        text = f"{here}, {newest} at step {at}: the state given goes on"
+        warn(f"{text}, from where the data is now.")
+        return dataclasses.replace(there, state=state, data=None)
+    return dataclasses.replace(there, state=state)
 
 
 def _parts(run, manifest: Manifest) -> list[Parts]:
@@ -170,6 +205,7 @@ def _parts(run, manifest: Manifest) -> list[Parts]:
     if any("data" in part.values for part in manifest.parts[1:]):
         got = f"those of {len(manifest.parts)} processes, each at its own"
         where = str(run.path / str(manifest.step))
-        fix = "Go on with as many; or take the state, restore(like, params_only=True), and start the data anew."
+        fix = "Go on with as many; or take the state, restore(like, params_only=True), "
+        fix += "and start the data anew."
         raise CheckpointError("places of the data", where, got, f"{count}", fix)
     return first

@@ -14,7 +14,6 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from tsunax.checkpoints import leaves
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import told
-
-__all__ = []
 
 _NAMES = (
     "BOOL bool U8 uint8 I8 int8 U16 uint16 I16 int16 U32 uint32 I32 int32 U64 uint64 I64 int64 "
@@ -52,37 +49,25 @@ class Entry:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def contents(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The arrays in a file, or in all files of a Hugging Face index, and the text beside them.
+def contents(path: Path) -> dict[str, Entry]:
+    """The arrays in a file, or in all files of a Hugging Face index.
 
     Raises Damaged, OSError.
     """
     if not path.name.endswith(INDEX):
         return _header(path)
     with durable_files.opened(path) as file:
-        if os.fstat(file.fileno()).st_size > HEADER:
-            raise Damaged("an index that is too large")
-        body = _parsed(file.read(HEADER + 1))
-    where, about = body.get("weight_map"), body.get("metadata", {})
-    if not isinstance(where, dict) or not isinstance(about, dict):
-        raise Damaged("an index without weight_map")
-    names = dict.fromkeys(map(_plain_name, where.values()))
-    files = {name: _header(path.parent / name)[0] for name in names}
+        content = file.read(HEADER)
+    try:
+        where = json.loads(content)["weight_map"]
+        names = dict.fromkeys(map(_plain_name, where.values()))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise Damaged(f"an index without weight_map: {told(error)}") from None
+    files = {name: _header(path.parent / name) for name in names}
     for name, file in where.items():
         if name not in files[file]:
             raise Damaged(f"{name!r:.80} is not in {file}")
-    texts = {name: text for name, text in about.items() if isinstance(text, str)}
-    return {name: files[file][name] for name, file in where.items()}, texts
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"index: {told(error)}") from None
-    if not isinstance(body, dict):
-        raise Damaged("an index that is no dict")
-    return body
+    return {name: files[file][name] for name, file in where.items()}
 
 
 def _plain_name(name) -> str:
@@ -93,16 +78,14 @@ def _plain_name(name) -> str:
     return name
 
 
-def _header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block
-        raise OSError("not a regular file")
+def _header(path: Path) -> dict[str, Entry]:
     import safetensors
 
+    with durable_files.opened(path) as opened:  # no pipe, which would block the library
+        at = 8 + int.from_bytes(opened.read(8), "little")
     found = {}
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            with durable_files.opened(path) as opened:
-                at = 8 + int.from_bytes(opened.read(8), "little")
             for name in file.offset_keys():
                 x = file.get_slice(name)
                 code, shape = x.get_dtype(), tuple(x.get_shape())
@@ -113,7 +96,7 @@ def _header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                     raise Damaged(f"{name!r:.80}: a shape that NumPy does not have, {shape}"[:200])
                 found[name] = Entry(path, dtype, shape, at)
                 at += math.prod(shape) * np.dtype(dtype).itemsize
-            return found, dict(file.metadata() or {})
+            return found
     except safetensors.SafetensorError as error:
         text = str(error).removeprefix("Error while deserializing header: ")
         raise Damaged(f"{path.name}: {text:.120}") from None

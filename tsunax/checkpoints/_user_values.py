@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from tsunax._core import trees
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import WrongTypeError
-
-__all__ = []
 
 DEPTH = 64
 
@@ -43,7 +40,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
         found = [inner(value, i) for i, value in enumerate(x)]
         return found if isinstance(x, list) else {"$tuple": found}
     if trees.is_key(x):
-        data = inner(np.asarray(jax.random.key_data(x)), "key")
+        data = inner(trees.on_host(x), "key")
         return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
     is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
     if trees.is_array(x) and is_here and leaves.can_be_saved(x):
@@ -75,14 +72,3 @@ def decode(x, arrays: list[np.ndarray], depth: int = 0):
     if any(key.startswith("$") for key in x):
         raise Damaged("manifest: a value that cannot be read")
     return {key: inner(y) for key, y in x.items()}
-
-
-def check_depth(x) -> None:
-    """Raise ValueError for JSON of too many levels, without a recursion."""
-    level = [x]
-    for _ in range(2 * DEPTH):
-        level = [z for y in level if isinstance(y, dict | list)
-                 for z in (y.values() if isinstance(y, dict) else y)]  # fmt: skip
-        if not level:
-            return
-    raise ValueError("too many levels")

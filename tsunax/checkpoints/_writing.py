@@ -1,6 +1,4 @@
-"""How a checkpoint is written: the copy and what all processes agree on when `save` is called; files,
-hashes and the commit in the background.
-"""
+"""Writing a checkpoint: copy and agreement in `save`; files, hashes, commit in the background."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.distributed import collectives
-from tsunax.errors import CheckpointError, RowError, WrongTypeError
-
-__all__ = []
+from tsunax.errors import CheckpointError, RowError, WrongTypeError, unknown
 
 
 def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
@@ -57,13 +53,15 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
 
 def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     """(tree, manifest, blocks) of the state on the host, and a text for the other processes."""
-    run.check_writer("save()")
+    run.check_writer()
     run.wait()
     numbers = _numbers(metrics)
     if numbers and given["script"] is None and not run.process:  # `fit` looks by itself
-        before = [name for known in run.home.known().values() for name in known]
-        if text := run.lacks([*numbers, *before], "save()"):
-            raise RowError(text)
+        names = dict.fromkeys(
+            [*numbers, *(x for known in run.home.known().values() for x in known)]
+        )
+        if run.keep_best is not None and run.keep_best.metric not in names:
+            raise RowError(unknown("metric of keep_best", "save()", run.keep_best.metric, names))
     tree = leaves.tree_of(state)
     _host_copies.check_saveable(tree)
     _host_copies.check_members(tree, "save()")

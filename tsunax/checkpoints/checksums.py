@@ -19,6 +19,7 @@ byte of float32, as sha256 does where the processor has instructions for it.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -69,16 +70,10 @@ def runs(bounds: Bounds, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
     axis = len(shape)  # from which on the block has all of each axis
     while axis and bounds[axis - 1] == (0, shape[axis - 1]):
         axis -= 1
-    run, stride, starts = 1, 1, np.zeros(1, np.uint64)
-    for n in shape[axis:]:
-        stride *= n
-    run = stride
-    for i in reversed(range(axis)):
-        start, stop = bounds[i]
-        if i == axis - 1:
-            starts, run = starts + np.uint64(start * stride), (stop - start) * stride
-        else:
-            rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(stride)
-            starts = (rows[:, None] + starts).reshape(-1)
-        stride *= shape[i]
-    return starts, run
+    inner = math.prod(shape[axis:])
+    if not axis:
+        return np.zeros(1, np.uint64), inner
+    *outer, (start, stop) = bounds[:axis]
+    rows = np.ix_(*(np.arange(*cut) for cut in outer), np.array([start]))
+    starts = np.ravel_multi_index(rows, shape[:axis]).reshape(-1).astype(np.uint64)
+    return starts * np.uint64(inner), (stop - start) * inner

@@ -1,18 +1,18 @@
-"""Arrays for other programs, and from them: safetensors files both ways; flax's and orbax's only
-in.
+"""Arrays to and from other programs: safetensors files both ways, flax's and orbax's only in.
 
-    save("model.safetensors", state.params)                   names are paths: "encoder/0/kernel"
-    params = restore("model.safetensors", params)             every name, shape and dtype compared first
+    save("model.safetensors", state.params)           names are paths: "encoder/0/kernel"
+    params = restore("model.safetensors", params)     every name, shape and dtype compared first
 
-Nothing here is code, and nothing of it runs: what cannot be read as plain arrays is refused. A run
-goes on from its `Checkpoints`; these are the files that one gives away.
+No code from a file is run: a file that cannot be read as plain arrays is refused. A run resumes
+from its `Checkpoints`; the files here are for other people and programs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,27 @@ import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
-from tsunax.checkpoints import _host_copies, _matching, _orbax, _safetensors, leaves
-from tsunax.checkpoints.leaves import Damaged, Leaf, Tree, show
+from tsunax.checkpoints import _blocks, _host_copies, _matching, _orbax, _safetensors, leaves
+from tsunax.checkpoints._transforms import Mapped, Transform, cast, planned, rearrange
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
 from tsunax.state import TrainState
 
-__all__ = ["contents", "restore", "restore_flax", "restore_orbax", "save"]
+__all__ = ["Transform", "cast", "contents", "rearrange", "restore", "restore_flax",
+           "restore_orbax", "save", "torch_kernel", "torch_name"]  # fmt: skip
 
 Rename = Callable[[str], str] | None
+Transforms = Mapping[str, Transform] | None
 _PARAMS = "params/"  # what the names of a whole state's params begin with
-_DEPTH = 64
 
 
 # ------------------------------------------------------------------------------------------- saving
 
 
-def save(path: StrPath, tree: PyTree, *, rename: Rename = None) -> None:
+def save(
+    path: StrPath, tree: PyTree, *, rename: Rename = None, transform: Transforms = None
+) -> None:
     """Write the arrays of `tree`, params or a whole training state, as a safetensors file.
 
     A name is the path that patterns match, "encoder/0/kernel"; of a state
@@ -46,11 +51,11 @@ def save(path: StrPath, tree: PyTree, *, rename: Rename = None) -> None:
 
     Args:
       path: "….safetensors"; its directory is made if it is not there.
-      rename: a function of a name of the tree that returns the name in the file.
+      rename, transform: the arguments of `restore`, for the way back: the same ones write the names
+        and shapes of the file that was restored.
 
     Raises WrongTypeError for leaves and dtypes that the format does not have (int4, complex128,
-    Python's numbers), CheckpointError for a path or names that cannot be, SaveError where writing
-    failed.
+    Python's numbers), CheckpointError for invalid paths or names, SaveError if writing failed.
 
     >>> import jax.numpy as jnp, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,9 +69,12 @@ def save(path: StrPath, tree: PyTree, *, rename: Rename = None) -> None:
         raise CheckpointError("path", "save()", repr(path.name), expected)
     known = leaves.tree_of(tree)
     _host_copies.check_saveable(known)
-    found = _described(known, _names_in(tree, rename))
-    leaves_of = zip(found, known.leaves, strict=True)
-    arrays = {leaf.name: trees.on_host(x) for leaf, (_, x) in leaves_of}
+    plan = planned(tree, None, rename, transform, "save()")
+    _check_plan(known, plan)
+    arrays = {}
+    for i, one in plan.items():
+        x, back = trees.on_host(known.leaves[i][1]), one.transform.inverse
+        arrays |= {name: back(x[(*at, ...)]) for name, at in one.names.items()}
     aside = durable_files.aside(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,26 +86,24 @@ def save(path: StrPath, tree: PyTree, *, rename: Rename = None) -> None:
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
-def _described(known: Tree, names: list[str]) -> list[Leaf]:
-    """Every leaf under its name in the file, checked."""
-    found: dict[str, Leaf] = {}
-    for (path, x), name in zip(known.leaves, names, strict=True):
-        leaf, where = leaves.leaf_of(path, x, name), show("tree", path)
-        if leaf.dtype not in _safetensors.DTYPES:
+def _check_plan(known: Tree, plan: dict[int, Mapped]) -> None:
+    """Raise for leaves and names that the format does not have."""
+    owners: dict[str, str] = {}
+    for (_, x), one in zip(known.leaves, plan.values(), strict=True):
+        if one.stored.dtype not in _safetensors.DTYPES:
             expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
-            raise WrongTypeError("leaf", where, str(leaf), expected, fix)
+            raise WrongTypeError("leaf", one.where, str(one.stored), expected, fix)
         if not _host_copies.is_local(x) and not x.is_fully_replicated:
             got = "an array of which other processes have a part"
             fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
-            raise WrongTypeError("leaf", where, got, "a whole", fix)
-        if name in found:
-            got = f"two arrays, {show('tree', found[name].path)} and {where}"
-            raise CheckpointError(f"name {name!r}", "save()", got, "one name for each")
-        if not name or name.startswith("__metadata__") or not name.isprintable():
-            fix = "rename= gives another."
-            raise CheckpointError("name", where, repr(name), "printable text", fix)
-        found[name] = leaf
-    return list(found.values())
+            raise WrongTypeError("leaf", one.where, got, "a whole", fix)
+        for name in one.names:
+            if (owner := owners.setdefault(name, one.where)) is not one.where:
+                got = f"two arrays, {owner} and {one.where}"
+                raise CheckpointError(f"name {name!r}", "save()", got, "one name for each")
+            if not name or name.startswith("__metadata__") or not name.isprintable():
+                fix = "rename= gives another."
+                raise CheckpointError("name", one.where, repr(name), "printable text", fix)
 
 
 # ---------------------------------------------------------------------------------------- restoring
@@ -109,13 +115,14 @@ def restore(
     *,
     where: Where = None,
     rename: Rename = None,
+    transform: Transforms = None,
     cast: bool = False,
 ) -> PyTree:
     """The arrays of a safetensors file in the place of `like`'s: its structure, dtypes and devices.
 
     `like` is a tree of arrays or of `jax.ShapeDtypeStruct`, with its shardings; or a training
     state, which is filled by name if the file has one, and takes params of any other file: then its
-    optimizer starts anew. Without `like`: nested dicts of NumPy arrays, by name.
+    optimizer starts anew. Without `like`: a dict of NumPy arrays, by name.
 
     Args:
       path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory
@@ -123,20 +130,25 @@ def restore(
       where: a pattern over the params: restore only these, everything else stays as in `like`. What
         the file has beyond them is no matter then; without a pattern it is an error.
       rename: a function of a name of `like` ("encoder/0/kernel") that returns the name in the file.
-        `lambda name: "model." + name.replace("/", ".")` is how torch writes them.
+        `lambda name: "model." + torch_name(name)` is how torch writes them. Each "{}" in the result
+        counts along a leading axis of the leaf: "h.{}.weight" stacks "h.0.weight", "h.1.weight", ….
+      transform: {pattern: transform} for arrays of another shape or dtype in the file: `rearrange`,
+        `cast`, `torch_kernel`. The first pattern that matches a leaf decides.
       cast: let floats be restored in another float dtype.
 
     Raises CheckpointError: no such file, not safetensors; names, shapes or dtypes that do not fit
-    (ten of them, both sides). All of that is known before an array is read.
+    (ten of them, both sides). All of that is known before an array is read. Leaves are then read
+    one at a time; if a leaf is spread over processes, each reads only the part that it needs.
 
     >>> import jax.numpy as jnp, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/a.safetensors", {"model.w": jnp.arange(3.0)})
-    ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename=lambda name: "model." + name)
+    ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename=lambda x: "model." + x)
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
     with _refusing("safetensors file", path):
-        return _restored(_from_safetensors(_found(path)), like, where, rename, cast, "restore()")
+        source = _from_safetensors(_found(path))
+        return _restored(source, like, where, rename, transform, cast, "restore()")
 
 
 def restore_flax(
@@ -145,19 +157,24 @@ def restore_flax(
     *,
     where: Where = None,
     rename: Rename = None,
+    transform: Transforms = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from a msgpack file of flax.
+    """As `restore`, from a msgpack file of flax at `path`.
+
+        restore_flax("a.msgpack", params, where="**", rename=lambda name: "params/" + name)
 
     The writer is `flax.serialization.to_bytes` or `flax.training.checkpoints`. Names are its keys,
     joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1". Nothing is unpickled;
-    arrays of objects, which flax would not write, are refused.
+    arrays of objects, which flax would not write, are refused. `like`, `where`, `rename`,
+    `transform` and `cast`, and the CheckpointError for other files or arrays, are those of
+    `restore`.
     """
     with _refusing("flax file", path):
         file = _as_path(path)
         with durable_files.opened(file) as opened:
             source = _from_tree(file, _of_flax(opened.read()))
-        return _restored(source, like, where, rename, cast, "restore_flax()")
+        return _restored(source, like, where, rename, transform, cast, "restore_flax()")
 
 
 def restore_orbax(
@@ -166,14 +183,19 @@ def restore_orbax(
     *,
     where: Where = None,
     rename: Rename = None,
+    transform: Transforms = None,
     cast: bool = False,
 ) -> PyTree:
-    """As `restore`, from the directory of one step that orbax wrote.
+    """As `restore`, from the directory `path` of one step that orbax wrote.
+
+        restore_orbax("run/3", params, where="**", rename=lambda name: "params/" + name)
 
     The writer is orbax's old interface or its new one: `StandardCheckpointer`,
     `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step of `v1.training`. Names
     are the keys of the saved tree, joined: "params/Dense_0/kernel", "opt_state/0/count". Orbax
-    keeps no hash of arrays: damaged bytes can be read as numbers.
+    keeps no hash of arrays: damaged bytes can be read as numbers. All arrays are read at once.
+    `like`, `where`, `rename`, `transform` and `cast`, and the CheckpointError for other directories
+    or arrays, are those of `restore`. Raises MissingLibraryError for a bucket without `gcsfs`.
     """
     fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
     with _refusing("orbax checkpoint", path, fix):
@@ -182,17 +204,20 @@ def restore_orbax(
         folder = str(path) if is_bucket else _as_path(path)
         about = _orbax.description(folder)
         source = _from_tree(Path(folder), about)
-        source.read = lambda names: _orbax.read(folder, about, names)
-        return _restored(source, like, where, rename, cast, "restore_orbax()")
+        read = lambda names: zip(names, _orbax.read(folder, about, names), strict=True)
+        source.reading = lambda names: functools.partial(_part, dict(read(names)))
+        return _restored(source, like, where, rename, transform, cast, "restore_orbax()")
 
 
 def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
     """The names in a safetensors file with their shapes and dtypes; no array is read.
 
-    `path` as in `restore`.
+    `path` as in `restore`; CheckpointError for a file that cannot be read, or is damaged.
+
+        contents("model.safetensors")["encoder/0/kernel"].shape
     """
     with _refusing("safetensors file", path):
-        entries, _ = _safetensors.contents(_found(path))
+        entries = _safetensors.contents(_found(path))
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, leaves.dtype_of(x.dtype))
     return {name: struct(x) for name, x in entries.items()}
 
@@ -211,17 +236,18 @@ def _refusing(what: str, path, fix: str = ""):
 
 @dataclass
 class _Source:
-    """What a file has: leaves by name, and how to read some of them."""
+    """What a file has: leaves by name; `reading(names)(name, bounds)` is a part of one of them."""
 
     path: Path
     leaves: dict[str, Leaf]
-    read: Callable[[list[str]], list[Any]]
+    reading: Callable[[list[str]], Callable[[str, Bounds], Any]]
 
 
 def _from_safetensors(path: Path) -> _Source:
-    entries, _ = _safetensors.contents(path)
+    entries = _safetensors.contents(path)
     found = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
-    return _Source(path, found, lambda names: [_safetensors.read(entries[name]) for name in names])
+    read = lambda name, bounds: _safetensors.read(entries[name], bounds)
+    return _Source(path, found, lambda names: read)
 
 
 def _of_flax(content: bytes) -> dict[str, Any]:
@@ -247,99 +273,95 @@ def _from_tree(path: Path, tree) -> _Source:
             found[name] = leaves.leaf_of((name,), _orbax.as_struct(x))
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
-    return _Source(path, found, lambda names: [named[name] for name in names])
+    return _Source(path, found, lambda names: functools.partial(_part, named))
 
 
-def _restored(source: _Source, like, where, rename: Rename, cast: bool, call: str):
+def _part(named: Mapping[str, Any], name: str, bounds: Bounds):
+    return named[name][tuple(slice(*cut) for cut in bounds)] if bounds else named[name]
+
+
+def _restored(source: _Source, like, where, rename, transform, cast: bool, call: str):
     checks.check_flags(call, cast=cast)
     if where is not None:
         patterns.compile_where(where)
     if like is None:
-        if rename is not None or where is not None:
+        if not (rename is where is transform is None):
             expected = "the tree whose names are renamed or chosen"
             raise WrongTypeError("like", call, "none", expected)
-        return _nested(source)
+        read = source.reading(list(source.leaves))
+        return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = "clock" in source.leaves and rename is None
-    if isinstance(like, TrainState) and (where is not None or not has_state):
-        params = _by_name(source, like.params, where, rename, cast, has_state)
-        return _matching.restarted(like, params=params)
-    is_params = has_state and not leaves.tree_of(like).states
-    return _by_name(source, like, where, rename, cast, is_params)
+    takes_params = isinstance(like, TrainState) and (where is not None or not has_state)
+    tree = like.params if takes_params else like
+    is_params = has_state and (takes_params or not leaves.tree_of(like).states)
+    prefix = _PARAMS if is_params else ""
+    plan = planned(tree, where, rename, transform, call, prefix)
+    found = _filled(source, tree, plan, cast, (prefix,) if where is None else ())
+    return _matching.restarted(like, params=found) if takes_params else found
 
 
-def _by_name(source: _Source, tree, where, rename: Rename, cast: bool, is_params: bool):
-    """`tree` with the leaves that `where` selects from the file, found by their names.
+def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: tuple[str, ...]):
+    """`tree` with the leaves of the plan.
 
-    `is_params`: they are the params of the state that the file has.
+    Names in the file that begin with one of `taken` are those of the plan, or it is an error.
     """
     flat, treedef = jax.tree.flatten(tree)
-    flags = patterns.select(where, tree) if where is not None else (True,) * len(flat)
-    prefix = _PARAMS if is_params else ""
-    names = [prefix + name for name in _names_in(tree, rename)]
-    paths = [show("tree", path) for path, _ in leaves.tree_of(tree).leaves]
-    wanted = [i for i, flag in enumerate(flags) if flag]
-    differences, missing = [], ""
-    for i in wanted:
-        mine, theirs = leaves.leaf_of((paths[i],), flat[i]), source.leaves.get(names[i])
-        if theirs is None:
-            missing = missing or names[i]
-            differences.append(f"{paths[i]}: nothing named {names[i]!r}, expected {mine}")
-        elif not _fits(mine, theirs, cast):
-            differences.append(f"{paths[i]}: {names[i]!r} is {theirs}, expected {mine}")
-    if where is None:
-        known = set(names)
-        for name, leaf in source.leaves.items():
-            if name.startswith(prefix) and name not in known:
-                differences.append(f"{name!r} is {leaf}, expected nothing of that name")
-    fix = "where= takes a part."
+    differences, missing, fix = [], "", "where= takes a part."
+    known = dict.fromkeys(name for one in plan.values() for name in one.names)
+    for one in plan.values():
+        expected = str(one.stored) + f" for {one.leaf}" * (str(one.stored) != str(one.leaf))
+        for name in one.names:
+            theirs = source.leaves.get(name)
+            if theirs is None:
+                missing = missing or name
+                differences.append(f"{one.where}: nothing named {name!r}, expected {expected}")
+            elif not _matching.fits(one.stored, theirs, cast):
+                differences.append(f"{one.where}: {name!r} is {theirs}, expected {expected}")
+                if _matching.fits(one.stored, theirs, True):
+                    fix = "cast=True takes floats of another dtype."
+    for name in source.leaves:
+        if name.startswith(taken) and name not in known:
+            differences.append(f"{name!r} is {source.leaves[name]}, expected nothing of that name")
     if missing:  # comparing texts takes its time
         likely = [name for name in source.leaves if len(name) < 200][:2000]
         near = ", ".join(map(repr, patterns.nearest(missing, likely)))
         fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else fix
     _matching.refuse(f"other arrays in {source.path}", differences, fix)
-    values = source.read([names[i] for i in wanted])
-    for i, value in zip(wanted, values, strict=True):
-        flat[i] = _matching.placed(value, flat[i], leaves.leaf_of((), flat[i]).kind)
+    read = source.reading(list(known))
+    for i, one in plan.items():
+        flat[i] = _matching.placed(_value(one, flat[i], read), flat[i], one.leaf.kind)
+        jax.block_until_ready(flat[i])  # else host copies of many leaves would wait for transfers
     return treedef.unflatten(flat)
 
 
-def _fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
-    if mine.kind.startswith("key:"):  # files have no typed keys
-        return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    return _matching.fits(mine, theirs, cast)
-
-
-def _nested(source: _Source) -> dict[str, Any]:
-    """All leaves as nested dicts."""
-    out: dict[str, Any] = {}
-    for name in source.leaves:
-        *parents, last = name.split("/")
-        if len(parents) > _DEPTH:
-            raise Damaged(f"{name!r:.80}: more than {_DEPTH} levels")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or last in node:
-            raise Damaged(f"{name!r:.80} and one above or below it: no tree")
-        node[last] = name
-    names, treedef = jax.tree.flatten(out)
-    return treedef.unflatten(source.read(names))
+def _value(one: Mapped, like, read: Callable[[str, Bounds], Any]):
+    """A leaf on the host; if it is spread over processes, the parts that this process needs."""
+    shape, sharding = one.leaf.shape, getattr(like, "sharding", None)
+    if not one.leaf.dtype:
+        return read(next(iter(one.names)), ())
+    if sharding is None or sharding.is_fully_addressable or one.leaf.kind != "array":
+        return one.part(_blocks.whole(shape), read)
+    places = sharding.addressable_devices_indices_map(shape).values()
+    parts = {_blocks.bounds_of(index, shape) for index in places}
+    return _blocks.Pieces(shape, like.dtype, {at: one.part(at, read) for at in parts})
 
 
 # ------------------------------------------------------------------------------------- names, paths
 
+#: Kernels of flax's Linear and Conv, from torch's weights: `transform={"**/kernel": torch_kernel}`.
+#: Transposed convolutions have other axes.
+torch_kernel = rearrange("o i ... -> ... i o")
 
-def _names_in(tree, rename: Rename) -> list[str]:
-    """The name in a file of every leaf, in flatten order."""
-    names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
-    if rename is None:
-        return names
-    found = [rename(name) for name in names]
-    if odd := [x for x in found if not isinstance(x, str)]:
-        raise WrongTypeError("result of rename", "", trees.describe(odd[0]), "a name")
-    return found
+
+def torch_name(name: str) -> str:
+    """The name in torch of an array in flax's Linear, Conv, Embed or norm.
+
+    >>> torch_name("layers/0/norm/scale")
+    'layers.0.norm.weight'
+    """
+    *path, last = name.split("/")
+    last = "weight" if last in ("kernel", "scale", "embedding") else last
+    return ".".join([*path, {"mean": "running_mean", "var": "running_var"}.get(last, last)])
 
 
 def _as_path(path) -> Path:

@@ -18,7 +18,8 @@ Metrics = Mapping[int, Mapping[str, float]]  # of each step
 class Best:
     """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
 
-    The best are the lowest ("min") or the highest ("max").
+    The best are the lowest ("min") or the highest ("max"). Raises WrongTypeError for another mode
+    or none, HyperparameterError if the number `k` is below 1.
 
     >>> Best("accuracy", mode="max", k=3)
     Best(metric='accuracy', mode='max', k=3)
@@ -36,7 +37,11 @@ class Best:
             raise WrongTypeError("mode", "Best()", got, "'min' or 'max'", fix)
 
     def of(self, metrics: Metrics) -> list[int]:
-        """The best steps; a NaN is never one of them, and of equal ones the later is."""
+        """The best steps of `metrics`; a NaN is never one of them, and of equal ones the later is.
+
+        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
+        [20]
+        """
         sign = -1 if self.mode == "max" else 1
         known = {step: sign * found[self.metric] for step, found in metrics.items()
                  if not math.isnan(found.get(self.metric, math.nan))}  # fmt: skip

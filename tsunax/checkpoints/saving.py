@@ -1,10 +1,10 @@
 """Checkpoints: a training state on the disk, whole or not at all, and read back to the last bit.
 
-    save:     copy to the host -> (write | hash) -> all processes are there -> manifest -> sync -> name
+    save:     copy to the host -> (write | hash) -> all processes done -> manifest -> sync -> name
     restore:  newest manifest -> compare with the script's state -> read -> verify -> put on devices
 
 Each of several processes writes a part, and reads what it needs; the first one alone decides what
-is there and commits. This module knows threads, locks and processes; `store` has the files.
+is there and commits. Threads and locks are in `_background`, files in `_disk_home`, `_orbax_home`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, trees
-from tsunax.checkpoints import (
-    _background,
-    _matching,
-    _orbax_home,
-    _reading,
-    _state_in_hand,
-    _writing,
-)
+from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing, state_facts
 from tsunax.checkpoints._disk_home import DiskHome
 from tsunax.checkpoints._home import CheckpointHome
 from tsunax.checkpoints._reading import Restored
@@ -36,10 +29,7 @@ from tsunax.errors import (
     ProcessError,
     SaveError,
     WrongTypeError,
-    suggests_names,
     told,
-    unknown,
-    warn,
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
@@ -89,7 +79,6 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
-    @suggests_names
     def __init__(
         self,
         path: StrPath,
@@ -159,7 +148,11 @@ class Checkpoints:
     def together(
         self, name: str, f: Callable[[], tuple[Any, str]], **how: Any
     ) -> tuple[Any, list[str]]:
-        """`f()`, a value and a word, on all processes, or an error on all: (value, all words)."""
+        """`f()`, a value and a string, on all processes: the value and the strings of all.
+
+        An error on one is an error on all, as in `distributed.together`, which gets `how`. Errors
+        show `name`, the place at which the processes wait.
+        """
         kinds = (Damaged, CheckpointError, SaveError)
         return collectives.together(
             name, f, **{"timeout": self.timeout + 10, "kinds": kinds, **how}
@@ -195,12 +188,6 @@ class Checkpoints:
         """
         self._save(state, step, data, history, callbacks, metrics)
 
-    def lacks(self, names: Iterable[str], where: str) -> str:
-        """The message for names without the metric of `keep_best`; "" if it is one of them."""
-        if self.keep_best is None or self.keep_best.metric in (names := dict.fromkeys(names)):
-            return ""
-        return unknown("metric of keep_best", where, self.keep_best.metric, names)
-
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         """`save`, also for `fit`, which adds what it knows of the `script`."""
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
@@ -212,7 +199,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until what was saved is on the disk; SaveError if it is not, in `timeout` seconds."""
+        """Block until the save is on the disk; SaveError if it is not in `timeout` seconds."""
         job = self._job
         if job is not None:
             limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
@@ -226,9 +213,6 @@ class Checkpoints:
                 got = str(job.error).rstrip(".") if is_said else told(job.error)
                 where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
                 raise SaveError(what, where, got, "a finished save", fix) from job.error
-        notes, self.home.notes = self.home.notes, []
-        for note in notes:
-            warn(note)
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -248,14 +232,13 @@ class Checkpoints:
                 raise
             error.add_note(f"Beside this: {failed}")
 
-    def check_writer(self, where: str) -> None:
-        refuse = lambda got, expected, fix="": CheckpointError(
-            "checkpoints", where, got, expected, fix
-        )
+    def check_writer(self) -> None:
+        """Raise CheckpointError if it is read-only or closed, or was made before a fork."""
+        refuse = lambda *said: CheckpointError("checkpoints", "save()", *said)
         if self.read_only:
             raise refuse("read_only=True", "ones that write")
         if self._lock is None:
-            fix = "One Checkpoints a directory and process writes: the one made last."
+            fix = "Only the newest Checkpoints of a directory may write in a process."
             raise refuse("closed ones", "open ones", fix)
         if self._lock.pid != os.getpid():
             raise refuse("those of the process that forked", "own ones")
@@ -303,12 +286,14 @@ class Checkpoints:
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further.
 
-        `_state_in_hand` decides which one is further.
+        `_reading.later` decides which one is further. Raises as `restore(..., resume=resume)`, and
+        StateError for a state at an earlier step than the newest checkpoint after as many calls.
         """
-        calls = _state_in_hand.total_calls(state)
-        if not calls:
-            return self.restore(state, resume=resume)
-        read = lambda at: _state_in_hand.later(self, at, state, calls)
+        calls = state_facts.total_calls(state)
+        how = _matching.RestoreRequest(state, is_fit=True)
+        read = lambda at: _reading.read(self, at, how)
+        if calls:
+            read = lambda at: _reading.later(self, at, state, calls)
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:

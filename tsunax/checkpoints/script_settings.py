@@ -15,7 +15,6 @@ import numpy as np
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
-from tsunax.checkpoints._state_in_hand import total_calls
 from tsunax.data.batching import Batches
 from tsunax.data.prefetching import Prefetched
 from tsunax.state import TrainState
@@ -41,7 +40,7 @@ def script_of(
     if (rows := _some_rows(data)) is not None:
         found["data"] = rows
     given = [state_facts.given_of(s) for s in states]
-    return {"calls": total_calls(state), "states": given, "settings": found}
+    return {"calls": state_facts.total_calls(state), "states": given, "settings": found}
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
@@ -66,8 +65,7 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
                 if x and (functions := [f for f in x.leaves if f is not None]):
                     yield f"the schedule of {name}", ", ".join(map(code_text, functions))
     if state.key is not None:
-        key = jax.random.key_data(state.key) if trees.is_key(state.key) else state.key
-        yield "key", hashlib.sha256(np.asarray(key).tobytes()).hexdigest()[:16]
+        yield "key", hashlib.sha256(trees.on_host(state.key).tobytes()).hexdigest()[:16]
 
 
 def _value_text(x: Any) -> str:
@@ -84,7 +82,7 @@ def _some_rows(data) -> str | None:
         return None
     found = hashlib.sha256()
     for x in data.sample():
-        x = np.asarray(jax.random.key_data(x) if trees.is_key(x) else x)
+        x = trees.on_host(x)
         found.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
     return found.hexdigest()[:16]
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import placement, stable_text, trees
+from tsunax._core import PyTree, placement, stable_text, trees
 from tsunax._step.state_fields import averages_of
-from tsunax.checkpoints import _user_values
+from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
 from tsunax.rules.subtree_numbers import Cut
@@ -91,8 +91,8 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old = state.numbers.values  # type: ignore[union-attr]
             if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
-                home = old.sharding if old.committed else None
-                values = placement.replicate(np.asarray(numbers.values), home)  # type: ignore[union-attr]
+                values = np.asarray(numbers.values)  # type: ignore[union-attr]
+                values = placement.replicate(values, old.sharding if old.committed else None)
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:
@@ -101,6 +101,13 @@ def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Trai
         if not trees.is_traced(state.clock) and state.clock.committed:
             words = placement.replicate(words, state.clock.sharding)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
+
+
+def total_calls(tree: PyTree) -> int:
+    """The calls of all training states in a tree; 0 if this process cannot read them."""
+    clocks = [s.clock for s in leaves.tree_of(tree).states.values()]
+    known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
+    return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
 
 
 def given_of(state: TrainState) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Data: batches of arrays and records, a cursor over any data, and prefetching.
 
-`batching` makes batches, of rows in an `order`; `packing` makes arrays of sequences, `graphs` of graphs; `cursors` read
-any iterable of batches; `prefetching` reads ahead. It knows devices by their shardings only, and nothing of states.
+`batching` makes batches, of rows in an `order`; `packing` makes arrays of sequences, `graphs` of
+graphs; `cursors` read any iterable of batches; `prefetching` reads ahead. Devices occur as
+shardings only, states not at all.
 """
 
 from tsunax.data.batching import Batches, batches

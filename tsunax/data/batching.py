@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Never, Self
 
 import jax
 import numpy as np
@@ -21,23 +21,15 @@ from tsunax._core import Device, PyTree, checks, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, WrongTypeError, suggests_names
+from tsunax.errors import DataError, WrongTypeError
 
 
-class Data:
+class Data(Sized, Iterable[PyTree]):
     """Data that can be iterated again and again, an epoch each time, and stores its position."""
 
     is_whole: bool = False  # whether the last batch has all rows on every process, and no shares
     resumable: bool = True  # whether `set_state` needs nothing but the position
     is_placed: bool = False  # whether `set_state` was called after the last batch
-
-    def __len__(self) -> int:
-        """The batches of an epoch."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[PyTree]:
-        """The batches of an epoch, or of the rest of one."""
-        raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch."""
@@ -48,27 +40,49 @@ class Data:
         raise NotImplementedError
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over the position of such a copy, as if its batches had been read here."""
+        """Take over the `state` of such a copy, as if its batches had been read here.
+
+        `data.follow(copy.get_state())`; `state` is a dict.
+        """
         raise NotImplementedError
 
 
 class Positioned(Data):
     """Data whose position is two integers, epoch and batch."""
 
+    is_placed: bool = False
+
     def __init__(self) -> None:
         self._place: tuple[int, int] = (0, 0)
 
     def get_state(self) -> dict[str, int]:
-        """The position after the last batch, `{"epoch", "position"}`; after an epoch the next one's."""
+        """The `{"epoch", "position"}` after the last batch; after an epoch, of the next one."""
         epoch, position = self._place
         if position >= len(self):
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
-        """Set a position of `get_state`: the next loop begins there, and ends with its epoch."""
-        fits = isinstance(state, Mapping) and state.keys() == {"epoch", "position"}
-        fits = fits and all(isinstance(v, (int, np.integer)) and v >= 0 for v in state.values())
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the order of an epoch depends on, except its number."""
+        raise NotImplementedError
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Set a position of `get_state`: the next loop begins there, and ends with its epoch.
+
+        The position in a checkpoint of `fit` has `settings`, too: other ones raise DataError.
+        """
+        now, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
+        before = place.pop("settings", now)
+        is_known = isinstance(before, Mapping)
+        if is_known and (differ := [name for name in now if before.get(name) != now[name]]):
+            listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
+            expected = f"{listed(before)}, as in the checkpoint"
+            fix = "Another order of the data is another run: give it another path."
+            raise DataError("data", "resume", listed(now), expected, fix)
+        is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
+        fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
+        fits = fits and is_known
         if not fits or int(state["position"]) > len(self):
             expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
             raise DataError("state", "set_state()", state, expected)
@@ -86,7 +100,7 @@ class Positioned(Data):
         self._place, self.is_placed = (state["epoch"], state["position"]), False
 
     def _begin(self) -> tuple[int, int]:
-        """The position of a loop that reads its first batch: a new epoch, or the one that was set."""
+        """The position at the first batch of a loop: a new epoch, or the one that was set."""
         epoch, position = tuple(self.get_state().values())
         if position and not self.is_placed:
             epoch, position = epoch + 1, 0
@@ -95,7 +109,11 @@ class Positioned(Data):
 
 
 class Batches(Positioned):
-    """Data made by `batches`: an epoch for each iteration, with a position that can be set."""
+    """Data that `batches(arrays, batch_size, ...)` returns; raises as it does.
+
+    Each iteration is an epoch; `set_state` sets the position. `share` is the number of rows that
+    this process has of a full batch, `resident` the arrays on the `device`, or None.
+    """
 
     def __init__(
         self,
@@ -120,7 +138,8 @@ class Batches(Positioned):
         arrays = row_readers.as_columns(arrays)
         self._rows: int = check_batch(arrays, root="arrays")  # of all processes
         self._full, rest = divmod(self._rows, batch_size)
-        self._rest = len(range(rest)[order.share(rest, process, self._is_whole(rest))])
+        self._is_rest_whole = order.is_whole(rest, batch_size, process[1])
+        self._rest = len(range(rest)[order.share(rest, batch_size, process)])
         self._leaves, self._treedef = jax.tree.flatten(arrays)
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
@@ -155,9 +174,6 @@ class Batches(Positioned):
         """Rows of the short batch that ends an epoch, of all processes; 0 for none."""
         return 0 if self._drop else self._rows % self.batch_size
 
-    def _is_whole(self, rows: int) -> bool:
-        return order.is_whole(rows, self.batch_size, self.process[1])
-
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the order of an epoch depends on, except its number."""
@@ -176,7 +192,9 @@ class Batches(Positioned):
     # Batches of arrays
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch in order; this process's share of them.
+        """The rows of an epoch in order, an int array; this process's share of them.
+
+        Raises WrongTypeError or HyperparameterError unless `epoch` is an int ≥ 0.
 
         >>> data = batches(np.arange(6), 2, shuffle=True, seed=1)
         >>> data.order(0).tolist(), data.order(1).tolist()
@@ -241,7 +259,7 @@ class _Epoch:
         k = 1 if most is None else max(min(most, full), 1)
         rows = data.share if full else data._rest
         self.place = data._place = epoch, position + k
-        data.is_whole = not full and data._is_whole(data.tail_rows)
+        data.is_whole = not full and data._is_rest_whole
         return position * data.share, (rows,) if most is None else (k, rows)
 
     def take(self, k: int | None) -> Any:
@@ -262,11 +280,10 @@ class _Epoch:
         return batch
 
 
-@suggests_names
 def batches(
     arrays: PyTree,
     batch_size: int,
-    *,
+    *more: Never,
     shuffle: bool = False,
     seed: int = 0,
     drop_remainder: bool = False,
@@ -297,7 +314,8 @@ def batches(
         `ts.distributed`. A short last batch that does not divide by their devices is whole on each
         of them, see `is_whole`. With a Mesh of all processes each process gives all rows.
 
-    Raises DataError and WrongTypeError for arrays and settings that make no batches.
+    Raises DataError for more than one tree (write `batches((x, y), 32)`), and DataError or
+    WrongTypeError for arrays and settings that make no batches.
 
     >>> data = batches({"x": np.arange(5), "y": np.arange(5) > 2}, 2)
     >>> [batch["x"].tolist() for batch in data]
@@ -306,6 +324,9 @@ def batches(
     (3, {'epoch': 1, 'position': 0})
     """
     where = "batches()"
+    if more or getattr(batch_size, "ndim", 0):
+        fix = "Write ts.batches((x, y), batch_size)."
+        raise DataError("arrays", where, "more than one tree", "one pytree", fix)
     for name, n, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
             raise DataError(name, where, repr(n), f"an int of {least} or more")

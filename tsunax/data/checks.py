@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     8
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(7)}, "step 12")
     Traceback (most recent call last):
-    tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], expected the same in every ...
+    tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], ...
     """
     leaves = [] if isinstance(batch, Iterator) else list(trees.leaves_at(root, batch))
     if not leaves:
@@ -64,31 +63,22 @@ def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
 # Values that JAX would change
 
 
-@functools.lru_cache(maxsize=16)
-def _range(dtype: np.dtype, x64: bool) -> tuple[Any, Any, Any] | None:
-    """The dtype to which JAX cuts one of 64 bits, with its range; None if JAX keeps it."""
-    held = jax.dtypes.canonicalize_dtype(dtype)
-    info = None if held == dtype else (np.finfo if dtype.kind == "f" else np.iinfo)(held)
-    return None if info is None else (held, info.min, info.max)
-
-
 def _lost(x: Any) -> tuple[str, str] | None:
     """The part of a NumPy array that JAX would lose silently, as `got, expected`."""
     if not isinstance(x, np.ndarray):
         return None
     if isinstance(x, np.ma.MaskedArray):
         return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
-    if x.dtype.char not in "lLqQd" or not x.size:
+    if x.dtype.char not in "lLqQd" or not x.size or jax.config.read("jax_enable_x64"):
         return None
-    if (held := _range(x.dtype, jax.config.read("jax_enable_x64"))) is None:
-        return None
+    held = np.finfo(np.float32) if x.dtype.kind == "f" else np.iinfo(f"{x.dtype.kind}4")
     low, high = np.minimum.reduce(x, None), np.maximum.reduce(x, None)
-    if not (held[1] <= low and high <= held[2]) and x.dtype.kind == "f":
+    if not (held.min <= low and high <= held.max) and x.dtype.kind == "f":
         real = np.isfinite(x)  # NaN and inf stay
         low, high = np.min(x, initial=0, where=real), np.max(x, initial=0, where=real)
-    if held[1] <= low and high <= held[2]:
+    if held.min <= low and high <= held.max:
         return None
-    expected = f"what {held[0]}, to which JAX casts them, can hold"
+    expected = f"what {held.dtype}, to which JAX casts them, can hold"
     return f"{x.dtype} values from {low} to {high}", expected
 
 

@@ -59,7 +59,7 @@ class _Stack:
 
 
 class Source:
-    """A cursor over any iterable of batches, returned by `as_source`.
+    """A cursor over `data`, any iterable of batches, returned by `as_source`.
 
     Each batch has its own memory: loaders may refill one buffer (h5py, shared memory, collate
     functions) while a program or a transfer still reads the batch before. So NumPy arrays and
@@ -134,7 +134,7 @@ class Source:
             if self._given and not self.restartable:
                 got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
                 expected = "data that can be iterated again"
-                fix = "One for every epoch: a list, ts.batches(arrays, ...), grain."
+                fix = "One for every epoch, such as a list, ts.batches(...) or a grain dataset."
             raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
@@ -174,7 +174,8 @@ class Source:
     def take(self, k: int) -> PyTree:
         """The next k batches as one tree with a leading axis; None as in `next`.
 
-        Fewer at the end of an epoch, and if shapes change. `Batches` gather them at once.
+        Eight batches of shape (32, 4) have the shape (8, 32, 4): `source.take(8)`. Fewer at the end
+        of an epoch, and if shapes change. `Batches` gather them at once. Raises as `next`.
         """
         if isinstance(self.data, Batches):
             chunk = self._pull(k)
@@ -225,7 +226,7 @@ class Source:
         return self._restored or (self._is_ours and self.data.is_placed)
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over the position of a copy of data of this package."""
+        """Take over the `state`, a dict, of a copy of its data: `follow(copy.get_state())`."""
         self.data.follow(state)
         self._batches, self._held, self._restored = None, None, False
         self.epoch, self.position = state["epoch"], state["position"]

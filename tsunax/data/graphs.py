@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, trees
+from tsunax.data.checks import check_batch
 from tsunax.errors import DataError, WrongTypeError
 
 NODE, EDGE, GRAPH = range(3)  # what a field has one of for each
@@ -24,7 +25,7 @@ _ONE_FOR_EACH = {
 
 
 class Graphs(NamedTuple):
-    """Graphs in rows of one size, see `pack_graphs`; 0 where there is none, if nothing else is said."""
+    """Graphs in rows of one size, see `pack_graphs`; 0 for padding, if nothing else is stated."""
 
     nodes: PyTree  # leaves (rows, nodes, ...)
     edges: PyTree  # leaves (rows, edges, ...)
@@ -44,9 +45,9 @@ def pack_graphs(
     row for each node and for each edge, a tree for the graph (its target, say), and two integers an
     edge; `edges` and `globals` may be missing. Each goes into the first row that has room for it.
 
-    Receivers and graphs of what is not there are out of range, so `jax.ops.segment_sum(messages,
-    receivers, nodes)` and `segment_sum(values, graph_of_node, graphs)` drop it. A loss has one value
-    a graph, `Loss.mean(losses, batch.mask)`, and all graphs count alike, however they were packed.
+    Receivers and graphs of padding are out of range, so `jax.ops.segment_sum(messages, receivers,
+    nodes)` and `segment_sum(values, graph_of_node, graphs)` drop it. A loss has one value a graph,
+    `Loss.mean(losses, batch.mask)`, and all graphs count alike, however they were packed.
 
     Raises DataError for a graph without nodes, one that no row holds, one of another kind than the
     first, and an edge of a node that is not there; WrongTypeError for other items.
@@ -64,31 +65,25 @@ def pack_graphs(
     parts = [_checked(item, f"items[{i}]", limits) for i, item in enumerate(items)]
     kinds = [_kind(part) for part in parts]
     for i, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            got, expected = (
-                f"{kind[0]}: {kind[1]}",
-                f"{kinds[0][0]}: {kinds[0][1]}, as the first one",
-            )
-            raise DataError(f"items[{i}]", "pack_graphs()", got, expected)
+        if jax.tree.flatten(kind) != jax.tree.flatten(kinds[0]):  # nodes may be of any class
+            raise DataError(f"items[{i}]", "pack_graphs()", kind, f"{kinds[0]}, as the first one")
     room, rows, places = np.tile(limits, (len(parts), 1)), 0, []
     for part in parts:
         size = _size(part)
         fits = np.all(room[:rows] >= size, axis=1)
         row = int(fits.argmax()) if fits.any() else rows
         rows = max(rows, row + 1)
-        places.append((row, limits - room[row]))
+        begin = limits - room[row]
+        places.append((row, begin))
         room[row] -= size
-        _, begin = places[-1]
         part["senders"] += begin[NODE]
         part["receivers"] += begin[NODE]
         part["graph_of_node"] += begin[GRAPH]
-    shapes = [(rows, most) for most in limits]
     found = {}
-    for name in Graphs._fields:
-        kind = _ONE_FOR_EACH[name]
+    for name, kind in _ONE_FOR_EACH.items():
         spans = [(row, begin[kind]) for row, begin in places]
         nothing = {"receivers": nodes, "graph_of_node": graphs}.get(name, 0)
-        fill = functools.partial(_filled, spans, shapes[kind], nothing)
+        fill = functools.partial(_filled, spans, (rows, limits[kind]), nothing)
         found[name] = jax.tree.map(fill, *[part[name] for part in parts])
     return Graphs(**found)
 
@@ -104,47 +99,35 @@ def _size(part: Mapping[str, Any]) -> np.ndarray:
     return np.array([len(part["graph_of_node"]), len(part["senders"]), 1])
 
 
-def _kind(part: Mapping[str, PyTree]) -> tuple[Any, ...]:
-    """What all graphs have in common: the structure, and the leaves but for their lengths."""
-    leaves, treedef = jax.tree.flatten({name: part[name] for name in ("nodes", "edges", "globals")})
-    return treedef, [f"{x.dtype}[{', '.join(map(str, x.shape[1:]))}] each" for x in leaves]
+def _kind(part: Mapping[str, PyTree]) -> PyTree:
+    """What all graphs have in common: trees of arrays that differ in their lengths only."""
+    found = {name: part[name] for name in ("nodes", "edges", "globals")}
+    return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[1:]]} each", found)
 
 
 def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     """A graph as arrays with one row for each node, edge and graph."""
-    needed, most = {"nodes", "senders", "receivers"}, {"edges", "globals"}
+    needed, most, by = {"nodes", "senders", "receivers"}, {"edges", "globals"}, "pack_graphs()"
     if not isinstance(item, Mapping) or not needed <= item.keys() <= needed | most:
         expected = "{'nodes', 'senders', 'receivers'}, and perhaps 'edges' and 'globals'"
-        raise WrongTypeError(where, "pack_graphs()", trees.describe(item), expected)
-    one = jax.tree.map(lambda x: np.asarray(x)[None], item.get("globals"))
-    part = {"nodes": item["nodes"], "edges": item.get("edges")}
-    part = jax.tree.map(np.asarray, part) | {"globals": one, "mask": np.ones(1, bool)}
-    for name in ("senders", "receivers"):
-        ends = np.asarray(item[name])
-        if ends.size and ends.dtype.kind not in "iu":
-            at, got = f"{where}['{name}']", trees.describe(ends)
-            raise DataError(at, "pack_graphs()", got, "integers, one for each edge")
-        part[name] = ends.astype(np.int32)
-    if not jax.tree.leaves(part["nodes"]):
-        raise DataError(f"{where}['nodes']", "pack_graphs()", "no array", "one at least")
-    lengths = {NODE: np.shape(jax.tree.leaves(part["nodes"])[0])[:1], EDGE: part["senders"].shape}
-    for name in ("nodes", "edges", "senders", "receivers"):
+        raise WrongTypeError(where, by, trees.describe(item), expected)
+    part = {name: jax.tree.map(np.asarray, item.get(name)) for name in ("nodes", *most)}
+    part |= {name: np.asarray(item[name]) for name in ("senders", "receivers")}
+    n, m = check_batch(part["nodes"], by, f"{where}['nodes']"), part["senders"].size
+    for name in ("senders", "receivers", "edges"):
         for path, x in jax.tree_util.tree_leaves_with_path(part[name]):
-            if not x.ndim or x.shape[:1] != lengths[_ONE_FOR_EACH[name]]:
+            if x.shape[: None if name != "edges" else 1] != (m,):
                 at = trees.access_str(f"{where}['{name}']", path)
-                what = "node" if _ONE_FOR_EACH[name] == NODE else "edge"
-                expected = f"one row for each {what}, as the others"
-                raise DataError(at, "pack_graphs()", trees.describe(x), expected)
-    part["graph_of_node"] = np.zeros(lengths[NODE], np.int32)
-    size = _size(part)
-    if not size[NODE] or np.any(size > limits):
-        got = "{} nodes, {} edges, {} graph".format(*size)
-        raise DataError(
-            where, "pack_graphs()", got, "1 to {} nodes, {} edges, {} graphs".format(*limits)
-        )
+                raise DataError(at, by, trees.describe(x), f"one row for each of {m} edges")
     for name in ("senders", "receivers"):
         x = part[name]
-        if x.size and not 0 <= x.min() <= x.max() < size[NODE]:
-            at, got = f"{where}['{name}']", f"nodes {x.min()} to {x.max()}"
-            raise DataError(at, "pack_graphs()", got, f"0 to {size[NODE] - 1}")
+        if m and (x.dtype.kind not in "iu" or not 0 <= x.min() <= x.max() < n):
+            got = f"{trees.describe(x)} from {x.min()} to {x.max()}"
+            raise DataError(f"{where}['{name}']", by, got, f"integers from 0 to {n - 1}, nodes")
+        part[name] = x.astype(np.int32)
+    part["globals"] = jax.tree.map(lambda x: x[None], part["globals"])
+    part |= {"graph_of_node": np.zeros(n, np.int32), "mask": np.ones(1, bool)}
+    if np.any(_size(part) > limits):
+        got, expected = f"{n} nodes, {m} edges", "at most {} nodes, {} edges, {} graphs"
+        raise DataError(where, by, got, expected.format(*limits))
     return part

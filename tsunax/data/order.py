@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,34 +32,30 @@ def drawn(n: int, seed: int, epoch: int) -> np.ndarray:
     return words
 
 
-class Permutation:
-    """`p(x)`: a keyed permutation of `range(n)`, one number at a time: no sort, no memory.
+def permutation(n: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A keyed permutation of `range(n)`, one number at a time: no sort, no memory.
 
-    A Feistel network over the bits of x permutes the next power of two. Numbers that leave the range
-    go through it again until they are back (Black & Rogaway 2002).
+    A Feistel network over the bits of x permutes the next power of two. Numbers out of range go
+    through it again until they are in range (Black & Rogaway 2002).
     """
+    bits = (n - 1).bit_length()
+    low, high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
 
-    def __init__(self, n: int, seed: int, epoch: int) -> None:
-        bits = (n - 1).bit_length()
-        self.n: int = n
-        self.low: np.uint64 = np.uint64(bits // 2)
-        self.high: np.uint64 = np.uint64(bits - bits // 2)
-        words = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
-        self.keys: list[np.uint64] = list(words)
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        x = self._once(x.astype(np.uint64))
-        while (outside := np.flatnonzero(x >= self.n)).size:
-            x[outside] = self._once(x[outside])
-        return x
-
-    def _once(self, x: np.ndarray) -> np.ndarray:
-        low, high = self.low, self.high
+    def once(x: np.ndarray) -> np.ndarray:
         left, right = x >> low, x & ((np.uint64(1) << low) - np.uint64(1))
-        for one, other in zip(self.keys[::2], self.keys[1::2], strict=True):
+        for one, other in zip(keys[::2], keys[1::2], strict=True):
             left ^= _mixed(right, one) >> (np.uint64(64) - high)
             right ^= _mixed(left, other) >> (np.uint64(64) - low)
         return (left << low) | right
+
+    def permuted(x: np.ndarray) -> np.ndarray:
+        x = once(x.astype(np.uint64))
+        while (outside := np.flatnonzero(x >= n)).size:
+            x[outside] = once(x[outside])
+        return x
+
+    return permuted
 
 
 def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
@@ -73,19 +70,20 @@ def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
 class EpochOrder:
     """The rows of an epoch in order, for one process: `order[i:j]` is computed when it is read.
 
-    Up to `SORTED` rows are shuffled at once; more go through `Permutation`.
+    Up to `SORTED` rows are shuffled at once; more go through a `permutation`.
     """
 
     def __init__(
         self, n: int, shuffle: bool, seed: int, epoch: int, batch_size: int, process: Process
     ) -> None:
-        self.n: int = n
         self.batch_size: int = batch_size
         self.process: Process = process
+        self.batches, rest = divmod(n, batch_size)
+        self.rest: slice = share(rest, batch_size, process)  # of the short batch at the end
         self.dtype: type = np.int32 if n < 2**31 else np.int64
         self.of: Any = lambda at: at  # from places in the epoch of all processes to rows
         if shuffle:
-            self.of = Permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
+            self.of = permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
         # the rows that were computed last, and the index of the first
         self.known: tuple[int, np.ndarray] = 0, np.empty(0, self.dtype)
 
@@ -101,33 +99,27 @@ class EpochOrder:
         return rows[start - first : stop - first]
 
     def __len__(self) -> int:
-        rest, (_, count) = self.n % self.batch_size, self.process
-        return self.n // self.batch_size * (self.batch_size // count) + len(range(rest)[self._rest])
-
-    @property
-    def _rest(self) -> slice:
-        """What this process gets of the short batch at the end."""
-        rest = self.n % self.batch_size
-        return share(rest, self.process, is_whole(rest, self.batch_size, self.process[1]))
+        mine = self.batch_size // self.process[1]
+        return self.batches * mine + self.rest.stop - self.rest.start
 
     def _places(self, start: int, stop: int) -> np.ndarray:
         """Where in the epoch of all processes the rows start to stop of this one are."""
         at, (index, count) = np.arange(start, stop), self.process
         if count == 1:
             return at
-        mine, batches = self.batch_size // count, self.n // self.batch_size
+        mine = self.batch_size // count
         full = at // mine * self.batch_size + index * mine + at % mine
-        rest = at - batches * mine + batches * self.batch_size + (self._rest.start or 0)
-        return np.where(at < batches * mine, full, rest)
+        rest = at + self.batches * (self.batch_size - mine) + self.rest.start
+        return np.where(at < self.batches * mine, full, rest)
 
 
 # Several processes
 
 
-def share(rows: int, process: Process, is_whole: bool = False) -> slice:
+def share(rows: int, batch_size: int, process: Process) -> slice:
     """The rows of a global batch that a process gets: its part, or all of them."""
-    index, count = process
-    return slice(rows) if is_whole else slice(index * rows // count, (index + 1) * rows // count)
+    index, count = (0, 1) if is_whole(rows, batch_size, process[1]) else process
+    return slice(index * rows // count, (index + 1) * rows // count)
 
 
 def is_whole(rows: int, batch_size: int, count: int) -> bool:

@@ -7,6 +7,7 @@ interleave   batches of those shapes as one source, each shape compiled once
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,55 +36,46 @@ class Padded(NamedTuple):
 
 
 def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
-    """Sequences packed into rows of `length`, each into the first row that has room for it.
+    """Pack `sequences` into rows of `length`, each into the row with the least room for it.
 
     A token attends to those of its own segment, `segments[:, :, None] == segments[:, None, :]`, and
     weighs 1 where `segments > 0`: with `Loss.mean(losses, where)` all tokens count alike, however
-    they were packed. `batches(pack(texts, 512), 32)` reads, shuffles and resumes them as any arrays.
+    they were packed. `batches(pack(texts, 512), 32)` reads, shuffles and resumes them as arrays.
 
     Raises DataError for a sequence that is empty, longer than `length`, or of another kind.
 
     >>> packed = pack([[1, 2, 3], [4, 5, 6, 7], [8]], 5)
     >>> packed.values.tolist(), packed.segments.tolist()
-    ([[1, 2, 3, 8, 0], [4, 5, 6, 7, 0]], [[1, 1, 1, 2, 0], [1, 1, 1, 1, 0]])
+    ([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], [[1, 1, 1, 0, 0], [1, 1, 1, 1, 2]])
     """
     arrays = _checked(sequences, length, "pack()")
-    room, counts, places = _Room(len(arrays), length), [0] * len(arrays), []
+    counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
+    # how much room rows have, in order; the rows with so much
+    rooms, rows = [length], {length: [0]}
     for x in arrays:
-        row, at = room.take(len(x))
+        room = rooms[i := bisect.bisect_left(rooms, len(x))]
+        row = rows[room].pop()
+        if row == len(counts):
+            counts.append(0)
+            rows[length].append(row + 1)
+        elif not rows[room]:
+            del rooms[i]
         counts[row] += 1
-        places.append((row, at, counts[row]))
-    rows = 1 + max(row for row, *_ in places)
-    values = np.zeros((rows, length, *arrays[0].shape[1:]), arrays[0].dtype)
-    segments, positions = np.zeros((2, rows, length), np.int32)
+        places.append((row, length - room, counts[row]))
+        if left := room - len(x):
+            if not rows.setdefault(left, []):
+                bisect.insort(rooms, left)
+            rows[left].append(row)
+    values = np.zeros((len(counts), length, *arrays[0].shape[1:]), arrays[0].dtype)
+    segments, positions = np.zeros((2, len(counts), length), np.int32)
     for x, (row, at, segment) in zip(arrays, places, strict=True):
         part = row, slice(at, at + len(x))
         values[part], segments[part], positions[part] = x, segment, np.arange(len(x))
     return Packed(values, segments, positions)
 
 
-class _Room:
-    """The room of rows: the first one with enough of it, in the logarithm of their number."""
-
-    def __init__(self, rows: int, length: int) -> None:
-        self.length = length
-        self.first = 1 << max(rows - 1, 0).bit_length()  # of the leaves of a tree of maxima
-        self.most = [length] * (2 * self.first)
-
-    def take(self, n: int) -> tuple[int, int]:
-        """The row, and where in it the n places begin."""
-        i = 1
-        while i < self.first:
-            i = 2 * i + (self.most[2 * i] < n)
-        row, at = i - self.first, self.length - self.most[i]
-        self.most[i] -= n
-        while i := i // 2:
-            self.most[i] = max(self.most[2 * i], self.most[2 * i + 1])
-        return row, at
-
-
 def pad(sequences: Sequence[ArrayLike], lengths: Sequence[int]) -> dict[int, Padded]:
-    """Sequences padded to the least of `lengths` that holds them: `{length: Padded}`.
+    """Pad `sequences` to the least of `lengths` that holds them: `{length: Padded}`.
 
     For `interleave`: `[batches(x, 4096 // n) for n, x in pad(texts, [64, 128, 256]).items()]` has
     about as many tokens in each batch. Lengths that no sequence needs are left out.
@@ -126,6 +118,8 @@ def _checked(sequences: Sequence[ArrayLike], length: int, where: str) -> list[np
 class Interleaved(Positioned):
     """Data made by `interleave`: batches of several sources in turn, with one position."""
 
+    is_whole: bool = False
+
     def __init__(self, parts: Sequence[Batches], seed: int) -> None:
         super().__init__()
         self._parts, self._seed = list(parts), seed
@@ -159,11 +153,12 @@ class Interleaved(Positioned):
 
 
 def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) -> Interleaved:
-    """Batches of several sources as one, in an order drawn for each epoch.
+    """Batches of several sources, `parts`, as one, in an order drawn for each epoch.
 
-    Each part has a shape of its own, which a run compiles once, however many there are. An epoch has
+    Each part has its own shape, which a run compiles once, however many there are. An epoch has
     every batch of every part. Like `batches`, it is a function of (seed, epoch) and resumes at any
-    batch. Steps that `fit` calls at once are of one shape.
+    batch. Steps that `fit` calls at once are of one shape. Raises WrongTypeError for a part that is
+    not `ts.batches(...)` without a device, DataError if there are no parts.
 
     >>> import tsunax as ts
     >>> short, long = np.zeros((4, 8)), np.zeros((2, 16))

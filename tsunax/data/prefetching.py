@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,112 +16,64 @@ from jax.sharding import NamedSharding
 from tsunax._core import Device, PyTree
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source
-from tsunax.data.on_devices import placement, put, sharding_of
-from tsunax.errors import DataError, suggests_names
+from tsunax.data.on_devices import placement, put, sharding_of, spans_processes
+from tsunax.errors import DataError
 
 
-def _placer(device: Any):
+def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
     """A function that puts a batch on a device, or its rows over the devices of a mesh."""
     if device is None:
         return lambda batch, is_whole: batch
     sharding = placement(device, "prefetch()")
+    if spans_processes(sharding):  # each of them has its part of the rows
+        all_of_it = sharding_of((), sharding)
+        at = lambda x, is_whole: all_of_it if is_whole or not np.ndim(x) else sharding
+        return lambda batch, is_whole: jax.tree.map(lambda x: put(x, at(x, is_whole)), batch)
     if not isinstance(sharding, NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
-    if sharding.is_fully_addressable:
-        where = lambda x: sharding_of(np.shape(x), sharding)
-        return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
-    replicated = sharding_of((), sharding)
-
-    def place(x, is_whole):
-        return put(np.asarray(x), replicated if is_whole or not np.ndim(x) else sharding)
-
-    return lambda batch, is_whole: jax.tree.map(lambda x: place(x, is_whole), batch)
+    where = lambda x: sharding_of(np.shape(x), sharding)
+    return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
 
 
-def _run_ahead(source: Source, place, slots: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    """The thread: for every slot a batch and the position after it, until the end or an error."""
+def _placed(source: Source, place: Callable[[PyTree, bool], PyTree]) -> Iterator[tuple[Any, ...]]:
+    """The batches of an epoch on the device, each with the position after it; `END` at last."""
+    while (batch := source.next()) is not None:
+        yield place(batch, source.is_whole), source.state(), source.is_whole
+    yield END, source.state(), source.is_whole
+
+
+def _run_ahead(batches: Iterator[Any], ready: Any, slots: Any, ended: list[bool]) -> None:
+    """The thread: a batch for every slot; at last, in a list, the error if there is one."""
     try:
-        while slots.get():
-            batch, is_whole = source.next(), source.is_whole
-            placed = END if batch is None else place(batch, is_whole)
-            ready.put((placed, (source.state(), is_whole), None))
-            if batch is None:
-                return
+        while slots.get() and not ended:
+            ready.put(next(batches))
     except BaseException as error:
-        ready.put((END, None, error))
+        ready.put([error])
 
 
-def _end(slots: queue.SimpleQueue, thread: threading.Thread) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            slots.get_nowait()
-    slots.put(False)
+def _end(slots: Any, ended: list[bool], thread: threading.Thread) -> None:
+    ended.append(True)
+    slots.put(True)
     if thread is not threading.current_thread():  # which may collect the garbage
-        thread.join(5)  # a thread that waits for a batch ends with it
-
-
-class _Ahead:
-    """An iterator over the batches that its thread has read; the thread ends with the iterator."""
-
-    def __init__(self, owner: Prefetched):
-        self._owner, self._thread = owner, None
-        self._slots, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def __iter__(self) -> _Ahead:
-        return self
-
-    def _start(self) -> None:
-        owner = self._owner
-        owner.close()
-        owner._running = weakref.ref(self)
-        owner._source.rewind()
-        for _ in range(owner._size):
-            self._slots.put(True)
-        work = (owner._source, owner._place, self._slots, self._ready)
-        self._thread = threading.Thread(target=_run_ahead, args=work, daemon=True)
-        self._thread.name = "tsunax-prefetch"
-        # called when the iterator is collected, and at exit
-        self._finish = weakref.finalize(self, _end, self._slots, self._thread)
-        self._thread.start()
-
-    def __next__(self) -> Any:
-        if self._thread is None:
-            self._start()
-        if not self._finish.alive:
-            raise StopIteration
-        batch, state, error = self._ready.get()
-        if batch is END:
-            self.close()
-        else:
-            self._slots.put(True)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or the traceback would keep this frame, and this frame the error
-        if state is not None:
-            self._owner._state, self._owner.is_whole = state
-        if batch is END:
-            raise StopIteration
-        return batch
-
-    def close(self) -> None:
-        """End the thread now, and drop the batches that were read ahead."""
-        if self._thread is not None:
-            self._finish()
+        thread.join(5)  # not longer: the data may wait for a batch that never comes
 
 
 class Prefetched(Data):
-    """Data that is read ahead, made by `prefetch`; its position counts the batches you received."""
+    """Data that `prefetch(data, device, size)` returns; raises as it does.
+
+    Its position counts the batches that you received, not those that are read ahead.
+    """
+
+    is_whole: bool = False
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
         self._source, self._place, self._size = as_source(data), _placer(device), size
         self._state: dict[str, Any] | None = None
-        self._running: Any = lambda: None
+        self._end: Callable[[], Any] = lambda: None  # ends the loop under way
 
     @property
     def data(self) -> Any:
-        """The data that is read ahead."""
+        """The iterable that is read ahead, as it was given."""
         return self._source.data
 
     @property
@@ -137,7 +88,7 @@ class Prefetched(Data):
         """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
         other = copy.copy(self)
-        other._source, other._state, other._running = as_source(data), None, lambda: None
+        other._source, other._state, other._end = as_source(data), None, lambda: None
         return other
 
     def __repr__(self) -> str:
@@ -146,8 +97,29 @@ class Prefetched(Data):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __iter__(self) -> _Ahead:
-        return _Ahead(self)
+    def __iter__(self) -> Iterator[PyTree]:
+        """The batches of an epoch, or of the rest of one; the thread ends with the loop."""
+        self.close()
+        self._source.rewind()
+        batches, ended = _placed(self._source, self._place), []
+        ready, slots = queue.SimpleQueue(), queue.SimpleQueue()
+        thread = threading.Thread(target=_run_ahead, args=(batches, ready, slots, ended))
+        thread.name, thread.daemon = "tsunax-prefetch", True
+        end = self._end = weakref.finalize(self, _end, slots, ended, thread)  # at exit too
+        for _ in range(self._size):
+            slots.put(True)
+        thread.start()
+        try:
+            while end.alive:
+                if isinstance(found := ready.get(), list):
+                    raise found.pop()  # it keeps this frame, which must not keep it
+                batch, self._state, self.is_whole = found
+                if batch is END:
+                    return
+                slots.put(True)
+                yield batch
+        finally:
+            end()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch you received; the state of the data itself there."""
@@ -159,23 +131,25 @@ class Prefetched(Data):
         self._state = dict(state)
 
     def restart(self) -> None:
-        """Begin anew with the data."""
+        """End the loop under way, and drop its iterator: the next loop calls `iter(data)`."""
         self.close()
         self._source, self._state = as_source(self.data), None
 
     def close(self) -> None:
-        """End the thread of a running loop."""
-        if running := self._running():
-            running.close()
+        """End the loop under way; waits 5 seconds at most for the batch that its thread makes."""
+        self._end()
 
     def set_state(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
-        """Resume from a position; see `Source.restore`."""
+        """Resume from `state`, a dict of `get_state()`.
+
+        Raises DataError for data that does not store its position; with `fast_forward=True` it is
+        read from the beginning instead, and earlier batches are dropped.
+        """
         self.close()
         self._source.restore(state, fast_forward)
         self._state = None
 
 
-@suggests_names
 def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 

@@ -10,33 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
-from tsunax.data.checks import check_batch, check_casts, own
+from tsunax.data.checks import check_casts, own
 from tsunax.errors import DataError, told
-
-
-def stacked(records: list[Any]) -> PyTree:
-    """Records along a new first axis. Raises DataError if structures or shapes differ."""
-    try:
-        batch = jax.tree.map(lambda *rows: np.stack(rows), *records)
-    except (TypeError, ValueError) as error:
-        for record in records[1:]:
-            _check_alike(record, records[0])
-        raise DataError("records", "", told(error), "trees of arrays and numbers") from error
-    if not jax.tree.leaves(batch):
-        raise DataError("record", "", trees.describe(records[0]), "a tree of arrays and numbers")
-    return batch
-
-
-def _check_alike(record: Any, first: Any) -> None:
-    if difference := trees.first_difference(record, first, "record"):
-        text = f"{difference.removeprefix('at ')}. Records of a batch have one structure."
-        raise DataError(text) from None
-    named = trees.leaves_at("record", record)
-    for (place, x), y in zip(named, jax.tree.leaves(first), strict=True):
-        if np.shape(x) != np.shape(y):
-            expected = f"{np.shape(y)}, as in the first record of the batch"
-            got, fix = f"shape {np.shape(x)}", "Pad them, or cut them to one shape."
-            raise DataError("leaf", place, got, expected, fix) from None
 
 
 class Records:
@@ -47,7 +22,16 @@ class Records:
         self.shape: tuple[int] = (len(data),)
 
     def read(self, rows: range | np.ndarray) -> PyTree:
-        return stacked([jax.tree.map(own, self.data[int(i)]) for i in rows])
+        """Records along a new first axis. Raises DataError if structures or shapes differ."""
+        records = [jax.tree.map(own, self.data[int(i)]) for i in rows]
+        try:
+            batch = jax.tree.map(lambda *rows: np.stack(rows), *records)
+        except (TypeError, ValueError) as error:
+            raise DataError("records", "", told(error), "trees of arrays and numbers") from error
+        if not jax.tree.leaves(batch):
+            got, expected = trees.describe(records[0]), "a tree of arrays and numbers"
+            raise DataError("record", "", got, expected)
+        return batch
 
 
 def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
@@ -83,9 +67,7 @@ def as_columns(arrays: PyTree) -> PyTree:
     if isinstance(arrays, Iterator):
         fix = "Batch a stream by itself, with grain or in a generator: fit takes any batches."
         raise DataError("arrays", "", trees.describe(arrays), "arrays, or records by number", fix)
-    columns = jtu.tree_map_with_path(_as_column, arrays)
-    check_batch(columns, root="arrays")
-    return columns
+    return jtu.tree_map_with_path(_as_column, arrays)
 
 
 def _as_column(path: tuple, leaf: Any) -> Any:

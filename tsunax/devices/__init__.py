@@ -12,10 +12,11 @@ from tsunax.devices.selection import (
     simulate,
     supported_devices,
 )
+from tsunax.devices.topologies import topology
 from tsunax.devices.transfer import device_of, to_device, to_host
 
 __all__ = [
     "DeviceInfo", "Placement", "describe_sharding", "device", "device_info", "device_of", "devices",
     "is_available", "mesh", "prefer", "preferred", "shard", "simulate", "supported_devices",
-    "to_device", "to_host",
+    "to_device", "to_host", "topology",
 ]  # fmt: skip

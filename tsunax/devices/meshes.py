@@ -1,8 +1,8 @@
 """A training state over many devices: data parallel, fully sharded, tensor parallel.
 
-    mesh = ts.mesh()                       # all devices, data parallel
-    state = ts.shard(state, mesh)          # or ts.shard(lambda: ts.setup(rule, init(key)), mesh): never whole anywhere
-    state, info = step(state, batch)       # the rows of the batch go over the mesh, the numbers are those of one device
+    mesh = ts.mesh()                  # all devices, data parallel
+    state = ts.shard(state, mesh)     # or ts.shard(lambda: ts.setup(...), mesh): never whole
+    state, info = step(state, batch)  # splits the rows of batches; numbers as on one device
 
 JAX computes the same numbers over sharded arrays, and inserts the communication. This file only
 chooses a `PartitionSpec` for each parameter, and for its moments, averages and master copies. The
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +25,7 @@ from tsunax._core import Device, PyTree, checks, patterns, placement, tables, tr
 from tsunax._step.members import members_of
 from tsunax.devices import selection
 from tsunax.distributed import collectives
-from tsunax.errors import DeviceError, PatternError, WrongTypeError, told, unknown
+from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part
 from tsunax.states import States
@@ -72,7 +72,8 @@ def mesh(
     found = sizes | {name: len(devices) // given for name in free}
     if math.prod(found.values()) != len(devices):
         got = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        fix = "Give it fewer: devices=jax.devices()[:4]." if given < len(devices) else ""
+        n = math.prod(found.values())
+        fix = f"Give it fewer: devices=jax.devices()[:{n}]." if given < len(devices) else ""
         raise DeviceError("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
     return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
@@ -85,6 +86,7 @@ def shard(
     *,
     logical: Mapping[str, Any] | None = None,
     zero1: bool = False,
+    host: str | Sequence[str] = (),
 ) -> T:
     """The same state over the devices of a mesh.
 
@@ -104,13 +106,18 @@ def shard(
 
     Args:
       state: a `TrainState`, `States`, any tree of arrays, or a function that makes one, of which no
-        array is ever whole on one device.
+        array is ever whole on one device. Shapes (`jax.eval_shape`) come back with shardings; on a
+        mesh of `devices.topology` all do.
       mesh: from `mesh`, or any `jax.sharding.Mesh`.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
+      host: parts of the state to keep in the host's memory, of "moments" (the state of the rule),
+        "average", "masters": the step moves them to the devices for the update, and back. Their
+        arrays of fewer than 1,024 elements stay on the devices.
 
     Raises PatternError for a rule that matches nothing, DeviceError for one that the mesh or the
-    shape cannot follow. Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054),
+    shape cannot follow and for devices without `pinned_host` memory, StateError for an unknown part
+    in `host`. Source of the scheme: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054),
     GSPMD (Xu et al. 2021, arXiv:2105.04663).
 
     >>> import jax.numpy as jnp
@@ -120,16 +127,25 @@ def shard(
     True
     """
     if not isinstance(mesh, Mesh):
-        fix = "Make one: ts.mesh()."
+        is_first = isinstance(state, Mesh)
+        fix = "The order is shard(state, mesh)." if is_first else "Make one: ts.mesh()."
         raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
     rules, logical = dict(rules or {}), dict(logical or {})
     choice = _Choice(mesh, rules, logical, zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
-    specs = choice.of_any(like)
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    if not isinstance(host, (Sequence, Set)):
+        got, expected = trees.describe(host), "parts of the state, as ['moments', 'average']"
+        raise WrongTypeError("host", "shard()", got, expected)
+    kinds = _memory_kinds(like, [host] if isinstance(host, str) else host, mesh)
+    pairs = zip(choice.of_any(like), kinds, strict=True)
+    shardings = [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in pairs]
     where = jax.tree.unflatten(jax.tree.structure(like), shardings)
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    if placement.is_absent(mesh) or any(map(is_shape, jax.tree.leaves(state))):
+        shape = lambda x, at: jax.ShapeDtypeStruct(np.shape(x), trees.dtype_of(x), sharding=at)
+        return jax.tree.map(shape, like, where)
     if make is not None:
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
@@ -138,6 +154,35 @@ def shard(
         if not trees.is_array(leaf) and not isinstance(leaf, int | float):
             raise WrongTypeError("leaf", at, trees.describe(leaf), "an array")
     return _put_at(_the_same(state, mesh), where)
+
+
+def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str | None]:
+    """For each leaf of a state "pinned_host", or None for the memory of the devices."""
+    known: set[str] = set()
+
+    def of(s):
+        flags = []
+        for field in s._fields if isinstance(s, TrainState) else ():
+            leaves, like = jax.tree.leaves(getattr(s, field.name)), field.metadata["like"]
+            name = "moments" if like == "rule" else field.name
+            if leaves and like in ("rule", "trained", "average"):
+                known.add(name)
+            flags += [name in host and np.prod(np.shape(x)) >= SMALL for x in leaves]
+        return flags or False
+
+    is_state = lambda x: isinstance(x, TrainState)
+    flags = jax.tree.leaves(jax.tree.map(of, state, is_leaf=is_state))
+    for name in host:
+        if name not in known:
+            raise StateError(unknown("part", "shard(host=...)", str(name), sorted(known)))
+    try:  # a CPU has such memory in jax 0.7.2, but its programs can only read it
+        there = NamedSharding(mesh, P(), memory_kind="pinned_host" if host else None)
+        _ = host and jax.jit(lambda: np.float32(0), out_shardings=there).lower().compile()
+    except Exception as error:  # of the backend, whatever it is
+        kind, fix = mesh.devices.flat[0].device_kind, f"Leave host= out. ({told(error)})"
+        expected = "devices whose programs can use 'pinned_host'"
+        raise DeviceError("host memory", "shard(host=...)", kind, expected, fix) from error
+    return ["pinned_host" if on else None for on in flags]
 
 
 def _the_same(state, mesh):
@@ -196,10 +241,9 @@ class _Choice:
             return self.of_params(state)
         carry = {"carry": state.carry} if jax.tree.leaves(state.carry) else {}
         parts = carry | {name: s.params for name, s in state.members.items()}
-        specs = iter(self.of_params(parts))  # one tree, so that a pattern may match several
-        found = {
-            name: [next(specs) for _ in jax.tree.leaves(parts[name])] for name in sorted(parts)
-        }
+        # one tree, so that a pattern may match several
+        specs = jax.tree.unflatten(jax.tree.structure(parts), self.of_params(parts))
+        found = {name: jax.tree.leaves(part) for name, part in specs.items()}
         whole = [P()] * 2  # clock and tally
         members = (self.of_state(s, found[name]) for name, s in state.members.items())
         return sum(members, whole + found.get("carry", []))
@@ -259,24 +303,15 @@ class _Choice:
 
     def _checked(self, spec: P, shape, path: str) -> P:
         """The spec. Raises DeviceError for one that this mesh or this shape cannot follow."""
-        if len(spec) > len(shape):
-            got = f"{spec} for shape {shape}"
-            raise DeviceError("sharding", path, got, f"at most {len(shape)} axes")
         try:
-            NamedSharding(self.mesh, spec)
+            NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
         except Exception as error:
-            expected = "axes of the mesh, each of them once"
-            raise DeviceError("sharding", path, told(error), expected) from error
-        for axis, names in enumerate(map(placement.axes_in, spec)):
-            parts = math.prod(self.mesh.shape[name] for name in names)
-            if shape[axis] % parts:
-                got = f"axis {axis} of shape {shape} over {parts} devices ({' x '.join(names)})"
-                fix = "Pad it to a multiple, or give another axis."
-                raise DeviceError("sharding", path, got, "a size that divides", fix)
+            expected = f"axes of the mesh, each of them once, that divide the shape {tuple(shape)}"
+            raise DeviceError(f"sharding {spec}", path, told(error), expected) from error
         return spec
 
     def _over(self, spec: P, leaf, *names: str) -> P:
-        """The spec with its largest free axis that divides over those `names` that it does not use."""
+        """The spec with its largest free axis that divides over those `names` it does not use."""
         used = {name for entry in spec for name in placement.axes_in(entry)}
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
@@ -303,18 +338,26 @@ class _Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `describe_sharding` returns: prints as a table."""
+    """What `describe_sharding(tree)` returns: prints as a table.
+
+    `rows` are (path, dtype and shape, sharding, bytes on one device). `bytes` is a dict by device,
+    `total` the bytes of the tree, counted once, `host` the bytes in the host's memory.
+    """
 
     # path, dtype and shape, sharding in words, bytes on each device that has some
     rows: tuple[tuple[str, str, str, int], ...]
     bytes: Mapping[str, int]  # on each device of this process
     total: int  # of the whole tree, counted once
+    host: int = 0  # in the host's memory, for the devices of this process
+    _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
         size = trees.bytes_str
         lines = tables.aligned([(*texts, size(n) if n else "") for *texts, n in self.rows])
         most = size(max(self.bytes.values(), default=0))
-        lines.append(f"{size(self.total)} in all, {most} at most on each of {len(self.bytes)}")
+        beside = f", {size(self.host)} in host memory" if self.host else ""
+        shared = f"{most} at most on each of {len(self.bytes)}"
+        lines.append(f"{size(self.total)} in all, {shared}{beside}")
         return "\n".join(lines)
 
 
@@ -326,7 +369,7 @@ def describe_sharding(tree: PyTree) -> Placement:
     >>> describe_sharding(ts.shard({"w": jnp.zeros((64, 64))}, mesh(fsdp=-1, data=1)))
     ['w']  float32[64, 64]  ...
     """
-    rows, held, total = [], {}, 0
+    rows, held, total, on_host = [], {}, 0, 0
     for at, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
         elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
@@ -336,11 +379,12 @@ def describe_sharding(tree: PyTree) -> Placement:
         x = jax.random.key_data(x) if trees.is_key(x) else x
         parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
         for device, n in parts:
-            held[device] = held.get(device, 0) + n
+            held[device] = held.get(device, 0) + (0 if trees.is_offloaded(x) else n)
+        on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
         total += x.nbytes
         most = max((n for _, n in parts), default=0)
         rows.append((at, kind, _words(x), most))
-    return Placement(tuple(rows), held, total)
+    return Placement(tuple(rows), held, total, on_host)
 
 
 def _words(x: jax.Array) -> str:
@@ -355,4 +399,5 @@ def _words(x: jax.Array) -> str:
         if any(mesh.shape[name] > 1 for name in names):
             over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
             parts.append(f"axis {axis} over {over}")
-    return "; ".join(parts) or f"whole on {mesh.size}"
+    words = "; ".join(parts) or f"whole on {mesh.size}"
+    return f"{words}, in host memory" if trees.is_offloaded(x) else words

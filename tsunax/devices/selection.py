@@ -1,8 +1,8 @@
 """Which devices there are, which one is meant, and which kind is preferred.
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
-TSUNAX_DEVICE or the file `.tsunax-device` may name the kind that `"auto"` tries first. Only `_find`
-and `_started` ask JAX.
+TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
+the kind that `"auto"` tries first. Only `_find` and `_started` ask JAX.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +23,7 @@ from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from tsunax._core import Device, trees
-from tsunax.devices import _preference
-from tsunax.errors import DeviceError, WrongTypeError, told, unknown, warn
+from tsunax.errors import ConfigError, DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
     "DeviceInfo", "device", "device_info", "devices", "is_available", "prefer", "preferred",
@@ -38,6 +38,8 @@ _PLATFORMS = {  # JAX's names; mps is Apple's
     "rocm": ("rocm",),
     "metal": ("mps",),
 }
+_KINDS = ("auto", *_PLATFORMS)
+_FILE = ".tsunax-device"
 # JAX's exceptions for no device; the latter if JAX_PLATFORMS names no available platform
 _NONE = (RuntimeError, AssertionError)
 _ORDER = ("tpu", "gpu", "cpu")
@@ -67,9 +69,27 @@ def devices_of_kind(kind: str) -> tuple[list[Device], str]:
     return [], "JAX finds none; its plugin may not be installed"
 
 
+def _nearest_file() -> Path | None:
+    here = Path.cwd()
+    paths = (folder / _FILE for folder in (here, *here.parents))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _preference() -> tuple[str | None, str]:
+    """The preferred kind and its source. Raises ConfigError for an unknown kind."""
+    kind, source = os.environ.get("TSUNAX_DEVICE", "").strip(), "TSUNAX_DEVICE"
+    if not kind:
+        if (path := _nearest_file()) is None:
+            return None, ""
+        kind, source = path.read_text("utf-8", "replace").strip(), str(path)
+    if kind not in _KINDS:
+        raise ConfigError(unknown("device", source, kind, _KINDS))
+    return kind, source
+
+
 def _automatic() -> tuple[list[Device], str]:
     """The devices of the preferred kind, or else of the first available one; and why."""
-    wanted, source = _preference.read_preference()
+    wanted, source = _preference()
     if wanted and wanted != "auto":
         found, why = devices_of_kind(wanted)
         if found:
@@ -92,7 +112,7 @@ def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
 
 
 def _resolve(kind: Any, where: str) -> tuple[list[Device], str]:
-    _check_kind(kind, where, _preference.KINDS)
+    _check_kind(kind, where, _KINDS)
     if kind == "auto":
         return _automatic()
     found, why = devices_of_kind(kind)
@@ -122,7 +142,7 @@ def device_given(where: str | Device, call: str) -> Device:
 
 
 def supported_devices() -> tuple[str, ...]:
-    """The kinds of devices that have a name here, there or not.
+    """The kinds of devices that have a name here, available or not, as a tuple of strings.
 
     >>> supported_devices()
     ('tpu', 'gpu', 'cpu', 'cuda', 'rocm', 'metal')
@@ -132,6 +152,8 @@ def supported_devices() -> tuple[str, ...]:
 
 def is_available(kind: str) -> bool:
     """Whether this process has a device of a kind. Starts JAX's backend.
+
+    Raises DeviceError for an unknown kind.
 
     >>> is_available("cpu")
     True
@@ -147,7 +169,7 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
         devices([0, 2]) == [devices()[0], devices()[2]]
 
     Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
-    or has a device twice. A number is no list: `[2]` is device number 2, `devices()[:2]` two devices.
+    or has a device twice. A number is no list: `[2]` is device 2, `devices()[:2]` two devices.
 
     >>> devices([0]) == devices()[:1]
     True
@@ -188,9 +210,11 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """Facts about a device; None for the memory of a CPU.
+    """Facts about a device, as `device_info("gpu")` returns them.
 
-    `memory_total` are the bytes that this process may have: by default three quarters of a GPU's.
+    `platform`, `kind` (of hardware) and `version` (of the platform) are strings. `memory_total` are
+    the bytes that this process may have, by default three quarters of a GPU's, `memory_in_use` the
+    bytes that it has; both are None on a CPU.
     """
 
     platform: str
@@ -201,7 +225,9 @@ class DeviceInfo:
 
 
 def device_info(device: str | Device = "auto") -> DeviceInfo:
-    """Platform, kind of hardware, memory in bytes, and version of the platform.
+    """Platform, kind of hardware, memory in bytes, and version of the platform, of `device`.
+
+    It is a kind or a `jax.Device`. Raises DeviceError for a kind that is unknown or not here.
 
     >>> device_info("cpu")
     DeviceInfo(platform='cpu', kind='cpu', memory_total=None, memory_in_use=None, version='cpu')
@@ -224,7 +250,7 @@ def simulate(n: int) -> None:
     >>> x = jax.numpy.ones(2)
     >>> simulate(8)
     Traceback (most recent call last):
-    tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called before that. ...
+    tsunax.errors.DeviceError: simulate: got a backend that has started, expected to be called ...
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise DeviceError("n", "simulate()", repr(n), "an int of 1 or more")
@@ -247,20 +273,23 @@ def preferred() -> str | None:
     >>> preferred() in (None, *supported_devices())
     True
     """
-    kind = _preference.read_preference()[0]
+    kind = _preference()[0]
     return None if kind == "auto" else kind
 
 
 def prefer(kind: str | None) -> None:
     """Write the kind that "auto" tries first into `.tsunax-device`; None deletes the file.
 
-    The file counts in its directory and all below it. The nearest one is written, or else a new one
-    in the current directory. Warns if the backend has started. Raises DeviceError for an unknown
-    kind.
+    The file counts in its directory and all below it. The nearest one is written, else a new one in
+    the current directory. Warns if the backend has started. DeviceError for an unknown kind.
     """
     if kind is not None:
-        _check_kind(kind, "prefer()", _preference.KINDS)
-    path = _preference.write_preference(kind)
+        _check_kind(kind, "prefer()", _KINDS)
+    path = _nearest_file() or Path.cwd() / _FILE
+    if kind is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.write_text(f"{kind}\n", encoding="utf-8")
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():

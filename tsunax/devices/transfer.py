@@ -49,8 +49,8 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     float64 becomes float32 unless x64 is on. Raises StateError for a deleted array, and
     WrongTypeError for a loader: use `prefetch(data, device)`.
 
-    >>> tree = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
-    >>> tree["w"].device == jax.devices("cpu")[0], tree["name"], to_device(tree, "cpu")["w"] is tree["w"]
+    >>> x = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
+    >>> x["w"].device == jax.devices("cpu")[0], x["name"], to_device(x, "cpu")["w"] is x["w"]
     (True, 'relu', True)
     """
     place = device
@@ -95,7 +95,7 @@ def device_of(tree: PyTree) -> Device | None:
 
     Raises DeviceError, with two paths, for arrays on several devices.
 
-    >>> device_of({"w": jax.numpy.ones(2), "x": np.ones(2)}) == jax.devices()[0], device_of(np.ones(2))
+    >>> device_of({"w": jax.numpy.ones(2), "b": "x"}) == jax.devices()[0], device_of(np.ones(2))
     (True, None)
     """
     first: tuple[str, Device] | None = None

@@ -3,8 +3,7 @@
 It needs no device. `tsunax.distributed.ray` starts processes under Ray.
 """
 
-from tsunax.distributed.broadcasting import broadcast
-from tsunax.distributed.collectives import agree, barrier, check_in_sync
+from tsunax.distributed.collectives import agree, barrier, broadcast, check_in_sync
 from tsunax.distributed.joining import give_up, is_main, process_count, process_index, start, stop
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""What the processes of one run say to each other: over the key-value store of JAX's coordination
-service.
+"""Messages between the processes of a run, in the key-value store of JAX's coordination service.
 
-    say/<thread>/<number>/<i>         what process i said at a gathering
-    say/<thread>/<number>/verdict     the answer: what all said, or what was wrong
-    event/<n>                         an exception, a lost process, a question: all read them in this order
+    say/<thread>/<number>/<i>         the message of process i at a gathering
+    say/<thread>/<number>/verdict     the answer: all messages, or what was wrong
+    event/<n>                         an exception, a lost process, a question; read in order by all
     beat/<i>                          a number that grows while process i is alive
 
 `jax.distributed` runs the service in process 0, at the one port that the user named. The first
@@ -99,13 +98,16 @@ def forget() -> None:
 class Peers:
     """A process's view of the others.
 
-    `node` is the launcher's number of this process, of `count`; `run` how often they have met before
+    `node` is the launcher's number of this process, of `count`; `run` how often they met before
     (no key is used twice); `timeout` the seconds that a gathering waits. Before `watch`, the end of
     another process is an error of the next gathering; after it, the end of this one.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
-        self.node, self.count, self.patience, self.timeout = node, count, 30.0, timeout
+        self.node: int = node
+        self.count: int = count
+        self.patience: float = 30.0
+        self.timeout: float = timeout
         self._store, self._ends = Store(client, run), False
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
@@ -238,7 +240,7 @@ class Peers:
         return message(name, "", f"no word of {missing}", "all processes")
 
     def agree(self, asked: int) -> int:
-        """See `collectives.agree`. It waits only while the processes say how often they have called."""
+        """See `collectives.agree`. Waits only while the processes report how often they called."""
         with self._changed:
             free = lambda: self._ended or not self._is_counting
             if not self._changed.wait_for(free, self.timeout):

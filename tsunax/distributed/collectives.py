@@ -12,14 +12,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tsunax._core import stable_text
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from tsunax._core import PyTree, stable_text, trees
 from tsunax.distributed import joining
 from tsunax.distributed.joining import LAST, process_count, process_index
-from tsunax.errors import ProcessError, TsunaxError, told
+from tsunax.errors import ProcessError, TsunaxError, WrongTypeError, told
 
 __all__ = [
-    "LAST", "agree", "barrier", "check_in_sync", "compare", "gather", "name_of", "process_count",
-    "process_index", "spans_all", "together", "words",
+    "LAST", "agree", "barrier", "broadcast", "check_in_sync", "compare", "gather", "name_of",
+    "process_count", "process_index", "spans_all", "together", "words",
 ]  # fmt: skip
 
 SHOWN = 10  # differences in a message
@@ -37,7 +42,7 @@ def gather(name: str, text: str = "", timeout: float | None = None, thread: str 
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
-    """Wait until all processes are here, `timeout` seconds at most (None: that of `start`).
+    """Wait until all processes call it by this `name`, `timeout` seconds at most (None: `start`'s).
 
     Raises ProcessError that names who did not come, or is at another place. It does not wait for
     the devices.
@@ -54,8 +59,8 @@ def agree(asked: int = 0) -> int:
             break
 
     Every process calls it equally often. It waits for nobody: the processes settle on the next call
-    that none of them has reached. If two ask at once, one of them is heard. Raises ProcessError
-    when another process has ended the run, or is lost.
+    that none of them has reached. If two ask at once, one of them is heard. `asked` is an int, such
+    as a signal. Raises ProcessError when another process has ended the run, or is lost.
 
     >>> agree(), agree(15)
     (0, 15)
@@ -115,7 +120,7 @@ def name_of(index: int) -> str:
 
 
 def check_in_sync(**things: Any) -> None:
-    """Raise ProcessError on all processes unless each thing (seed, tree, state) is the same on all.
+    """Raise ProcessError on all processes unless `things` (seed, tree, state) are the same on all.
 
     The message names up to 10 leaves that differ, with both sides. Containers and static fields
     count, too. Arrays are compared by shape, dtype and a hash of their bytes (an array that is
@@ -144,9 +149,8 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
             at = len(os.path.commonprefix([other, texts[0]]))  # noqa: RUF071, characters
             got, first, who = _around(other, at), _around(texts[0], at), texts.index(other)
             differ.append(f"{place}: got {got} on {name_of(who)}, {first} on process 0")
-    more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     where = "" if where == "check_in_sync()" else f" at {where}"
-    text = f"processes differ{where}: {'; '.join(differ[:SHOWN])}{more}"
+    text = f"processes differ{where}: {trees.listed(differ, SHOWN, '; ')}"
     raise ProcessError(f"{text}. They must be the same on all.")
 
 
@@ -154,3 +158,57 @@ def _around(text: str, at: int) -> str:
     """What is around a place in a long text."""
     start = 0 if len(text) < 80 else max(0, at - 30)
     return f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (start + 80 < len(text))}"
+
+
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
+    """The tree of one process, on all of them: to the bit, arrays in one program.
+
+    The trees have the same structure, shapes and dtypes everywhere. JAX arrays keep their place,
+    NumPy arrays stay NumPy's. Numbers and strings may differ, and need no device. Raises
+    ProcessError for trees that do not fit, or a root that is not there, WrongTypeError for other
+    leaves.
+
+    >>> broadcast({"run": "2026-11-21", "seed": 3})
+    {'run': '2026-11-21', 'seed': 3}
+    """
+    index, count = joining.here()
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
+        expected = f"a process from 0 to {count - 1}"
+        raise ProcessError("root", "broadcast()", repr(root), expected)
+    keyed, treedef = jtu.tree_flatten_with_path(tree)
+    known = {}
+    leaf: Any
+    for path, leaf in keyed:
+        place, is_array = trees.access_str("tree", path), trees.is_array(leaf)
+        is_plain = isinstance(leaf, (bool, int, float, str))
+        has_objects = isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
+        is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        if has_objects or is_spread or not (is_array or is_plain):
+            expected = "an array of this process, a number or a string"
+            raise WrongTypeError("leaf", place, trees.describe(leaf), expected)
+        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
+    if count == 1:
+        return tree
+    compare("broadcast()", known)
+    leaves = [leaf for _, leaf in keyed]
+    plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
+    values = json.loads(gather("broadcast()", plain)[root])
+    raw = [trees.on_host(x).reshape(-1).view(np.uint8) for x in leaves if trees.is_array(x)]
+    if raw:
+        from jax.experimental import multihost_utils
+
+        parts = iter(multihost_utils.broadcast_one_to_all(raw, is_source=index == root))
+        pairs = zip(leaves, values, strict=True)
+        values = [_like(x, next(parts)) if trees.is_array(x) else value for x, value in pairs]
+    return treedef.unflatten(values)
+
+
+def _like(leaf: Any, part: np.ndarray) -> Any:
+    """Bytes as an array of the kind that another one is."""
+    bits = trees.on_host(leaf)
+    new = np.asarray(part).view(bits.dtype).reshape(bits.shape)
+    if trees.is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(new, leaf.sharding if leaf.committed else None)
+    return new if isinstance(leaf, np.ndarray) else new[()]

@@ -327,7 +327,7 @@ def give_up(reason: object) -> None:
     """End all other processes, which say that this one ended, and why; this one goes on, alone.
 
     An exception that ends a script does so by itself: this is for a notebook, a framework that
-    catches exceptions, `sys.exit(1)`.
+    catches exceptions, `sys.exit(1)`. `reason` is an exception or a string.
     """
     global _has_given_up
     if (others := _let_go()) is not None:
@@ -382,7 +382,7 @@ def here() -> tuple[int, int]:
 
 
 def process_index() -> int:
-    """Which process this is, from 0.
+    """Which process this is, an int from 0.
 
     Raises ProcessError if a launcher made several, and `start` was not called.
     """
@@ -390,10 +390,13 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """How many processes there are. Raises ProcessError as `process_index`."""
+    """The number of processes. Raises ProcessError as `process_index`."""
     return here()[1]
 
 
 def is_main() -> bool:
-    """Whether this is process 0: the one that prints, logs and downloads."""
+    """Whether this is process 0: the one that prints, logs and downloads.
+
+    Raises ProcessError as `process_index`.
+    """
     return process_index() == 0

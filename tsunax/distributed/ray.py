@@ -53,7 +53,8 @@ def trainer(
     """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one.
 
     Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by
-    `ts.distributed` and not by Ray: with bounded waits, and on CPUs too.
+    `ts.distributed` and not by Ray: with bounded waits, and on CPUs too. Raises MissingLibraryError
+    if the extra `ray` is not installed.
 
     Args:
       workers: how many; or a `scaling_config` of Ray's.

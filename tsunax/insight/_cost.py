@@ -6,7 +6,6 @@ as it runs, and dead equations, which XLA drops, not at all.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
@@ -18,44 +17,29 @@ import numpy as np
 from tsunax._core.trees import programs_in
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Floating-point operations of dot products and convolutions, a multiply-add as two.
+def flops_of(program: Any) -> float:
+    """Floating-point operations of dot products and convolutions in a (closed) jaxpr.
 
-    On all devices together; zeros of padding and dilation are left out, as by XLA.
-    """
-
-    matmul: float = 0.0
-    loops: int = 0  # `while` loops, whose trips nobody knows before they run: counted `trips` times
-
-    def __add__(self, more: Flops) -> Flops:
-        return Flops(self.matmul + more.matmul, self.loops + more.loops)
-
-    def times(self, n: float) -> Flops:
-        return Flops(self.matmul * n, self.loops)
-
-
-def flops_of(program: Any, trips: int = 1) -> Flops:
-    """The count of a (closed) jaxpr; `trips` is how often the body of each `while` loop runs.
+    On all devices together, a multiply-add as two; zeros of padding and dilation are left out, as
+    by XLA. The body of a `while` loop counts once: the number of its trips is not known.
 
     >>> import jax, jax.numpy as jnp
-    >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
-    >>> found = flops_of(jax.make_jaxpr(layers)(jnp.ones((4, 8)), jnp.ones((8, 8))))
-    >>> found.matmul == 3 * 2 * 4 * 8 * 8
+    >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0]
+    >>> flops_of(jax.make_jaxpr(layers)(jnp.ones((4, 8)), jnp.ones((8, 8)))) == 3 * 2 * 4 * 8 * 8
     True
     """
-    return _counted(getattr(program, "jaxpr", program), None, trips)
+    return _counted(getattr(program, "jaxpr", program), None)
 
 
-def _counted(jaxpr: Any, live: list[bool] | None, trips: int) -> Flops:
+def _counted(jaxpr: Any, live: list[bool] | None) -> float:
     """The equations that the live outputs need, backwards; None: all outputs are live."""
     outvars = zip(jaxpr.outvars, live or [True] * len(jaxpr.outvars), strict=True)
     wanted = {v for v, on in outvars if on and _is_var(v)}
-    found = Flops()
+    found = 0.0
     for eqn in reversed(jaxpr.eqns):
         out = [v in wanted for v in eqn.outvars]
         if any(out) or eqn.effects:
-            found += _equation(eqn, out, trips)
+            found += _equation(eqn, out)
             wanted.update(filter(_is_var, eqn.invars))
     return found
 
@@ -64,35 +48,28 @@ def _is_var(v: Any) -> bool:
     return not hasattr(v, "val")
 
 
-def _equation(eqn: Any, live: list[bool], trips: int) -> Flops:
+def _equation(eqn: Any, live: list[bool]) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
-        return Flops(matmul=_of_dot(eqn))
+        return _of_dot(eqn)
     if name == "conv_general_dilated":
-        return Flops(matmul=_of_convolution(eqn))
+        return _of_convolution(eqn)
     programs = programs_in(eqn)
     if name == "scan":
-        return _counted(programs[0], None, trips).times(eqn.params["length"])
-    if name == "while":
-        body, test = (eqn.params[key].jaxpr for key in ("body_jaxpr", "cond_jaxpr"))
-        once = _counted(body, None, trips) + _counted(test, None, trips)
-        return dataclasses.replace(once.times(trips), loops=once.loops + 1)
+        return _counted(programs[0], None) * eqn.params["length"]
     if name == "cond":
-        branches = [_counted(branch, live, trips) for branch in programs]
-        return max(branches, key=lambda f: f.matmul)
-    total = Flops()
-    for program in programs:
-        same = len(program.outvars) == len(live)
-        total += _counted(program, live if same else None, trips)
+        return max(_counted(branch, live) for branch in programs)
+    fits = lambda program: name != "while" and len(program.outvars) == len(live)
+    total = sum(_counted(program, live if fits(program) else None) for program in programs)
     if name == "shard_map":  # written for one device
-        return total.times(math.prod(eqn.params["mesh"].shape.values()))
+        return total * math.prod(eqn.params["mesh"].shape.values())
     return total
 
 
 def _of_dot(eqn: Any) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    return 2.0 * _factor(out) * _size(out) * math.prod(x.shape[axis] for axis in contracted)
+    return 2.0 * _factor(out) * math.prod((*out.shape, *(x.shape[axis] for axis in contracted)))
 
 
 def _of_convolution(eqn: Any) -> float:
@@ -109,10 +86,6 @@ def _of_convolution(eqn: Any) -> float:
         is_inside = (place >= 0) & (place <= (n - 1) * spacing)
         pairs *= np.count_nonzero(is_inside & (place % spacing == 0))
     return 2.0 * _factor(eqn.outvars[0].aval) * pairs * out[to[0]] * out[to[1]] * w[rhs[1]]
-
-
-def _size(aval: Any) -> float:
-    return float(math.prod(aval.shape))
 
 
 def _factor(aval: Any) -> int:
@@ -136,6 +109,7 @@ _KINDS = (
     "ragged-all-to-all"
 )
 _CALL = re.compile(rf" = (.+?) ({'|'.join(_KINDS.split())})(-start)?\(")
+_CHAIN = re.compile(r'channel_id=(\d+).* frontend_attributes=\{[^}]*chain_id="(\d+)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(
@@ -161,16 +135,28 @@ def collectives_in(text: str) -> tuple[Collective, ...]:
     """What a compiled program sends to other devices, from its text."""
     entry, computations = _computations(text)
     counts, sizes = defaultdict[str, float](float), defaultdict[str, float](float)
+    # A TPU shows a collective that overlaps with products in several fusions of one chain. Its
+    # channel alone does not tell: all that `shard_map` writes have channel 1.
+    chains = set[tuple[str, ...]]()
 
     def walk(name: str, times: float) -> None:
         for line in computations.get(name, ()):
             if (call := _CALL.search(line)) is not None:
+                if (chain := _CHAIN.search(line)) is not None:
+                    if (call[2], *chain.groups()) in chains:
+                        continue
+                    chains.add((call[2], *chain.groups()))
                 parts = [_bytes(*shape) for shape in _SHAPE.findall(call[1])]
                 counts[call[2]] += times
                 # what starts one and does not wait has operands and results in one tuple
                 sizes[call[2]] += times * (max(parts) if call[3] else sum(parts))
             trips = int(known[1]) if (known := _TRIPS.search(line)) else 1
             for role, called in _CALLED.findall(line):
+                if called.startswith("all-reduce-scatter"):  # a TPU's name for a reduce-scatter
+                    counts["reduce-scatter"] += times
+                    given = _SHAPE.findall(line.partition(" fusion(")[0])
+                    sizes["reduce-scatter"] += times * sum(_bytes(*shape) for shape in given)
+                    continue
                 walk(called, times * (trips if role == "body" else 1))
             for branches in _BRANCHES.findall(line):
                 for called in branches.split(","):

@@ -1,14 +1,13 @@
 """Memory that a compiled step needs on a device, and how much is available. Nothing executes.
 
-    need = state + batch + temporary + results that take no place of the state      (bytes on one device)
+    need = state + batch + temporary + results outside of the state's memory (bytes on one device)
 
-XLA lays out all memory of a program before it runs, and tells how much it is.
+XLA lays out all memory of a program before it runs, and reports its size.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax._core import placement, trees
+from tsunax._core import PyTree, checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.selection import device_info
-from tsunax.errors import DeviceError, HyperparameterError, WrongTypeError
+from tsunax.errors import DeviceError
 
 # Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some
 # 100 MB with eight and 130 MB with sixteen. Each device has its own.
 CPU_SCRATCH = 40 << 20
+# Memory of a device by its kind, of https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+TPU_GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 # LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
 CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,16 @@ class Need:
     temporary: int
     results: int  # that take no place of the state: all of them without donation
     runtime: int  # code, and on a CPU the scratch of its threads
+    host: int = 0  # of the state, in the host's memory for this device: not in the total
 
     @property
     def total(self) -> int:
         return self.state + self.batch + self.temporary + self.results + self.runtime
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """An array as its shape, in the dtype that JAX would give it."""
-    dtype = trees.dtype_of(x)
-    dtype = dtype if trees.is_key(x) else jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(np.shape(x), dtype)
+def shapes_of(tree: PyTree) -> PyTree:
+    """The shapes of arrays, in the dtypes that JAX would give them."""
+    return jax.eval_shape(lambda x: x, tree)
 
 
 def mesh_of(state: Any) -> Any:
@@ -77,7 +75,7 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What a step takes beside its state, as shapes that lie where it would put the arrays."""
     mesh = mesh_of(state)
-    batch, extra = jax.tree.map(shape_of, (batch, extra))
+    batch, extra = shapes_of((batch, extra))
     if mesh is None or mesh.size == 1:
         return batch, extra
 
@@ -96,14 +94,18 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     if found is None:
         raise DeviceError("memory analysis", "the compiled step", "none of this backend", "one")
     taken, scratch = sum(map(bytes_on_one, jax.tree.leaves(batch))), 0
+    offloaded = sum(map(bytes_on_one, filter(trees.is_offloaded, jax.tree.leaves(state))))
+    apart = getattr(found, "host_argument_size_in_bytes", 0)  # 0 on a CPU: among the others
+    given = found.argument_size_in_bytes + apart
     if device_of_state(state).platform == "cpu":
         scratch = CPU_SCRATCH
     return Need(
-        state=max(0, found.argument_size_in_bytes - taken),
+        state=max(0, given - taken - offloaded),
         batch=taken,
         temporary=found.temp_size_in_bytes,
         results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
         runtime=found.generated_code_size_in_bytes + scratch,
+        host=offloaded,
     )
 
 
@@ -115,17 +117,11 @@ def bytes_on_one(x: Any) -> int:
 
 
 def device_of_state(state: Any) -> Any:
-    """A device of this process on which the state lies; the default one for shapes."""
+    """A device of the state, one of this process if there is any; the default one for shapes."""
     for x in jax.tree.leaves(state):
         if (sharding := getattr(x, "sharding", None)) is not None:
-            return min(sharding.addressable_devices, key=lambda one: one.id)
+            return min(sharding.addressable_devices or sharding.device_set, key=lambda one: one.id)
     return jnp.zeros(()).devices().pop()
-
-
-def held_by(state: Any) -> int:
-    """Bytes of a state that are on each of its devices now."""
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return sum(map(bytes_on_one, arrays))
 
 
 def free_on_host() -> int | None:
@@ -145,28 +141,19 @@ def free_on_host() -> int | None:
     return max(0, min(found)) if found else None
 
 
-def as_bytes(memory: Any, where: str) -> int:
-    """A number of bytes, or such a text: "80GiB", "512 MB".
-
-    >>> as_bytes("1.5 KiB", "")
-    1536
-    """
-    if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", memory, re.IGNORECASE)
-        memory = int(float(found[1]) * _UNITS[found[2].upper()]) if found else memory
-    expected, is_int = "bytes, as 80 * 2**30 or '80GiB'", isinstance(memory, int | np.integer)
-    if isinstance(memory, str) or (is_int and memory <= 0):
-        raise HyperparameterError("memory", where, repr(memory), expected)
-    if not is_int or isinstance(memory, bool):
-        raise WrongTypeError("memory", where, trees.describe(memory), expected)
-    return int(memory)
-
-
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
-        return as_bytes(memory, where), "as given"
-    device, held = device_of_state(state), held_by(state)
+        checks.check_count(memory, where, "memory")
+        return int(memory), "as given"
+    device, arrays = device_of_state(state), jax.tree.leaves(state)
+    if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
+        if device.device_kind in TPU_GIB:
+            return TPU_GIB[device.device_kind] << 30, f"the memory of a {device.device_kind}"
+        got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
+        raise DeviceError("memory", where, got, "a number", fix)
+    is_held = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
+    held = sum(map(bytes_on_one, filter(is_held, arrays)))
     info = device_info(device)
     if info.memory_total is not None:
         others = max(0, (info.memory_in_use or 0) - held)
@@ -174,9 +161,8 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return info.memory_total - others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
-        got, fix = f"{device}, which does not say how much it has", "Give memory='16GiB'."
+        got, fix = f"{device}, which does not say how much it has", "Give memory=16 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
-    mesh = mesh_of(state)
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
 
@@ -184,13 +170,13 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
 def with_rows(example: Any, size: int) -> Any:
     """The shapes of a batch of `size` rows like the example."""
     resized = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) if x.shape else x
-    return jax.tree.map(lambda x: resized(shape_of(x)), example)
+    return jax.tree.map(resized, shapes_of(example))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ended.
 
-    >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory")), is_out_of_memory(ValueError("axis"))
+    >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED")), is_out_of_memory(ValueError("axis"))
     (True, False)
     """
     text = str(error)

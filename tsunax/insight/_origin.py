@@ -6,8 +6,8 @@
 Only what leads to the bad result counts: not an infinity that a mask puts in and `where` takes out
 again, nor log(0) in a branch that is not taken. A constant that is infinite by intent (-inf in a
 mask) is blamed only for what is made of it. The walk goes into inner programs (jit, scan, cond,
-checkpoint, custom derivatives), into a scan at the first trip that went wrong; a `while` loop, which
-no gradient goes through, is blamed as a whole.
+checkpoint, custom derivatives), into a scan at the first trip that went wrong. A `while` loop,
+which no gradient goes through, is blamed as a whole.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Run:
         return Origin(None, eqn.primitive.name, sources, self.trips, out, constant)
 
     def at(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
-        """The bad elements of an operand on which the result at `where` depends; None without any."""
+        """The bad elements of an operand that affect the result at `where`; None without any."""
         found = bad(self.value(x))
         if found is None:
             return None
@@ -171,7 +171,16 @@ class _Run:
             whole[order[trip]] = places
             return self.of(eqn.invars[i], whole)
 
-        walk = functools.partial(self.in_trip, eqn, body, before, order, outer)
+        def walk(trip: int, place: int, where: Any) -> Origin:
+            """Within one trip of the loop."""
+            trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
+            ask = lambda i, places: outer(i, places, trip)
+            inner = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)
+            v = body.jaxpr.outvars[place]
+            wrong = bad(inner.value(v))
+            shared = where if wrong is None else wrong & where
+            return inner.of(v, shared if wrong is None or shared.any() else wrong)
+
         for trip, i in enumerate(order):
             before.append([*consts, *carry, *(x[i] for x in rows)])
             out = run(body.consts, before[-1])
@@ -183,24 +192,12 @@ class _Run:
                 return walk(trip, place, wrong)
         return self.blame(eqn, np.asarray(self.value(eqn.outvars[place])))
 
-    def in_trip(
-        self, eqn: Any, body: Any, before: list, order: Sequence[int], outer: Callable, *at: Any
-    ) -> Origin:
-        """Within one trip of a loop, the `at` of which is (trip, result, places)."""
-        trip, place, where = at
-        trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
-        ask = lambda i, places: outer(i, places, trip)
-        run = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)
-        v = body.jaxpr.outvars[place]
-        wrong = bad(run.value(v))
-        shared = where if wrong is None else wrong & where
-        return run.of(v, shared if wrong is None or shared.any() else wrong)
-
 
 _ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh digamma "
-    "div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p logistic max min mul neg nextafter pow "
-    "real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type "
+    "copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor integer_pow lgamma log log1p "
+    "logistic max min mul neg nextafter pow real reduce_precision rem round rsqrt select_n sign "
+    "sin sinh sqrt square stop_gradient sub tan tanh".split()
 )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from tsunax._core import Function, PyTree, checks, placement, tables, trees
 from tsunax._step.members import members_of
 from tsunax.distributed import collectives
@@ -32,29 +34,38 @@ _FIRST = 8
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """One size that was compiled."""
+    """A batch of `size` rows, compiled in `seconds`: its `need` of memory, and whether it `fits`.
+
+    `need` is None if memory ended during the compilation.
+    """
 
     size: int
     fits: bool
-    need: Need | None  # None if memory ended while it was compiled
+    need: Need | None
     seconds: float
 
 
 @dataclass(frozen=True)
 class SizeReport:
-    """The trials of a search in their order; prints as a table. Bytes are those of one device."""
+    """The `trials` of a search, a tuple in their order; prints as a table.
+
+    `found` is the size, or the number of micro-batches, as `what` says; `limit` are the bytes of
+    one device that were allowed, less the margin, and `source` says where that number is from.
+    """
 
     what: str
     found: int
     trials: tuple[SizeTrial, ...]
-    limit: int  # bytes that were allowed, the margin taken off
-    source: str  # of that number
+    limit: int
+    source: str
+    _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
-        names = [field.name for field in dataclasses.fields(Need)]
+        is_known = any(t.need and t.need.host for t in self.trials)
+        names = [f.name for f in dataclasses.fields(Need) if is_known or f.name != "host"]
         rows = [["size", *names, "need", "fits", "s"]]
         for t in self.trials:
-            sizes = [*dataclasses.astuple(t.need), t.need.total] if t.need else []
+            sizes = [getattr(t.need, name) for name in [*names, "total"]] if t.need else []
             needs = [trees.bytes_str(n) for n in sizes] or [""] * len(names) + ["too much"]
             rows.append([str(t.size), *needs, "yes" if t.fits else "no", f"{t.seconds:.1f}"])
         within = f"within {trees.bytes_str(self.limit)} ({self.source})"
@@ -122,7 +133,7 @@ def find_batch_size(
     max_size: int | None = None,
     multiple_of: int = 1,
     max_trials: int = 25,
-    memory: int | str | None = None,
+    memory: int | None = None,
     margin: float = 0.05,
     **extra: Any,
 ) -> tuple[int, SizeReport]:
@@ -137,28 +148,28 @@ def find_batch_size(
     is returned was compiled, and did fit.
 
     Args:
-      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`; for `States` the
-        function that `fit` takes.
+      step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`; for `States`
+        the function that `fit` takes.
       state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`).
       example: a batch of any number of rows, or its shapes.
       mode: "power" tries 1, 2, 4, ... times `multiple_of`, and `max_size`; "binsearch" all sizes.
       max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`,
         and of the step's `accumulate` times the parts into which a mesh cuts rows; they count the
         rows of all devices and processes.
-      memory: bytes, or "80GiB", for state and step on one device. Default: what the device gives
+      memory: bytes for state and step on one device. Default: what the device gives
         to this process less what others hold there; on a CPU what is free on this machine.
       margin: the part of it that stays free, for batches on their way, evaluation, and what XLA
         does not count.
       extra: arguments for the step, as in `step(state, batch, **extra)`.
 
     Raises DoesNotFitError if the smallest size does not fit; HyperparameterError and WrongTypeError
-    for arguments that make no sense.
+    for invalid arguments.
 
-    >>> import jax, jax.numpy as jnp
-    >>> import tsunax as ts
+    >>> import jax, jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((256, 256))})
-    >>> size, report = find_batch_size(step, state, jax.ShapeDtypeStruct((1, 256), jnp.float32), memory="72MiB")
+    >>> row = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    >>> size, report = find_batch_size(step, state, row, memory=72 << 20)
     >>> size, report.trials[0].size
     (8192, 8)
     """
@@ -184,22 +195,23 @@ def find_accumulation(
     *,
     multiple_of: int = 1,
     max_trials: int = 25,
-    memory: int | str | None = None,
+    memory: int | None = None,
     margin: float = 0.05,
     **extra: Any,
 ) -> tuple[int, SizeReport]:
     """The fewest micro-batches with which a batch of `batch_size` rows fits: `(n, report)`.
 
     The dual of `find_batch_size`: the batch, and so the course of training, is given. Then
-    `step = dataclasses.replace(step, accumulate=n)`. Arguments and errors as there; `multiple_of`
-    is of the micro-batch's rows, and the report's sizes are micro-batches.
+    `step = dataclasses.replace(step, accumulate=n)`. `state`, `example`, `max_trials`, `memory`,
+    `margin`, `extra` and errors (DoesNotFitError, HyperparameterError) as there; `multiple_of`
+    divides the rows of a micro-batch, and the sizes of the report are micro-batches.
 
     >>> import jax, jax.numpy as jnp
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2))
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((512, 512))})
     >>> x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
-    >>> n, report = find_accumulation(step, state, x, 16384, memory="96MiB")
+    >>> n, report = find_accumulation(step, state, x, 16384, memory=96 << 20)
     >>> n > 1 and n * report.trials[-1].size == 16384
     True
     """
@@ -224,6 +236,8 @@ def _found(
     """The largest of these sizes that fits; with `whole`, the micro-batches that it is cut into."""
     state, example, extra = arguments
     checks.check_count(max_trials, where, "max_trials")
+    if odd := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
+        raise WrongTypeError("example", where, trees.describe(odd[0]), "one batch")
     step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         got = trees.describe(margin)
@@ -232,8 +246,7 @@ def _found(
         got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
         raise WrongTypeError("step", where, got, "one that can be lowered", fix)
     total, source = _memory.limit_of(memory, state, where)
-    if collectives.process_count() > 1:
-        total = min(map(int, collectives.words(where, str(total))))
+    total = min(map(int, collectives.words(where, str(total))))
     limit = int(total * (1 - margin))
     source += f", {margin:.0%} of it kept free" if margin else ""
 
@@ -249,8 +262,7 @@ def _found(
             if not _memory.is_out_of_memory(error):
                 raise
         fits = need is not None and need.total <= limit
-        if collectives.process_count() > 1:  # which go on together
-            fits = not any(collectives.words(where, "" if fits else "no"))
+        fits = not any(collectives.words(where, "" if fits else "no"))  # all go on together
         return SizeTrial(size, fits, need, time.perf_counter() - began)
 
     first = len(sizes) if whole else bisect.bisect_right(sizes, _FIRST * sizes[0])

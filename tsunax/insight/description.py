@@ -10,7 +10,7 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,14 @@ from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, tables, trees
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax._step.state_fields import frozen_flags
+from tsunax._step.state_text import leaf_rows
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost, _memory
-from tsunax.insight._cost import Collective, Flops
+from tsunax.insight._cost import Collective
 from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop
-from tsunax.state import TrainState, check_state, split, trained_part
+from tsunax.state import TrainState, check_state, split
 from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
@@ -51,32 +51,36 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` returns: plain data, and a page of text when it is printed."""
+    """What `describe` returns: plain data, and a page of text when it is printed.
 
-    flops: Flops  # of one call, on all devices together
-    bytes_accessed: float | None  # on one device, loop bodies counted once, where XLA says
-    memory: Need | None  # bytes on one device while it runs, where XLA says
+    `flops` counts products and convolutions of one call on all `devices` (of the kind `device`), a
+    multiply-add as two. `memory` and `communication` are bytes on one device; so are `donated`
+    (consumed by the step, if it `donates`) and `aliased` (of those: reused by results), while
+    `not_aliased` names the leaves whose donation failed. `leaves` are those of params, `traces`
+    counts this one and those before it, and `recompiles` has a reason for each but the first.
+    """
+
+    flops: float
+    memory: Need | None
     donates: bool
-    donated: int  # bytes on one device that the step consumes
-    aliased: int  # bytes of them that its results take the place of
-    not_aliased: tuple[str, ...]  # the leaves whose donation failed
+    donated: int
+    aliased: int
+    not_aliased: tuple[str, ...]
     communication: tuple[Collective, ...]
     leaves: tuple[Leaf, ...]
-    seconds: Mapping[
-        str, float
-    ]  # to trace, lower and compile it now: none where that was done before
-    traces: int  # of this step so far, this one included
-    recompiles: tuple[str, ...]  # why, for each but the first
+    traces: int
+    recompiles: tuple[str, ...]
     device: str
     devices: int
+    _repr_html_ = tables.folded
 
-    def utilisation(self, seconds_per_step: float, peak: float) -> float:
+    def utilization(self, seconds_per_step: float, peak: float) -> float:
         """Model FLOPs utilization (MFU), 0 to 1: products and convolutions over the peak.
 
-        What rematerialisation computes again counts as work. `peak`: FLOP/s of one device, of its
-        data sheet or `measured_peak()`.
+        `flops / (seconds_per_step · peak · devices)`; what rematerialization computes again counts
+        as work. `peak`: FLOP/s of one device, from its data sheet or `measured_peak()`.
         """
-        return self.flops.matmul / (seconds_per_step * peak * self.devices)
+        return self.flops / (seconds_per_step * peak * self.devices)
 
     def __repr__(self) -> str:
         return "\n".join([*_summary(self), "", *_rows(self.leaves)])
@@ -88,27 +92,26 @@ def describe(
     """Describe the cost and effects of a step from its compiled program, without executing it.
 
     FLOPs are counted over the whole step, gradient and rule included, with loops (`accumulate=`, a
-    scan over layers) as often as they run, and what `remat` computes again; see `Flops`. The loops
+    scan over layers) as often as they run, and what `remat` computes again. The loops
     of `run_steps` and `fit` cost this much a step. Memory, donation and communication are those of
     the compiled program.
 
     Args:
-      step: a `train_step`; for `States` the function `(run, batch) -> (run, info)` that `fit` takes,
-        compiled with the run donated.
+      step: a `train_step`; for `States` the function `(run, batch) -> (run, info)` that `fit`
+        takes, compiled with the run donated.
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
 
     `recompiles` says why this step was traced again since it was made, by `fit` too: the leaf with
     another shape, dtype or weak type, the other rule, selection or precision, or where the trees
     differ. Equal steps, of one function, share the loop of `fit` and its traces.
 
-    Raises WrongTypeError for a step that is none, and what the step itself raises for these
-    arguments.
+    Raises WrongTypeError for another step, and the errors of the step itself for these arguments.
 
-    >>> import jax.numpy as jnp
-    >>> import tsunax as ts
+    >>> import jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
-    >>> about = describe(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 32))}), jnp.ones((16, 64)))
-    >>> about.flops.matmul == 2 * 2 * 16 * 64 * 32, about.aliased == about.donated
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 32))})
+    >>> about = describe(step, state, jnp.ones((16, 64)))
+    >>> about.flops == 2 * 2 * 16 * 64 * 32, about.aliased == about.donated
     (True, True)
     """
     where = "describe()"
@@ -124,31 +127,21 @@ def describe(
     if given and not any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     shapes, more = _memory.as_shapes(state, batch, extra)
-    times = [time.perf_counter()]
     with warnings.catch_warnings():  # of donation, which is described with the leaves
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = fused_loop.lowerable(step, state).trace(state, shapes, **more)
-        times.append(time.perf_counter())
-        lowered = traced.lower()
-        times.append(time.perf_counter())
-        compiled = lowered.compile()
-        times.append(time.perf_counter())
+        compiled = traced.lower().compile()
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
     donates = getattr(step, "donate", True)
     donated, failed = _donation(state, text) if donates else (0, ())
-    costs = compiled.cost_analysis() or {}
-    costs = costs[0] if isinstance(costs, list) else costs
-    loop, traces, places = fused_loop.fused(step, donates), [], []
+    traces = []
     if isinstance(step, TrainStep):
-        shared = loop.step if isinstance(loop.step, TrainStep) else step  # of equal steps
+        shared: Any = fused_loop.fused(step, donates).step  # the first one of equal steps
         looped = [trace for trace in shared.traces if trace.kind == "loop" and shared is not step]
         traces = [*step.traces, *looped]
-        places = [("step", x) for x in step.programs.devices]
-        places += [("loop", x) for x in loop.programs.devices]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
-        bytes_accessed=costs.get("bytes accessed"),
         memory=None if analysis is None else _memory.need_in(compiled, state, shapes),
         donates=donates,
         donated=donated,
@@ -156,16 +149,15 @@ def describe(
         not_aliased=failed,
         communication=_cost.collectives_in(text),
         leaves=tuple(x for at, s in training_states(state).items() for x in _leaves(at, s)),
-        seconds=dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)),
         traces=len(traces) or 1,
-        recompiles=tuple(retrace_reasons(traces, places)),
+        recompiles=tuple(retrace_reasons(traces)),
         device=device.device_kind,
         devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
     )
 
 
 def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
-    """FLOP/s of the best square matrix product of this dtype on a device.
+    """FLOP/s of the best square matrix product of `dtype` on `device`: `2 n³ / seconds`, a float.
 
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each size has half a second.
     """
@@ -204,28 +196,11 @@ def _donation(state: TrainState | States, text: str) -> tuple[int, tuple[str, ..
 # --------------------------------------------------------------------------------------- the leaves
 
 
-def _leaves(at: str, state: TrainState) -> tuple[Leaf, ...]:
-    named = trees.leaves_with_names(state.params)
-    n = len(named)
-    selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
-    frozen = iter(_frozen_words(state))
-    found = []
-    for (name, _, x), on, new in zip(named, selected, replaced, strict=True):
-        status = "overwritten" if new else "not trained"
-        if on:
-            status = next(frozen) or "trained"
-        about = str(trees.dtype_of(x)), status, _sharding(x)
-        found.append(Leaf(at + trees.shown_path(name), np.shape(x), *about))
-    return tuple(found)
-
-
-def _frozen_words(state: TrainState) -> list[str]:
-    """For each trained leaf "frozen", or in how many members, or "" (also for mere shapes)."""
-    if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
-        return [""] * len(jax.tree.leaves(trained_part(state)))
-    flags = np.atleast_2d(frozen_flags(state))
-    some = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
-    return ["frozen" if on.all() else text for on, text in zip(flags.T, some, strict=True)]
+def _leaves(at: str, state: TrainState) -> list[Leaf]:
+    return [
+        Leaf(at + path, np.shape(x), str(trees.dtype_of(x)), status or "trained", _sharding(x))
+        for path, x, status in leaf_rows(state)
+    ]
 
 
 def _sharding(x) -> str:
@@ -245,11 +220,7 @@ def _si(x: float, unit: str) -> str:
 
 
 def _summary(d: Description) -> list[str]:
-    total = sum(d.seconds.values())
-    on = d.device if d.devices == 1 else f"{d.devices} x {d.device}"
-    parts = ", ".join(f"{name} {x:.2f}" for name, x in d.seconds.items())
-    when = f"in {total:.2f} s ({parts})" if total > 0.005 else "before"
-    lines = [f"a step on {on}, compiled {when}"]
+    lines = [f"a step on {d.device if d.devices == 1 else f'{d.devices} x {d.device}'}"]
     for name, text in _facts(d):
         indents = f"  {name:<8}  ", " " * (12 if name else 14)
         lines += textwrap.wrap(text, 80, initial_indent=indents[0], subsequent_indent=indents[1])
@@ -258,17 +229,12 @@ def _summary(d: Description) -> list[str]:
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
     """The lines of a description, each with its title."""
-    yield "work", f"{_si(d.flops.matmul, 'FLOP')} in products and convolutions"
-    if n := d.flops.loops:
-        bodies = "the body of a while loop is" if n == 1 else f"the bodies of {n} while loops are"
-        yield "", f"{bodies} counted once: nobody knows how often they run"
-    if d.bytes_accessed is not None:
-        traffic = trees.bytes_str(d.bytes_accessed)
-        yield "traffic", f"{traffic} read and written, loop bodies counted once"
+    yield "work", f"{_si(d.flops, 'FLOP')} in products and convolutions"
     if (need := d.memory) is not None:
         named = ("state", "batch", "temporary", "results", "runtime")
         shown = ", ".join(f"{name} {trees.bytes_str(getattr(need, name))}" for name in named)
-        yield "memory", f"{trees.bytes_str(need.total)}: {shown}"
+        beside = f"; {trees.bytes_str(need.host)} in host memory" if need.host else ""
+        yield "memory", f"{trees.bytes_str(need.total)}: {shown}{beside}"
     taken = f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
     yield "donated", taken if d.donates else "nothing: donate=False"
     if d.not_aliased:

@@ -29,16 +29,21 @@ __all__ = ["RangeTest", "find_learning_rate"]
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The losses at rising learning rates; `plot()` draws them, and printing shows the answer."""
+    """The losses at rising learning rates; `plot()` draws them, and printing shows the answer.
 
-    name: str  # of the hyperparameter
+    `rates`, `losses` (NaN for a rejected step) and `smoothed` are float arrays [points], of which
+    the first `used` come before the loss diverged. `steepest` is the rate of the fastest fall,
+    `tenth` a tenth of that at the minimum; `name` and `mode` are as given.
+    """
+
+    name: str
     mode: str
-    rates: np.ndarray  # (points,)
-    losses: np.ndarray  # (points,); NaN where a step was rejected
-    smoothed: np.ndarray  # (points,)
-    used: int  # points before the loss diverged
+    rates: np.ndarray
+    losses: np.ndarray
+    smoothed: np.ndarray
+    used: int
     steepest: float
-    tenth: float  # of the rate at the minimum
+    tenth: float
 
     def __repr__(self) -> str:
         low, high = self.rates[0], self.rates[-1]
@@ -49,22 +54,24 @@ class RangeTest:
         return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
 
     def plot(self) -> Figure:
-        """A matplotlib Figure: the loss over the rate, and both suggestions."""
+        """A matplotlib Figure: loss over rate, both suggestions. MissingLibraryError without it."""
         figure = plots.new_figure(6.4, 2.8)
         axes = figure.subplots()
-        plots.draw(axes, "loss", {"loss": (self.rates[: self.used], self.smoothed[: self.used])})
+        curve = self.rates[: self.used], self.smoothed[: self.used]
+        plots.draw(axes, "averaged loss", {"averaged loss": curve})
         if self.mode == "exponential":
             axes.set_xscale("log")
-        for rate, color, name in ((self.steepest, 1, "steepest"), (self.tenth, 2, "minimum / 10")):
-            axes.axvline(rate, color=f"C{color}", linewidth=1, label=f"{name}: {rate:.2g}")
+        found = {"steepest (returned)": self.steepest, "minimum / 10": self.tenth}
+        for i, (name, rate) in enumerate(found.items(), 1):
+            axes.axvline(rate, color=f"C{i}", linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(handles=axes.lines[1:], fontsize=8, edgecolor="none")
         return figure
 
 
 @dataclass(frozen=True)
 class _Ramp:
-    """A step whose hyperparameter rises with each call. `ramp`: (low, ratio or difference, start)."""
+    """A step whose hyperparameter rises with each call. `ramp`: (low, slope, first call)."""
 
     step: TrainStep
     name: str

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
@@ -31,22 +32,24 @@ __all__ = ["ReplayReport", "replay"]
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What `replay` returns: plain data, and a paragraph when it is printed."""
+    """What `replay` returns: plain data, and the paragraph `text` when it is printed.
 
-    # what was not finite: "loss", "gradient of params['w']", "new params['w']" (a rule's work); or
-    # ""
-    result: str
-    # the leaf of the batch, the params or the model state that was not finite when it was given; or
-    # ""
-    argument: str
-    micro_batch: int | None  # of `accumulate`, counted from 0
-    # of JAX, that gave the first value that is not finite; "" where it was an argument
-    primitive: str
-    line: str  # "path.py:12 (function)" in the user's code
-    code: str  # the text of that line
-    in_gradient: bool  # whether the loss itself was finite
-    trips: tuple[int, ...]  # of the user's own loops around it, outermost first, counted from 0
+    `result` was not finite: "loss", "gradient of params['w']" or "new params['w']" (the rule's).
+    `argument` is the leaf of batch, params or model state that was already not finite, or else
+    `primitive` the JAX operation that returned the first such value, at the user's `line` ("a.py:12
+    (function)") with the text `code`, in the iterations `trips` of the loops around it, from the
+    outermost on. `micro_batch` and `trips` count from 0; `in_gradient`: the loss was finite.
+    """
+
     text: str
+    result: str = ""
+    argument: str = ""
+    micro_batch: int | None = None
+    primitive: str = ""
+    line: str = ""
+    code: str = ""
+    in_gradient: bool = False
+    trips: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return self.text
@@ -75,10 +78,10 @@ def replay(
     Raises WrongTypeError for what is no train_step, state or array, StateError for a population and
     under jit, and what the step itself raises for these arguments.
 
-    >>> import jax.numpy as jnp
-    >>> import tsunax as ts
+    >>> import jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.sqrt(x * params["w"])))
-    >>> report = replay(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), jnp.array([4.0, 0.0, 1.0]))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)})
+    >>> report = replay(step, state, jnp.array([4.0, 0.0, 1.0]))
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
@@ -99,8 +102,11 @@ def replay(
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         if jax.tree.leaves(tree):
             checks.check_arrays(tree, name)
-    if isinstance(state, States) or not isinstance(step, TrainStep):
-        return _replayed(step, (state, batch, extra))
+    if isinstance(state, States) or not isinstance(step, TrainStep):  # first its infos
+        once, given = fused_loop.fused(step, True).once, (state, batch, extra)
+        infos, new = lambda *args: (once(*args)[1].info,), lambda *args: (once(*args)[0],)
+        found = _searched(infos, ("info",), given, 1)
+        return found or _searched(new, ("new state",), given, 1, (state,)) or _finite()
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)
@@ -118,16 +124,13 @@ def replay(
 
     n = step.accumulate
     found = _searched(look, ("loss", "gradient of params"), given, n)
-    return found or _searched(move, MOVED, given, n, _moved(state)) or _nothing(state, look, given)
-
-
-def _replayed(step: Function, given: tuple) -> ReplayReport:
-    """The replay of a step of `States`: first of its infos, then of the new run."""
-    once = fused_loop.fused(step, True).once
-    look = lambda *given: (once(*given)[1].info,)
-    move = lambda *given: (once(*given)[0],)
-    found = _searched(look, ("info",), given, 1)
-    return found or _searched(move, ("new state",), given, 1, (given[0],)) or _finite("Infos")
+    if found := found or _searched(move, MOVED, given, n, _moved(state)):
+        return found
+    large = guard.locate(jax.jit(look)(*given)[1])
+    if large == "gradient norm":
+        return _finite()
+    text = f"{large[0].upper()}{large[1:]} overflows when it is squared: every value is finite."
+    return ReplayReport(text, large, in_gradient=True)
 
 
 MOVED = "new params", "new model_state", "new average", "new opt_state"
@@ -149,7 +152,7 @@ def _searched(
     program, shapes = jax.make_jaxpr(f, return_shape=True)(*given)
     values = jax.tree.leaves(jax.jit(f)(*given))
     was = jax.tree.leaves(before) if before is not None else [None] * len(values)
-    for i, (path, _) in enumerate(_keyed(shapes)):
+    for i, (path, _) in enumerate(jtu.tree_leaves_with_path(shapes)):
         bad, old = _origin.bad(values[i]), _origin.bad(was[i])
         if bad is not None and old is not None:
             bad = bad & ~old
@@ -160,23 +163,12 @@ def _searched(
     return None
 
 
-def _keyed(tree) -> list[tuple[tuple, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-def _nothing(state: TrainState, look: Callable, given: tuple) -> ReplayReport:
-    found = guard.locate(jax.jit(look)(*given)[1])
-    if found != "gradient norm":
-        text = f"{found[0].upper()}{found[1:]} overflows when it is squared: every value is finite."
-        return ReplayReport(found, "", None, "", "", "", True, (), text)
-    return _finite("Loss, gradients")
-
-
-def _finite(what: str) -> ReplayReport:
-    text = f"{what} and the new state are finite. If the step was rejected, a rule did it "
-    text += "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
-    text += "in another order."
-    return ReplayReport("", "", None, "", "", "", False, (), text)
+def _finite() -> ReplayReport:
+    return ReplayReport(
+        "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
+        "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
+        "in another order."
+    )
 
 
 def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> ReplayReport:
@@ -187,7 +179,8 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
     in_gradient = result.startswith("gradient")
     argument = line = code = ""
     if origin.argument is not None:
-        argument = _argument(given, origin.argument)
+        path = jtu.tree_leaves_with_path(given)[origin.argument][0]
+        argument = trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
         bad = _origin.bad(origin.value)
         if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
             micro = int(np.argwhere(bad)[0][0]) % n
@@ -203,12 +196,7 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
     text = f"The {what}. The first such value: {made}"
     text += f" ({', '.join(places)})." if places else "."
     primitive = "" if argument else origin.primitive
-    return ReplayReport(result, argument, micro, primitive, line, code, in_gradient, trips, text)
-
-
-def _argument(given: tuple, place: int) -> str:
-    path = _keyed(given)[place][0]
-    return trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
+    return ReplayReport(text, result, argument, micro, primitive, line, code, in_gradient, trips)
 
 
 def _what(x: Any) -> str:

@@ -1,5 +1,5 @@
-# The names of `tsunax.rules`, each with where it lives: what type checkers read, and what `__init__.py` loads
-# when a name is first used.
+# The names of `tsunax.rules`, each with its module. Type checkers read this file, and `__init__.py`
+# loads a name from here when it is first used.
 from tsunax.rules.accumulation import accumulate as accumulate
 from tsunax.rules.accumulation import flush as flush
 from tsunax.rules.clipping import add_decayed_weights as add_decayed_weights

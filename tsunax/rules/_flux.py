@@ -23,7 +23,8 @@ def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=
 
     v ← momentum·v + learning_rate·g, params ← params − v; with `nesterov`,
     params ← params − (momentum·v + learning_rate·g). A new rate applies to new gradients
-    only, in `sgd` to the whole history. The "classical momentum" of Sutskever et al. 2013.
+    only, in `sgd` to the whole history. The "classical momentum" of Sutskever et al. 2013. Raises
+    HyperparameterError for a number that is out of range or not finite.
 
     >>> rule = flux_momentum(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -42,8 +43,9 @@ def flux_rprop(
 
     params ← params − size·sign(g). If the sign is that of the step before, the size grows by
     `eta_plus`; else it shrinks by `eta_minus`, and the number rests for one step. The sizes start
-    at `learning_rate`; a later change of it has no effect. (`optax.rprop` does each of this one step
-    late.) iRprop⁻ of Igel and Hüsken 2000.
+    at `learning_rate`; a later change of it has no effect. (`optax.rprop` does each of this one
+    step late.) Sizes stay within [min_step_size, max_step_size]. iRprop⁻ of Igel and Hüsken 2000.
+    Raises HyperparameterError for a float that is out of range or not finite.
 
     >>> rule = flux_rprop(0.1)
     >>> updates, state = rule.update(jnp.ones(1), rule.init(jnp.ones(1)))
@@ -79,6 +81,7 @@ def flux_adagrad(learning_rate: optax.ScalarOrSchedule, eps=1e-8):
     """`AdaGrad` of Optimisers.jl: params ← params − learning_rate·g / (√s + eps), s = eps + Σg².
 
     `adagrad` has eps inside the root, and starts s at 0.1 by default. Duchi et al. 2011.
+    Raises HyperparameterError for a float that is out of range or not finite.
 
     >>> rule = flux_adagrad(1.0)
     >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]  # g² = eps: 1/√2
@@ -100,7 +103,8 @@ def flux_amsgrad(learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e
     m ← b1·m + (1 − b1)·g, v ← b2·v + (1 − b2)·g², v̂ ← max(v̂, v), params ← params −
     learning_rate·m / (√v̂ + eps).
     `amsgrad(..., bias_correction_mu=False, bias_correction_nu=False)` starts at 0 (as do Reddi et
-    al. 2018), which differs where |g| is below √(eps / (1 − b2)).
+    al. 2018), which differs where |g| is below √(eps / (1 − b2)). Raises HyperparameterError for a
+    float that is out of range or not finite.
 
     >>> rule = flux_amsgrad(1.0)
     >>> rule.update(jnp.array([1e-4]), rule.init(jnp.ones(1)))[0]
@@ -121,9 +125,10 @@ def flux_adamw(
 ):
     """`AdamW` of Optimisers.jl, whose decay need not follow the rate.
 
-    params ← params − learning_rate·(u + weight_decay·params) with u of Adam, which is `adamw`; with
-    `couple=False`, params ← params − learning_rate·u − weight_decay·params (Loshchilov and Hutter
-    2019, without their schedule).
+    params ← params − learning_rate·(u + weight_decay·params) with u of Adam (`b1`, `b2`, `eps`), as
+    in `adamw`; with `couple=False`, params ← params − learning_rate·u − weight_decay·params
+    (Loshchilov and Hutter 2019, without their schedule). Raises HyperparameterError for a float
+    that is out of range or not finite.
 
     >>> rule = flux_adamw(0.1, weight_decay=0.5, couple=False)
     >>> rule.update(jnp.zeros(1), rule.init(jnp.ones(1)), jnp.ones(1))[0]
@@ -138,9 +143,10 @@ def flux_adamw(
 def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
     """`OAdam` of Optimisers.jl: params ← params − 2uₜ + uₜ₋₁, with u₀ = 0.
 
-    Here uₜ = learning_rate·(what Adam gives). `optimistic_adam_v2` starts from u₀ = u₁, uses
-    Nesterov's momentum by default, and has the rate outside, where a new one applies to uₜ₋₁ too.
-    Daskalakis et al. 2018.
+    Here uₜ = learning_rate·(the update of Adam with `b1`, `b2` and `eps`, three floats).
+    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate
+    outside, where a new one applies to uₜ₋₁ too. Daskalakis et al. 2018. Raises HyperparameterError
+    for a number that is out of range.
 
     >>> rule = flux_oadam(0.1)
     >>> rule.update(jnp.ones(1), rule.init(jnp.ones(1)))[0]

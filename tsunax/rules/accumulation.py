@@ -17,7 +17,7 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, Scalar, checks, weighted_sums
 from tsunax.errors import RuleError
 from tsunax.rules import number_checks
-from tsunax.rules.extra_arguments import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.spikes import SpikeState
 
@@ -76,9 +76,6 @@ class _Init:
             raise RuleError("reject_spikes", "accumulate()", "it inside", expected, fix)
         sums, count = weighted_sums.zeros(params), jnp.int32(0)
         return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
-
-    def blank(self) -> _Init:
-        return _Init(blank(self.init))
 
 
 @dataclass(frozen=True)
@@ -140,6 +137,9 @@ def accumulate(
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
     select, so that it runs on every call: same numbers, more work. In memory it costs one f32
     gradient in the state; `train_step(..., accumulate=n)` needs it only during the step.
+
+    Raises WrongTypeError for a `rule` that is no optax rule and an `every` that is no int or
+    schedule, HyperparameterError for one below 1.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(2)})

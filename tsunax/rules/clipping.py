@@ -29,9 +29,14 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
 
 
 def _clip(max_delta: optax.ScalarOrSchedule):
-    """Clamp every component of the gradient to [-max_delta, max_delta]; NaN stays NaN.
+    """Clamp each element of the gradient, `g ← min(max(g, -max_delta), max_delta)`; NaN stays NaN.
 
-    It changes the direction.
+    The direction changes. `max_delta` is a number or a schedule; HyperparameterError for one that
+    is not finite and above 0.
+
+    >>> rule = clip(1.0)
+    >>> rule.update(jnp.array([0.5, -3.0]), rule.init(jnp.ones(2)))[0]
+    Array([ 0.5, -1. ], dtype=float32)
     """
     bound = as_scalar(max_delta)
     clip = lambda g: jnp.clip(g, -bound, bound)
@@ -44,6 +49,11 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     One f32 norm over all leaves that are trained and not frozen. In a group of `partition` it is
     over all groups if the rule is the first of its chain, else over its own group. A step whose
     norm is not finite is rejected; plain optax code does as `optax.clip_by_global_norm`.
+    HyperparameterError unless `max_norm` is above 0. `g ← g · min(1, max_norm / norm)`.
+
+    >>> rule = clip_by_global_norm(1.0)
+    >>> rule.update(jnp.array([3.0, 4.0]), rule.init(jnp.ones(2)))[0]
+    Array([0.6, 0.8], dtype=float32)
     """
     bound = as_scalar(max_norm)
 
@@ -61,7 +71,8 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
 
     `p` is any real number, ±inf, or 0 (the count of nonzeros). Norms are taken in f32. With
     `throw`, a norm that is not finite rejects the step, and the error names p, the norm, the path
-    and the shape; without, the updates have NaN in them.
+    and the shape; without, the updates have NaN in them. HyperparameterError unless `max_norm` is
+    above 0, WrongTypeError for another `p`.
     """
     if np.ndim(p) or not checks.is_real(p) or p != p:
         raise WrongTypeError("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
@@ -96,19 +107,27 @@ def array_norm(x: jax.Array, p: float) -> jax.Array:
 
 
 def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"):
-    """Add `weight_decay · params` to the gradient of the leaves that `where` matches.
+    """Add `weight_decay · params` to the gradients of the leaves that the pattern `where` matches.
 
     First in a chain it is the gradient of `weight_decay / 2 · Σ params²` added to the loss; between
-    an adaptive scaling and the learning rate, decoupled decay (see `chain`).
+    an adaptive scaling and the learning rate, decoupled decay (see `chain`). Raises
+    HyperparameterError for a negative number, PatternError at setup if no leaf matches.
+
+    >>> rule = add_decayed_weights(0.1, ["**", "!**/bias"])
+    >>> params = {"bias": jnp.ones(1), "w": jnp.ones(1)}
+    >>> rule.update({"bias": jnp.zeros(1), "w": jnp.zeros(1)}, rule.init(params), params)[0]
+    {'bias': Array([0.], dtype=float32), 'w': Array([0.1], dtype=float32)}
     """
     rate = as_scalar(weight_decay)
     return _decay(where, lambda g, p: g + rate * p)
 
 
 def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
-    """Add `sign_decay · sign(params)` to the gradient.
+    """Add `sign_decay · sign(params)` to the gradients of the leaves that `where` matches.
 
-    As the first rule of a chain, that is an L1 penalty `sign_decay · Σ|params|` in the loss.
+    As the first rule of a chain, that is an L1 penalty `sign_decay · Σ|params|` in the loss. The
+    number `sign_decay` is 0 or more, or a schedule. Errors as of `add_decayed_weights`:
+    HyperparameterError, PatternError.
     """
     rate = as_scalar(sign_decay)
     return _decay(where, lambda g, p: g + rate * jnp.sign(p))
@@ -136,7 +155,5 @@ def _decay(where, f):
 clip: Final = live(_clip)
 clip_by_global_norm: Final = live(_clip_by_global_norm)
 clip_by_norm: Final = live(_clip_by_norm, static=("p", "throw"))
-for _rule in (clip, clip_by_global_norm, clip_by_norm):
-    _rule.advice = "Choose one of clip_by_global_norm, clip_by_norm, clip."
 add_decayed_weights: Final = live(_add_decayed_weights)
 sign_decay: Final = live(_sign_decay)

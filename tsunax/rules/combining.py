@@ -1,4 +1,4 @@
-"""Rules made of rules: one after the other, one for each part of the params, none for zero gradients."""
+"""Rules made of rules: chained, one for each part of the params, or skipped for zero gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ class _ChainInit:
     def __call__(self, params):
         return tuple(init(params) for init in self.inits)
 
-    def blank(self):
-        return _ChainInit(tuple(blank(init) for init in self.inits))
-
 
 @dataclass(frozen=True)
 class _ChainUpdate:
@@ -51,12 +48,14 @@ class _ChainUpdate:
 
 
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply rules one after the other, each to the updates of the one before.
+    """Apply rules one after the other, each to the tree of updates of the one before.
 
-    It is `optax.chain`, but compares by value. The order matters:
+    It is `optax.chain`, but compares by value. Raises WrongTypeError for an argument that is no
+    rule, RuleError for rules after `accumulate`. The order matters:
     `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. After `adam`, whose updates
     point downhill already, decay would make weights grow. Decoupled decay is `adamw`, or
-    `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4), live(optax.scale_by_learning_rate)(1e-3))`.
+    `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4),
+    live(optax.scale_by_learning_rate)(1e-3))`.
 
     >>> import tsunax as ts
     >>> rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(0.1))
@@ -64,7 +63,8 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     True
     """
     for rule in rules:
-        check_rule(rule, "chain()")
+        fix = "Write chain(a, b), without a list." if isinstance(rule, list) else ""
+        check_rule(rule, "chain()", fix)
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
         fix = "What follows would run on every call: accumulate(chain(...), every)."
@@ -109,9 +109,6 @@ class _PartitionInit:
         parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
         inits = zip(self.patterns, self.inits, strict=True)
         return PartitionState({pattern: init(parts[pattern]) for pattern, init in inits})
-
-    def blank(self):
-        return _PartitionInit(self.patterns, tuple(blank(init) for init in self.inits))
 
 
 @dataclass(frozen=True)
@@ -205,9 +202,9 @@ def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     """Leave every leaf whose gradient is exactly zero as it is, with its moments and without decay.
 
     JAX gives zeros to leaves that took no part in the loss (another task's head, the other player
-    of a GAN), and most rules go on moving them. A leaf whose units are all dead has a zero gradient,
-    too, and is left alone. Counts that leaves share go on, as for frozen ones. Put it outermost:
-    after `weight_decay` no gradient is zero.
+    of a GAN), and most rules go on moving them. A leaf whose units are all dead has a zero
+    gradient, too, and is left alone. Counts that leaves share go on, as for frozen ones. Put it
+    outermost: after `add_decayed_weights` no gradient is zero. WrongTypeError for no optax rule.
 
     >>> import tsunax as ts
     >>> rule = skip_zero(chain(ts.rules.add_decayed_weights(0.5), ts.rules.sgd(0.5)))

@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import optax
 
 from tsunax._core import Function, PyTree
 from tsunax._core.checks import keyword_names
-from tsunax.rules.live_rules import Scope, is_live
+from tsunax.rules.live_rules import Scope
+from tsunax.rules.number_table import map_live
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,8 @@ class _PlainInit:
     init: Function
 
     def __call__(self, params: PyTree) -> PyTree:
-        return _on_own_clocks(self.init(params))
-
-    def blank(self) -> Function:
-        return _PlainInit(blank(self.init))
-
-
-def _on_own_clocks(state: PyTree) -> PyTree:
-    def mark(x: Any):
-        if not is_live(x):
-            return x
-        inner, scope = _on_own_clocks(x.inner), Scope(x.paths, own_clock=True)
-        return dataclasses.replace(x, inner=inner, scope=scope)
-
-    return jax.tree.map(mark, state, is_leaf=is_live)
+        own = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
+        return map_live(own, self.init(params))
 
 
 @dataclass(frozen=True)
@@ -58,20 +46,22 @@ def as_rule(init: Function, update: Function) -> optax.GradientTransformationExt
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The rule as one that accepts any extra argument; equal rules give equal ones."""
-    takes = _extra_arguments(rule)
+    takes: tuple[str, ...] | None = ()
+    if isinstance(rule, optax.GradientTransformationExtraArgs):
+        takes = keyword_names(rule.update, 3)  # behind updates, state, params
     if takes is None:
         return as_rule(rule.init, rule.update)
     init = rule.init if "step" in takes else _PlainInit(rule.init)
     return as_rule(init, PlainUpdate(rule.update, takes))
 
 
-def _extra_arguments(rule: optax.GradientTransformation) -> tuple[str, ...] | None:
-    """The names of the extra arguments that an update takes; None: any."""
-    if not isinstance(rule, optax.GradientTransformationExtraArgs):
-        return ()
-    return keyword_names(rule.update, 3)  # behind updates, state, params
-
-
-def blank(init: Any) -> Function:
+def blank(init: Any) -> Any:
     """The init of a rule without the numbers of its live parts, so that it compares by value."""
-    return init.blank() if hasattr(init, "blank") else init
+    if hasattr(init, "blank"):
+        return init.blank()
+    if type(init) is tuple:
+        return tuple(map(blank, init))
+    if not dataclasses.is_dataclass(init) or not type(init).__module__.startswith("tsunax."):
+        return init
+    parts = {f.name: blank(getattr(init, f.name)) for f in dataclasses.fields(init)}
+    return dataclasses.replace(init, **parts)  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+import traceback
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
     complex_ = [(at, x) for at, x in named if trees.is_a(x, np.complexfloating)]
     if not complex_ and _is_ours(rule.update):
         return
-    cause = None
+    cause, name = None, name_of_update(rule.update)
     try:
         before, updates, after = _traced(rule, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
@@ -56,7 +56,6 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
             return
         cause, name, got = error, _raised_by(error, rule), f"{told(error)} from its update"
     else:
-        name = name_of_update(rule.update)
         got = _unlike(updates, params, "updates")
         got = got and f"other updates ({got})"
         if not got and (difference := _unlike(after, before, "opt_state")):
@@ -110,8 +109,8 @@ def _traced(
 
 
 _IN_OPTAX = (
-    "optax's wrappers give extra arguments to all rules inside, also to those that take others: join them with "
-    "ts.rules.chain or ts.rules.partition."
+    "optax's wrappers give extra arguments to all rules inside, also to those that take others: "
+    "join them with ts.rules.chain or ts.rules.partition."
 )
 
 
@@ -144,11 +143,10 @@ def missing(error: Exception) -> list[str]:
 
 def _raised_by(error: BaseException, rule) -> str:
     """The factory of the innermost update in the traceback of an exception."""
-    names, trace = [name_of_update(rule.update)], error.__traceback__
-    while trace is not None:
-        outer, _, inner = trace.tb_frame.f_code.co_qualname.partition(".<locals>.")
+    names = [name_of_update(rule.update)]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        outer, _, inner = frame.f_code.co_qualname.partition(".<locals>.")
         names += [outer] if inner in ("update", "update_fn") else []
-        trace = trace.tb_next
     return names[-1]
 
 
@@ -158,11 +156,6 @@ def _meant(rule) -> str:
     if isinstance(rule, LiveFactory) or inspect.isfunction(rule):
         first = next(iter(inspect.signature(rule).parameters), "")
         return f"Call it: {rule.__name__}({first and first + '=...'})."
-    is_rule = lambda x: isinstance(x, optax.GradientTransformation)
-    if isinstance(rule, (list, tuple)) and rule and all(map(is_rule, rule)):
-        return "Join them: ts.rules.chain(*rules)."
-    if isinstance(rule, Mapping) and rule and all(map(is_rule, rule.values())):
-        return "Give each its part: ts.rules.partition({pattern: rule})."
     return "For example ts.rules.adam(1e-3)."
 
 

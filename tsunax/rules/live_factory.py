@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from tsunax._core import Function, PyTree, Where, checks, patterns, trees
-from tsunax.errors import HyperparameterError, RuleError, TsunaxError, WrongTypeError, told, unknown
+from tsunax.errors import HyperparameterError, WrongTypeError, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
 from tsunax.rules.live_rules import (
@@ -94,8 +94,6 @@ P = ParamSpec("P")
 class LiveFactory(Generic[P]):
     """What `live(factory)` returns: call it like the factory."""
 
-    advice = ""  # the end of errors about its arguments
-
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
     ) -> None:
@@ -133,31 +131,21 @@ class LiveFactory(Generic[P]):
             return with_extra(self.factory(**statics))
         live = Live(self.factory, statics, tuple(numbers), tuple(schedules))
         init = LiveInit(live, tuple(numbers.values()))
-        self._try(init)
+        init.plain()  # bad arguments raise here, and not in the first step
         return as_rule(init, LiveUpdate(live))
-
-    def _try(self, init: LiveInit) -> None:
-        """Build the plain rule once: bad arguments raise here, and not in the first step."""
-        where = f"{self.__name__}()"
-        try:
-            init.plain()
-        except TsunaxError:
-            raise
-        except Exception as error:
-            raise RuleError("rule", where, told(error), "arguments that make a rule") from error
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
         known = list(self.__signature__.parameters)
         for name in kwargs:
             if name not in known:
                 where = f"{self.__name__}()"
-                raise HyperparameterError(unknown("parameter", where, name, known, self.advice))
+                raise HyperparameterError(unknown("parameter", where, name, known))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
             where, names = f"{self.__name__}()", f"{self.__name__}({trees.listed(known, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
-            raise WrongTypeError("arguments", where, got, names, self.advice) from None
+            raise WrongTypeError("arguments", where, got, names) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -207,8 +195,8 @@ def live(
         fix = "Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3)."
         expected = "a function that makes an optax rule"
         raise WrongTypeError("factory", "live()", trees.describe(factory), expected, fix)
-    known = list(_signature(factory).parameters)
+    made = LiveFactory(factory, static)
     for name in static:
-        if name not in known:
+        if name not in (known := made.__signature__.parameters):
             raise HyperparameterError(unknown("static", "live()", name, known))
-    return LiveFactory(factory, static)
+    return made

@@ -11,6 +11,7 @@ This file knows optax and trees. It must not know `TrainState`.
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ class Scope:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False)
 class LiveState:
     """State of a live rule."""
 
@@ -146,31 +147,14 @@ class LiveState:
     table: jax.Array | None
     inner: PyTree  # the optax state, with group 0's counters
     # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
-    extra: tuple[Any, ...]
+    extra: tuple[Any, ...] = ()
     # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
-    count: Scalar
-    live: Live = field(metadata={"static": True})
-    cut: Cut | None = field(metadata={"static": True})
-    scope: Scope = field(metadata={"static": True})
+    count: Scalar = None
+    live: Live = field(kw_only=True, metadata={"static": True})
+    cut: Cut | None = field(default=None, kw_only=True, metadata={"static": True})
+    scope: Scope = field(default=Scope(()), kw_only=True, metadata={"static": True})
 
     is_live: ClassVar[bool] = True
-
-    # The __init__ of a frozen dataclass sets each field by `object.__setattr__`, which is slow; a
-    # state is made at every flatten and unflatten.
-    def __init__(
-        self,
-        table: jax.Array | None,
-        inner: PyTree,
-        extra: tuple[Any, ...] = (),
-        count: Scalar = None,
-        *,
-        live: Live,
-        cut: Cut | None = None,
-        scope: Scope = Scope(()),
-    ) -> None:
-        self.__dict__.update(
-            table=table, inner=inner, extra=extra, count=count, live=live, cut=cut, scope=scope
-        )
 
     def __getattr__(self, name: str) -> Any:
         """The fields of the optax state, for code written for that: `state.plateau_count`."""
@@ -232,16 +216,29 @@ class LiveUpdate:
             ]
             updates, inner, counters = subtree_numbers.merge_groups(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
-        static = {"live": state.live, "cut": state.cut, "scope": state.scope}
-        return updates, LiveState(state.table, inner, counters, count, **static)
+        return updates, dataclasses.replace(state, inner=inner, extra=counters, count=count)
+
+
+_MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
 def _run_factory(live: Live, table, clock, updates, inner, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
+    mesh: Any = extra.get("device_mesh")
+    if mesh is not None and not isinstance(mesh, _MESHES):
+        got, expected = trees.describe(mesh), "a Mesh, or None"
+        raise WrongTypeError("device_mesh", f"rules.{live.title}", got, expected)
+    # shard_map works in programs: outside of one JAX computes array by array
+    is_shared = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
+    is_shared = is_shared and trees.is_tracing()
 
     def run(convert, updates, inner, params):
         numbers = {name: convert(x) for name, x in live.read(table, clock).items()}
+        if is_shared and live.factory is optax.contrib.muon:
+            from tsunax.rules.matrices import update_muon
+
+            return update_muon({**live.statics, **numbers}, updates, inner, params, extra)
         return live.build(numbers).update(updates, inner, params, **extra)
 
     def avals(convert):

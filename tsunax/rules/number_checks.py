@@ -65,11 +65,6 @@ _RANGES = {
 }
 
 
-_FIXES: dict[str, str] = dict.fromkeys(
-    ("max_norm", "max_delta"), "To clip nothing, leave the rule out."
-)
-
-
 def check_number(
     where: str, name: str, value: Any, expected: str = "a number or a schedule"
 ) -> None:
@@ -80,17 +75,17 @@ def check_number(
         return
     if np.ndim(value):
         raise HyperparameterError(name, where, f"an array of shape {np.shape(value)}", "one number")
-    fix, most = _FIXES.get(name, ""), float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
+    most = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
     number = value if isinstance(value, int) else float(np.asarray(value))
     if not -most <= number <= most:  # NaN too
         got = f"{number}" if isinstance(number, float) else "an int of many digits"
         expected = "a finite number" if got in ("nan", "inf", "-inf") else f"one within ±{most:.2g}"
-        raise HyperparameterError(name, where, got, expected, fix)
+        raise HyperparameterError(name, where, got, expected)
     low, closed, high = _RANGES.get(name, (None, True, None))
     too_low = low is not None and (number < low or (number == low and not closed))
     if too_low or (high is not None and number >= high):
         bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
-        raise HyperparameterError(name, where, f"{value}", bounds, fix)
+        raise HyperparameterError(name, where, f"{value}", bounds)
 
 
 def checked_schedule(where: str, name: str, value: Scalar | Function) -> ScheduleShape | None:
@@ -107,19 +102,22 @@ def check_schedule(where: str, name: str, schedule: Function) -> None:
     Later steps are not checked: a schedule need not be defined after the end of its run.
     """
     here = f"{where}, step 0 of its schedule"
-    value = _schedule_at(here, name, schedule, 0)
+    value = result_of(here, name, schedule, 0)
     if trees.is_traced(value):
         return
     check_number(here, name, value, "a number")
-    traced = lambda step: jax.eval_shape(schedule, step)
-    _schedule_at(
-        f"{where}, its schedule under jit", name, traced, jax.ShapeDtypeStruct((), np.int32)
-    )
+    shape_at(f"{where}, its schedule under jit", name, schedule)
 
 
-def _schedule_at(where: str, name: str, schedule, step):
+def shape_at(where: str, name: str, schedule: Function) -> Any:
+    """The shape and dtype of a function of a traced step, or HyperparameterError if it fails."""
+    return result_of(where, name, jax.eval_shape, schedule, jax.ShapeDtypeStruct((), np.int32))
+
+
+def result_of(where: str, name: str, f: Function, *args: Any) -> Any:
+    """`f(*args)`, or HyperparameterError with the exception that it raised."""
     try:
-        return schedule(step)
+        return f(*args)
     except Exception as error:
         raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
 

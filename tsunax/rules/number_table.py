@@ -20,10 +20,12 @@ that; `adjust` writes `Numbers.values`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,7 +273,7 @@ def _places(leaves, among) -> tuple[int, ...]:
 
 
 def _plain_state(opt_state):
-    """The optax states inside live states, each beside its extra counters and clock if it has any."""
+    """The optax states inside live states, each beside its extra counters and clock, if any."""
 
     def one(s):
         if not is_live(s):
@@ -327,12 +329,25 @@ def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every live state with its key path, outer ones first, as their tables are among the leaves."""
+    """Every live state with its key path, outer ones first, like their tables among the leaves."""
     out = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
             out += [(path, x), *((path + inner, s) for inner, s in live_states(x.inner))]
     return out
+
+
+def map_live(f: Callable[[int, Any], Any], opt_state: PyTree) -> PyTree:
+    """Apply `f(place, state)` to every live state, in the order of `live_states`."""
+    places = itertools.count()
+
+    def visit(x):
+        if not is_live(x):
+            return x
+        place = next(places)
+        return f(place, dataclasses.replace(x, inner=jax.tree.map(visit, x.inner, is_leaf=is_live)))
+
+    return jax.tree.map(visit, opt_state, is_leaf=is_live)
 
 
 # Flat names

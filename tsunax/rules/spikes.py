@@ -46,11 +46,11 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     """Reject a step whose gradient norm or loss is far above those of the last steps.
 
     Put it first in a chain. The band of about `1 / (1 - decay)` last steps reaches `factor` mean
-    distances above their mean (6: 4.8 standard deviations of a Gaussian, one step in a million), and
+    distances above their mean (6: 4.8 standard deviations of a Gaussian, one step in a million) and
     at least to twice the mean, so that a ripple in a quiet run is no spike. Norms are compared on a
-    log scale. Norms are wild at the start of a run: nothing is rejected in the first `warmup` steps.
+    log scale. Norms vary widely at the start: nothing is rejected in the first `warmup` steps.
     Rejected steps change no statistics. A level that has risen for good is rejected for good: watch
-    `state.rejected_in_a_row`.
+    `state.rejected_in_a_row`. Raises HyperparameterError for a `decay` outside of [0, 1).
     """
     reach, rate = as_scalar(factor), 1 - decay
 

@@ -15,7 +15,7 @@ of optax does. The owners of the leaves are found by `leaf_owners.owners`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax.rules.leaf_owners import owners_of_live
-from tsunax.rules.number_table import Numbers, hoist, interned, is_live, live_states, lower
+from tsunax.rules.number_table import Numbers, hoist, interned, lower, map_live
 
 
 @dataclass(frozen=True)
@@ -65,25 +65,12 @@ def _counters(leaves: Sequence[Any], owners: Sequence[int | None]) -> tuple[Any,
     return tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
 
 
-def _one_recut(state: Any, cut: Cut, parents: tuple[int, ...], params) -> Any:
-    """The same state with finer groups.
-
-    Group i inherits the values and counters of the old group `parents[i]`.
-    """
-    first = _counters(jax.tree.leaves(state.inner), owners_of_live(state.live, params))
-    counters = (first, *state.extra)
-    table = state.table[..., np.asarray(parents), :]
-    # copies: two groups must not donate one buffer
-    extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
-    return dataclasses.replace(state, table=table, extra=extra, cut=interned(cut))
-
-
 def recut(
     opt_state: PyTree, numbers: Numbers, params: PyTree, cuts: Mapping[int, tuple[Any, ...]]
 ) -> tuple[Any, Numbers | None]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}.
 
-    `parents[i]` is the old group that the new group i inherits from.
+    The new group i inherits the values and counters of the old group `parents[i]`.
     """
 
     def one(place: int, s):
@@ -92,22 +79,14 @@ def recut(
         seen = frozenset(s.paths)
         flags = [path in seen for path in trees.paths(params)]
         cut, parents = cuts[place]
-        return _one_recut(s, cut, parents, trees.partition(params, flags)[0])
+        owners = owners_of_live(s.live, trees.partition(params, flags)[0])
+        counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
+        # copies: two groups must not donate one buffer
+        extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
+        table = s.table[..., np.asarray(parents), :]
+        return dataclasses.replace(s, table=table, extra=extra, cut=interned(cut))
 
     # on the host: each cut has shapes of its own, and they would all compile
     if not trees.is_traced(numbers.values):
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
     return hoist(map_live(one, lower(opt_state, numbers)))
-
-
-def map_live(f: Callable[[int, Any], Any], opt_state: PyTree) -> PyTree:
-    """Apply `f(place, state)` to every live state, in the order of `live_states`."""
-    places = iter(range(len(live_states(opt_state))))
-
-    def visit(x):
-        if not is_live(x):
-            return x
-        place = next(places)
-        return f(place, dataclasses.replace(x, inner=jax.tree.map(visit, x.inner, is_leaf=is_live)))
-
-    return jax.tree.map(visit, opt_state, is_leaf=is_live)

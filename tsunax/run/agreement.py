@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -98,12 +98,16 @@ class Alike:
         self.batch(f"step {step}", *given)
         return chunk
 
+    def _everyone(self, place: str, value: Any) -> list[Any]:
+        """A value of each process, in order; of one process alone its own."""
+        if not self._speaks:
+            return [value]
+        texts = collectives.words(f"{place} of {self.where}", json.dumps(value))
+        return [json.loads(text) for text in texts]
+
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
         """Those of process 0. Raises ProcessError for other names."""
-        if not self._speaks:
-            return found
-        texts = collectives.words(f"{place} of {self.where}", json.dumps(found))
-        first, *others = map(json.loads, texts)
+        first, *others = self._everyone(place, found)
         for i, other in enumerate(others, start=1):
             if other.keys() != first.keys():
                 got = f"{', '.join(other)} on {collectives.name_of(i)}"
@@ -115,24 +119,26 @@ class Alike:
 
         Raises ProcessError if callbacks did not change the state alike on all processes.
         """
-        if not self._speaks:
-            return stopped
-        said = collectives.words(f"{place} of {self.where}", json.dumps([stopped, has_changed]))
-        everyone = [json.loads(text) for text in said]
-        if any(changed for _, changed in everyone):
+        everyone = self._everyone(place, (stopped, has_changed))
+        if self._speaks and any(changed for _, changed in everyone):
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
             things = {"hyperparams": numbers, "state": small(state)}
             collectives.compare(f"the callbacks of {place}", things, collectives.LAST)
         return next((text for text, _ in everyone if text), "")
 
+    def slowest(self, seconds: Mapping[str, float]) -> str:
+        """The process that the others waited for, and how long; "" if it is no twentieth of all."""
+        own = sum(seconds[cause] for cause in ("data", "evaluation", "callbacks"))
+        times = self._everyone("the times", own)
+        more = max(times) - min(times)
+        name = collectives.name_of(times.index(max(times)))
+        return f"{name} by {more:.1f} s" if more > sum(seconds.values()) / 20 else ""
+
     def signal(self, asked: int) -> int:
         """The signal that any of them got."""
-        if not self._speaks:
-            return asked
-        said = collectives.words(f"the end of {self.where}", str(asked))
-        found = next((int(text) for text in said if text != "0"), 0)
+        found = next(filter(None, self._everyone("the end", asked)), 0)
         # or the signal that one has got would end the next run
-        while found and not collectives.agree(found):
+        while self._speaks and found and not collectives.agree(found):
             time.sleep(1e-3)
         return found
 

@@ -5,6 +5,7 @@ A boundary is a step at which one of them needs the state.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from tsunax.run.info_columns import logged_step, most_calls
 from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog
-from tsunax.run.rows import check_row, join
+from tsunax.run.rows import check_row
 from tsunax.run.run import Run, blamed
 from tsunax.state import TrainState, donated
 from tsunax.states import States, training_states
@@ -47,10 +48,16 @@ class Boundaries:
 
     @property
     def watched(self) -> dict[str, str]:
-        """The metrics that callbacks wait for, and which ones."""
-        kinds = callbacks.early_stopping, callbacks.plateau
-        found = (f for f in self.options.callbacks if isinstance(f, kinds))
-        return {f.metric: f"{type(f).__name__}()" for f in found}
+        """The metrics that somebody waits for, and who."""
+        found = (f for f in self.options.callbacks if isinstance(f, callbacks.Watching))
+        names = {f.metric: f"{type(f).__name__}()" for f in found}
+        best = self.options.saver and self.options.saver.keep_best
+        return {**names, best.metric: "keep_best"} if best else names
+
+    @property
+    def may_log(self) -> bool:
+        """Whether a callback of the user's may log such a name."""
+        return any(map(callbacks.may_log, self.options.callbacks))
 
     def look_for_names(self) -> None:
         """Raise RowError before step 1 for an awaited name that `evaluate` does not return.
@@ -58,15 +65,13 @@ class Boundaries:
         That takes a call of it, of one batch if it calls `ts.evaluate`, and none if a callback of
         the user's might log the name.
         """
-        options, waits = self.options, self.watched
-        if best := options.saver and options.saver.keep_best:
-            waits[best.metric] = "keep_best"
-        waits = {k: v for k, v in waits.items() if "/" in k and k not in self.run.history.names}
-        may_log = any(map(callbacks.may_log, options.callbacks))
-        if not waits or options.evaluate is None or options.dry_run or may_log:
+        options, known = self.options, self.run.history.names
+        waits = {k: who for k, who in self.watched.items() if "/" in k and k not in known}
+        if not waits or options.evaluate is None or options.dry_run or self.may_log:
             return
-        with evaluation.one_batch():
-            found = self.evaluated_row()
+        context = contextvars.copy_context()
+        context.run(evaluation.ONE_BATCH.set, True)
+        found = context.run(self.evaluated_row)
         for name, where in waits.items():
             if name not in found:
                 raise RowError(unknown("metric", where, name, found))
@@ -74,7 +79,7 @@ class Boundaries:
     def evaluated_row(self) -> dict[str, float]:
         run, evaluate = self.run, self.options.evaluate
         assert evaluate is not None
-        with blamed("evaluate", evaluate, run):
+        with self.options.clock("evaluation"), blamed("evaluate", evaluate, run):
             found = check_row(evaluate(run.state), "evaluate")
             run.check_own(found, "evaluate")
         return found
@@ -95,8 +100,7 @@ class Boundaries:
             for name, callback in zip(options.names, options.callbacks, strict=True):
                 if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
                     self.call_back(name, callback)
-        if not is_end:
-            self.look_for_watched()
+        self.look_for_watched(is_end)
         at, changed = f"step {run.step}", self.has_changed
         run.stopped = self.alike.boundary(at, run.stopped, run.state, changed)
         self.has_changed = False
@@ -112,13 +116,13 @@ class Boundaries:
         if saver is None:
             return
         saver.poll()
-        self.look_for_best(is_end)
         due = is_end or saver.due(run.step) or ("epoch" in events and options.saves_epochs)
         if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
-            self.save()
+            with options.clock("checkpoint"):
+                self.save()
 
     def save(self) -> None:
-        """State, place of the data, history, what callbacks remember: all that it takes to go on."""
+        """Save state, data position, history and memory of callbacks: all that resuming needs."""
         run = self.run
         self.saved = run.step, self.feed.place()
         known = run.history.plain(), self.memory, self.log.numbers_at(run.step), self.script
@@ -141,30 +145,21 @@ class Boundaries:
         known = zip(*run.history.series(best.metric), strict=True)
         return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
 
-    @property
-    def is_early(self) -> bool:
-        """Whether there is no row yet, or none of an evaluation that will come."""
-        waits = self.options.evaluate is not None and self.evaluated < 0
-        return waits or not self.run.history.names
+    def look_for_watched(self, is_end: bool) -> None:
+        """Raise RowError if nobody gives a metric that is waited for; at the end a warning.
 
-    def look_for_watched(self) -> None:
-        """Raise RowError if a callback waits for a metric, and there are rows without it."""
-        if self.is_early or any(map(callbacks.may_log, self.options.callbacks)):
-            return
-        names = self.run.history.names
-        for metric, where in self.watched.items():
-            if metric not in names:
-                raise RowError(unknown("metric", where, metric, names))
-
-    def look_for_best(self, is_last: bool) -> None:
-        """Raise RowError if nobody gives the metric of `keep_best`; a warning at the end."""
-        text = self.options.saver.lacks(self.run.history.names, "fit()")
-        if text and is_last:
-            warn(text)
-        elif text and not self.is_early:
-            options = self.options
-            is_evaluated = options.evaluate is not None and "/" in options.saver.keep_best.metric
-            if is_evaluated or not options.callbacks:  # which might log it later
+        Not before the first row and the first evaluation, nor if a callback may log it later.
+        """
+        options, names = self.options, self.run.history.names
+        is_early = not names or (options.evaluate is not None and self.evaluated < 0)
+        for metric, who in self.watched.items():
+            is_evaluated = options.evaluate is not None and "/" in metric
+            if metric in names or (is_early and not is_end):
+                continue
+            text = unknown("metric", who, metric, names)
+            if is_end and not options.dry_run:
+                warn(text)
+            elif is_evaluated or not self.may_log:
                 raise RowError(text)
 
     def evaluate(self) -> None:
@@ -172,8 +167,7 @@ class Boundaries:
         found = self.evaluated_row()
         found = self.alike.numbers(f"evaluate at step {run.step}", found)
         self.evaluated, self.agreed = run.step, frozenset(found)
-        row = join(run.row if self.log.step == run.step else {}, found, "evaluate")
-        self.log.add({name: row[name] for name in found}, run.step)
+        self.log.add(found, run.step)
         run.history.mark("evaluate", run.step)
         self.bar.note(f"step {run.step}: " + ", ".join(progress.summary(found, "{:.6g}".format)))
 
@@ -182,13 +176,13 @@ class Boundaries:
         run.memory = self.memory.setdefault(name, {})
         self.log.begin(run.step)
         before = dict(run.row)
-        with blamed("callback", callback, run):
+        with self.options.clock("callbacks"), blamed("callback", callback, run):
             state = callback(run)
             if state is not None:
                 _check_returned(state, run)
                 run.state, self.has_changed = state, True
                 self.rejections.calls = most_calls(state)
-        if logged := {k: x for k, x in run.row.items() if k not in before}:
+        if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
             run.history.add(logged, run.step)
 
 

@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tsunax._core import PyTree, Where, checks, trees
-from tsunax.errors import HyperparameterError, RowError, WrongTypeError, unknown, warn
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import number_checks
 
@@ -33,9 +33,6 @@ def __dir__() -> list[str]:
     return __all__  # what completes: `adjust` and `thaw` are no callbacks
 
 
-Mode = Literal["min", "max"]  # of a metric: what is better
-
-
 def _real(where: str, name: str, value, below: float = math.inf) -> None:
     number_checks.check_number(where, name, value, "a number")
     if not 0 <= value < below:
@@ -47,53 +44,58 @@ def _function(where: str, name: str, fn) -> None:
         raise WrongTypeError(name, where, trees.describe(fn), "a function")
 
 
-def _watched(where: str, metric, mode) -> None:
-    if not isinstance(metric, str) or not metric:
-        raise WrongTypeError("metric", where, trees.describe(metric), "a name, as in 'val/loss'")
-    checks.check_choice(mode, where, "mode", ("min", "max"))
-
-
 # Watching
-
-
-def _news(where: str, metric: str, run) -> tuple[int, float] | None:
-    """(step, value) of a metric if it is new; RowError at an evaluation without the metric."""
-    newest = run.history.newest(metric)
-    if newest is None:
-        if run.event in ("evaluate", "end"):
-            text = unknown("metric", where, metric, run.metrics)
-            if run.event == "evaluate":
-                raise RowError(text)
-            warn(text)
-        return None
-    is_old = newest[0] == run.memory.get("seen")
-    run.memory["seen"] = newest[0]
-    return None if is_old else newest
-
-
-def _is_better(value: float, other: float, mode: Mode, by: float = 0.0) -> bool:
-    return value < other - by if mode == "min" else value > other + by
 
 
 def may_log(callback: object) -> bool:
     """Whether a callback may log names that others wait for."""
-    return not isinstance(callback, (early_stopping, plateau, time_limit, At))
+    return not isinstance(callback, (Watching, time_limit, At))
 
 
-@property
-def _events(self: Any) -> tuple[str, ...] | None:
-    """What can bring the metric: evaluations "val/loss", anything the numbers of training rows."""
-    return ("start", "evaluate", "end") if "/" in self.metric else None
+@dataclass(frozen=True)
+class Watching:
+    """What looks at each new value of a metric, and counts those that are no better."""
 
+    metric: str = "val/loss"
+    _: KW_ONLY
+    patience: int = 5
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] | None = None  # what is better; None: "min" for a name with "loss"
 
-def _wait(memory: dict, news: tuple[int, float], mode: Mode, min_delta: float) -> None:
-    """Count the values that do not beat the best one by more than `min_delta`; NaN never does."""
-    step, value = news
-    is_first = "best" not in memory and not math.isnan(value)
-    if is_first or ("best" in memory and _is_better(value, memory["best"], mode, min_delta)):
-        memory.update(best=value, best_step=step, wait=0)
-    else:
-        memory["wait"] = memory.get("wait", 0) + 1
+    def __post_init__(self) -> None:
+        where, metric = f"{type(self).__name__}()", self.metric
+        if not isinstance(metric, str) or not metric:
+            expected = "a name, as in 'val/loss'"
+            raise WrongTypeError("metric", where, trees.describe(metric), expected)
+        if self.mode is None:
+            if "loss" not in metric:
+                raise HyperparameterError("mode", where, f"none for {metric!r}", "'min' or 'max'")
+            object.__setattr__(self, "mode", "min")
+        checks.check_choice(self.mode, where, "mode", ("min", "max"))
+        checks.check_count(self.patience, where, "patience")
+        _real(where, "min_delta", self.min_delta)
+
+    @property
+    def events(self) -> tuple[str, ...] | None:
+        """The events that bring the metric: evaluations for "val/loss", None (all) for others."""
+        return ("start", "evaluate", "end") if "/" in self.metric else None
+
+    def news(self, run: Run) -> tuple[int, float] | None:
+        """(step, value) of the metric if it is new."""
+        newest = run.history.newest(self.metric)
+        if newest is None or newest[0] == run.memory.get("seen"):
+            return None
+        run.memory["seen"] = newest[0]
+        return newest
+
+    def wait(self, memory: dict[str, Any], step: int, value: float) -> None:
+        """Count the values that do not beat the best by more than `min_delta`; NaN never does."""
+        sign = 1 if self.mode == "min" else -1
+        bar = sign * memory["best"] - self.min_delta if "best" in memory else math.inf
+        if sign * value < bar:
+            memory.update(best=value, best_step=step, wait=0)
+        else:
+            memory["wait"] = memory.get("wait", 0) + 1
 
 
 # How often: wrappers
@@ -102,6 +104,8 @@ def _wait(memory: dict, news: tuple[int, float], mode: Mode, min_delta: float) -
 @dataclass(frozen=True)
 class every:
     """`fn(run)` at every multiple of n steps.
+
+    Raises WrongTypeError or HyperparameterError unless `fn` is a function and n an int ≥ 1.
 
     >>> every(100, print)
     every(n=100, fn=<built-in function print>)
@@ -116,6 +120,7 @@ class every:
 
     @property
     def every(self) -> int:
+        """The steps between two calls, an int: `n`."""
         return self.n
 
     def __call__(self, run: Run) -> PyTree:
@@ -129,7 +134,8 @@ class throttle:
     `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
     came too early is made up for at the first one after the wait, or at the end of the run. As
     Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
-    should not change the state there.
+    should not change the state there. Raises WrongTypeError or HyperparameterError unless `fn` is a
+    function and `seconds` a finite number ≥ 0.
     """
 
     fn: Callable[[Run], Any]
@@ -157,13 +163,14 @@ class throttle:
 
 
 @dataclass(frozen=True)
-class early_stopping:
+class early_stopping(Watching):
     """Stop when a metric has not improved for `patience` of its values.
 
     A value improves if it is more than `min_delta` better than the best so far; only such a value
-    becomes the best. The first number always improves. NaN and ±inf stop the run at once. Raises
-    RowError at an evaluation without the metric, and at the first rows if nobody can give it later.
-    Warns at the end of a run that never had it.
+    becomes the best. The first number always improves. NaN and ±inf stop the run at once. `mode` is
+    "min" (the default if the name contains "loss") or "max"; HyperparameterError for another name
+    without it. `fit` raises RowError for a metric that nobody can give later, and warns at the end
+    of a run that never had it.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max')
@@ -172,27 +179,13 @@ class early_stopping:
     on a NaN.
     """
 
-    metric: str = "val/loss"
-    _: KW_ONLY
-    patience: int = 5
-    min_delta: float = 0.0
-    mode: Mode = "min"
-
-    events = _events
-
-    def __post_init__(self) -> None:
-        where = "early_stopping()"
-        _watched(where, self.metric, self.mode)
-        checks.check_count(self.patience, where, "patience")
-        _real(where, "min_delta", self.min_delta)
-
     def __call__(self, run: Run) -> None:
         memory, metric = run.memory, self.metric
-        if news := _news("early_stopping()", metric, run):
+        if news := self.news(run):
             step, value = news
             if not math.isfinite(value):
                 return run.stop(f"{metric} is {value} at step {step}")
-            _wait(memory, news, self.mode, self.min_delta)
+            self.wait(memory, step, value)
         # also at the start of a run that it has stopped before
         if memory.get("wait", 0) >= self.patience:
             best = f"{memory['best']:.6g} at step {memory['best_step']}"
@@ -204,7 +197,8 @@ class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
     It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside
-    `every(k, ...)` at multiples of k. Flux's `patience`, with its count in the run's memory.
+    `every(k, ...)` at multiples of k. Flux's `patience`, with its count in the run's memory. Raises
+    WrongTypeError or HyperparameterError unless `predicate` is a function and n an int ≥ 1.
 
     >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
     3
@@ -233,7 +227,9 @@ class patience:
 class time_limit:
     """Stop after `seconds` of training, counted over resumed runs too.
 
-    It looks at every boundary, so a run goes over by up to `log_every` steps.
+    It looks at every boundary, so a run goes over by up to `log_every` steps. For an hour:
+    `fit(..., callbacks=time_limit(3600))`. Raises WrongTypeError or HyperparameterError unless
+    `seconds` is a finite number ≥ 0.
     """
 
     seconds: float
@@ -254,11 +250,11 @@ class time_limit:
 
 
 @dataclass(frozen=True)
-class plateau:
+class plateau(Watching):
     """Multiply the learning rate by `factor` when a metric stops improving.
 
-    It does so after `patience` values of the metric without improvement (as in `early_stopping`;
-    NaN is none), down to `min_learning_rate`; a rate that is lower stays. Groups of leaves with
+    It does so after `patience` values of the metric without improvement (`min_delta` and `mode` as
+    in `early_stopping`; NaN is none), down to `min_learning_rate`; a lower rate stays. Groups with
     rates of their own each get the factor, inside `where` only. A rate that follows a schedule
     leaves it: from then on it is what it was, times `factor`. As Keras's ReduceLROnPlateau, without
     cooldown.
@@ -270,31 +266,23 @@ class plateau:
     'val/loss'
     """
 
-    metric: str = "val/loss"
     _: KW_ONLY
     factor: float = 0.5
-    patience: int = 5
-    min_delta: float = 0.0
     min_learning_rate: float = 0.0
     where: Where = "**"
-    mode: Mode = "min"
-
-    events = _events
 
     def __post_init__(self) -> None:
-        _watched("plateau()", self.metric, self.mode)
+        super().__post_init__()
         _real("plateau()", "factor", self.factor, 1)
-        checks.check_count(self.patience, "plateau()", "patience")
-        _real("plateau()", "min_delta", self.min_delta)
         _real("plateau()", "min_learning_rate", self.min_learning_rate)
 
     def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
             _rates(run.state, self.where)
-        memory, news = run.memory, _news("plateau()", self.metric, run)
+        memory, news = run.memory, self.news(run)
         if news is None:
             return None
-        _wait(memory, news, self.mode, self.min_delta)
+        self.wait(memory, *news)
         if memory["wait"] < self.patience:
             return None
         memory["wait"] = 0
@@ -317,10 +305,11 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
 
 @dataclass(frozen=True)
 class At:
-    """A change of the state at one step, made once even over resumes (see `thaw_at`).
+    """`change(state, where, **values)` at one step, made once even over resumes (see `thaw_at`).
 
-    The change is tried at the start of the run, so that a pattern without a leaf or an unknown name
-    is found there.
+    The change is tried at the start of the run, so that a pattern without a leaf (PatternError) or
+    an unknown name (HyperparameterError) is found there. Raises WrongTypeError or
+    HyperparameterError unless `step` is an int ≥ 0.
     """
 
     step: int
@@ -333,36 +322,40 @@ class At:
 
     @property
     def at(self) -> tuple[int]:
+        """The steps at which the loop makes a boundary for it: a tuple of one int."""
         return (self.step,)
 
     def __call__(self, run: Run) -> PyTree:
-        if run.memory.get("done"):
+        is_early = run.step < self.step
+        if run.memory.get("done") or (is_early and run.event != "start"):
             return None
-        changed = lambda: self.change(run.state, self.where, **self.values)
-        state = changed() if run.event == "start" else None
-        if run.step < self.step:
+        state = self.change(run.state, self.where, **self.values)
+        if is_early:
             return None
         run.memory["done"] = True
         values = [f"{name}={value}" for name, value in self.values.items()]
         run.history.mark(self.change.__name__, run.step, ", ".join([str(self.where), *values]))
-        return changed() if state is None else state
+        return state
 
 
 def thaw_at(step: int, where: Where = "**") -> At:
-    """`ts.thaw(state, where)` at a step: for a head first, then the body."""
+    """`ts.thaw(state, where)` at a step: for a head first, then the body. Raises as `At`."""
     return At(step, thaw, where, {})
 
 
 def freeze_at(step: int, where: Where) -> At:
     """`ts.freeze(state, where)` at a step.
 
-    A state that never froze must be `setup(..., freezable=True)`.
+    The first freeze compiles once more, unless the state is from `setup(..., freezable=True)`.
+    Raises as `At`.
     """
     return At(step, freeze, where, {})
 
 
 def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
-    """`ts.adjust(state, where, **values)` at a step; `where` needs values of its own already.
+    """`ts.adjust(state, where, **values)` at a step.
+
+    The first values of a part of the params compile once more. Raises as `At`.
 
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)

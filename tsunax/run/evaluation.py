@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import Function, PyTree, placement, trees
@@ -20,21 +18,13 @@ from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
-from tsunax.program import EvalStep
+from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike
+from tsunax.run.rows import flat
 from tsunax.state import TrainState
 
-_ONE_BATCH = contextvars.ContextVar("one batch of each data set", default=False)
-
-
-@contextlib.contextmanager
-def one_batch() -> Iterator[None]:
-    """A context in which `evaluate` takes the first batch only: `fit` looks at the names."""
-    token = _ONE_BATCH.set(True)
-    try:
-        yield
-    finally:
-        _ONE_BATCH.reset(token)
+# whether `evaluate` takes the first batch only: `fit` looks at the names
+ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
 
 
 def evaluate(
@@ -57,22 +47,22 @@ def evaluate(
     Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss.
 
     >>> import jax.numpy as jnp
+    >>> import numpy as np
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
     >>> f = ts.eval_step(lambda params, x: jnp.mean(x @ params["w"]))
-    >>> evaluate(f, state, ts.batches(np.array([[1.0, 0.0], [0.0, 1.0], [4.0, 0.0]], np.float32), 2))
+    >>> evaluate(f, state, ts.batches(np.array([[1, 0], [0, 1], [4, 0]], np.float32), 2))
     {'loss': 2.33333...}
     """
     if isinstance(data, Mapping):
-        if all(trees.is_array(part) for part in data.values()):
-            got = f"a batch, {trees.describe(data)}"
-            fix = "Give [batch], or ts.batches(arrays, batch_size)."
-            raise WrongTypeError("data", "evaluate()", got, "batches, or {name: batches}", fix)
         parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
         return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
-    if not callable(eval_step):
-        got, expected = trees.describe(eval_step), "ts.eval_step(loss_fn)"
-        raise WrongTypeError("eval_step", "evaluate()", got, expected)
+    fix = "Of a loss function: ts.eval_step(loss_fn)."
+    if not callable(eval_step) or isinstance(eval_step, TrainStep):
+        if isinstance(eval_step, TrainState):
+            fix = "The order is evaluate(eval_step, state, data)."
+        got, expected = trees.describe(eval_step), "f(state, batch) -> ts.Loss"
+        raise WrongTypeError("eval_step", "evaluate()", got, expected, fix)
     is_ours = isinstance(eval_step, EvalStep)
     pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, rows, home = None, 0, placement.state_sharding(state)
@@ -105,36 +95,18 @@ def evaluate(
                 check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
             raise
         if not isinstance(loss, Loss):
-            fix = "Of a loss function: ts.eval_step(loss_fn)."
             raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
         total = loss if total is None else merged(total, loss)
-        if _ONE_BATCH.get():
+        if ONE_BATCH.get():
             break
     alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
-    return _flat(jax.device_get(computed(total)))
-
-
-def _merged(a: Loss, b: Loss) -> Loss:
-    return a.merge(b)
+    return flat(jax.device_get(computed(total)))
 
 
 def _computed(total: Loss) -> dict[str, Any]:
     return {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
 
 
-_OF_ONE = jax.jit(_merged), _computed
-_OF_MEMBERS = jax.jit(jax.vmap(_merged)), jax.jit(jax.vmap(_computed))
-
-
-def _flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
-    """Numbers by name; those of an array by its elements."""
-    out = {}
-    for name, x in found.items():
-        if isinstance(x, Mapping):
-            out |= _flat(x, f"{root}{name}/")
-        elif np.ndim(x):
-            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
-        else:
-            out[root + name] = float(x)
-    return out
+_OF_ONE = jax.jit(Loss.merge), _computed
+_OF_MEMBERS = jax.jit(jax.vmap(Loss.merge)), jax.jit(jax.vmap(_computed))

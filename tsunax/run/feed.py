@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,17 +130,14 @@ class Feed:
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
-        if not self._ended and self._block is None and self._is_through():
+        data, length = self.source.data, float("inf")
+        if isinstance(data, Data | list | tuple):
+            with contextlib.suppress(TypeError):  # a stream does not know its length
+                length = len(data)
+        if not self._ended and self._block is None and self.source.position >= length:
             self._ended = self.source.take(1) is None
         ended, self._ended = self._ended, False
         return ended
-
-    def _is_through(self) -> bool:
-        data, position = self.source.data, self.source.position
-        try:
-            return isinstance(data, Data | list | tuple) and position >= len(data)
-        except TypeError:  # a stream does not know its length
-            return False
 
     def take(
         self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT, until: float = 1
@@ -150,7 +148,7 @@ class Feed:
         given.
         """
         chunk = self._take(n, state, step, limit, until)
-        self._has_begun = True
+        self._ended, self._has_begun = chunk is None, True
         if self._tells:
             self._tell()
         return chunk
@@ -186,7 +184,6 @@ class Feed:
                 before = self.source.state() if ahead > 1 else None
                 batches = self.source.take(max(ahead, most))
             if batches is None:
-                self._ended = True
                 return None
             leaves, treedef = jax.tree.flatten(batches)
             size, bytes = self._known(treedef, leaves, step, 1)
@@ -201,7 +198,7 @@ class Feed:
         return Chunk(feed, sent, count, epochs, block.bytes)
 
     def rest(self, n: int, steps: int, state: PyTree, limit: int) -> list[Chunk]:
-        """Further chunks of n batches of those that were read already, for so many steps at most."""
+        """Further chunks of n batches that were read already, for at most `steps` steps."""
         chunks, epoch = [], self.epoch
         while self._block is not None and steps >= n:
             chunks.append(self._of_block(self._block, n, state, limit, epoch))
@@ -246,7 +243,6 @@ class Feed:
         """The next batch, for a step that is called as it is: a `TrainStep` places it itself."""
         epoch = self.epoch
         if (batch := self.source.next()) is None:
-            self._ended = True
             return None
         leaves, treedef = jax.tree.flatten(batch)
         bytes = self._known(treedef, leaves, step, 0)[1]
@@ -262,16 +258,14 @@ class Feed:
         self._home, self._repeated = _UNKNOWN, None
         if self._block is not None:
             place, self._block = self.place(), None
-            self._restore(place)
+            self.source.restore(place)
         self._tell()
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays on the device, which the program gathers: nothing is copied."""
         epoch = self.epoch
         self.size = max(2, min(len(data), RESIDENT))
-        ahead = self.source.advance(min(n, self.size))
-        if ahead is None:
-            self._ended = True
+        if (ahead := self.source.advance(min(n, self.size))) is None:
             return None
         first, (count, rows) = ahead
         self._rows = max(self._rows, rows)
@@ -292,51 +286,51 @@ class Feed:
         The leaves have `stacked` axes before those of a batch. Raises DataError for a batch that
         does not fit the first one.
         """
-        shapes = tuple([(x.shape[stacked:], x.dtype) for x in leaves])
+
+        def form(x: Any) -> tuple[Any, Any]:  # a string has neither: check_batch refuses it
+            return getattr(x, "shape", ())[stacked:], getattr(x, "dtype", None)
+
+        shapes = tuple(map(form, leaves))
         if (treedef, shapes) not in self._sizes:
-            one = treedef.unflatten([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
+            like = lambda x, of: x if of[1] is None else jax.ShapeDtypeStruct(*of)
+            one = treedef.unflatten(map(like, leaves, shapes))
             check_batch(one, f"step {step}")
+            if self._first is not None and self._is_rest(one, step):
+                size = 2  # one in an epoch
+            else:
+                self._first = one if self._first is None else self._first
+                room = ((), REPEATED_BYTES) if self._repeats else (leaves, BUFFER_BYTES)
+                size = self.size = buffer_size(one, *room, self._setting, self._interval)
             bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
-            self._sizes[treedef, shapes] = self._new(one, leaves, step), bytes
+            self._sizes[treedef, shapes] = size, bytes
         size, bytes = self._sizes[treedef, shapes]
         self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
         return size, bytes
 
-    def _new(self, one, leaves, step: int) -> int:
-        """The room for batches of a shape that is new."""
-        if self._first is None:
-            self._first = one
-        elif self._is_rest(one, step):
-            return 2  # one in an epoch
-        leaves, bytes = ((), REPEATED_BYTES) if self._repeats else (leaves, BUFFER_BYTES)
-        self.size = buffer_size(one, leaves, self._setting, self._interval, bytes)
-        return self.size
-
     def _is_rest(self, one, step: int) -> bool:
         """Whether it is the short batch at the end of an epoch; warns of any other new shape."""
-        where, rows_only = f"batch at step {step}", True
+        where = f"batch at step {step}"
         if difference := trees.first_difference(one, self._first, "batch"):
             raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
-        named, first = jax.tree_util.tree_flatten_with_path(one)[0], jax.tree.leaves(self._first)
-        for (path, x), y in zip(named, first, strict=True):
-            if x.dtype != y.dtype:
-                at, expected = trees.access_str("batch", path), f"{y.dtype}, as in the first batch"
-                raise DataError("dtype", f"{at}, step {step}", x.dtype, expected)
-            rows_only &= x.shape[1:] == y.shape[1:]
+        kinds = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (one, self._first)]
+        rows_only = kinds[0] == kinds[1]
         if isinstance(innermost(self.source.data), Interleaved):
             return False  # its shapes are a few, and known to the user
         if len(self._sizes) >= SHAPES:
             got = f"shape number {SHAPES + 1}"
-            fix = "Each one compiles: pad to a few sizes, ts.data.pad and ts.data.interleave."
+            fix = "pad to a few sizes, ts.data.pad and ts.data.interleave"
+            if rows_only:
+                fix = "ts.batches(arrays, batch_size), or pad the rows and name `mask` in loss_fn"
+            fix = f"Each one compiles: {fix}."
             raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
-        if not rows_only or len(self._sizes) > 1:
-            shapes = lambda leaves: ", ".join(str(x.shape) for x in leaves)
-            new = shapes(jax.tree.leaves(one))
-            warn(f"{where}: shapes {new} after {shapes(first)}, which compiles the step once more")
+        if not rows_only or len(self._sizes) in (2, 4, 8):
+            listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
+            new, first = listed(one), listed(self._first)
+            warn(f"{where}: {new} after {first}, which compiles the step once more")
         is_ours = isinstance(self.source.data, Batches)
         return rows_only and is_ours and check_batch(one) < check_batch(self._first)
 
-    def place(self) -> dict[str, Any] | None:
+    def place(self) -> dict[str, Any]:
         """Where the data are, for a checkpoint."""
         block, settings = self._block, _settings_of(self.source.data)
         place = self.source.state()
@@ -359,20 +353,9 @@ class Feed:
             expected = f"{saved}, with which the checkpoint was saved"
             fix = "Give the data of that run; or start another one, with another path."
             raise DataError("data", "fit()", got, expected, fix)
-        if settings is not None and now is not None and dict(settings) != now:
-            differ = [name for name in now if settings.get(name) != now[name]]
-            listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
-            expected = f"{listed(settings)}, as in the checkpoint"
-            fix = "Another order of the data is another run: give it another path."
-            raise DataError("data", "resume", listed(now), expected, fix)
-        place = self._restore(place, fast_forward)
+        self.source.restore(place, fast_forward)
         if self._given is not None:
             self._given.set_state(place)
-
-    def _restore(self, place, fast_forward: bool = False) -> dict[str, Any]:
-        place = {name: x for name, x in place.items() if name != "settings"}
-        self.source.restore(place, fast_forward)
-        return place
 
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
@@ -398,7 +381,7 @@ class _Block:
         self.size = max(size, count) if count <= n else size
         # the last call may look beyond the end
         room = self.size if count <= n else count + size - 1
-        self.leaves, self.treedef = [_padded(x, room) for x in leaves], treedef
+        self.leaves, self.treedef = [with_room(x, room) for x in leaves], treedef
         self.count, self.bytes, self.at = count, bytes, 0
         self.before = before  # the data's place where it begins; None if nothing was read ahead
 
@@ -414,14 +397,14 @@ class _Block:
         return self.at == self.count
 
 
-def _padded(x, size: int):
+def with_room(x, size: int):
     """An array with a first axis of `size`; what is beyond its own is never read."""
     if len(x) == size:
         return x
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
     out = placement.aligned_empty((size, *x.shape[1:]), x.dtype)
-    out[: len(x)] = x
+    out[: len(x)], out[len(x) :] = x, 0  # what memory held there may overflow in JAX's dtype
     return out
 
 
@@ -437,9 +420,9 @@ def _repeated(x, n: int):
 def buffer_size(
     batch: PyTree,
     leaves: Sequence[Any],
+    bytes: int,
     steps_per_call: int | str | None,
     interval: float,
-    bytes: int = BUFFER_BYTES,
 ) -> int:
     """How many batches a call has room for: at least 2, because a loop of one is another program.
 

@@ -29,7 +29,7 @@ from tsunax.errors import NonFiniteError, RowError, StateError
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
 from tsunax.run.boundaries import Boundaries
-from tsunax.run.history import History
+from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog
@@ -71,7 +71,8 @@ class Fit:
         self.run: Run = Run(state, start, self.feed.epoch, history)
         self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
         self.signal: int = 0  # that ended the run: the same on all processes
-        self.log: RowLog = RowLog(self.run, options.loggers)
+        self.clock: Clock = options.clock
+        self.log: RowLog = RowLog(self.run, options.loggers, self.clock)
         self.rejections: Rejections = Rejections(step, state, self.run, options.max_bad)
         parts = self.run, options, self.feed, self.alike, self.log, self.rejections
         self.boundaries: Boundaries = Boundaries(*parts, memory)
@@ -84,13 +85,14 @@ class Fit:
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
         # per step over the last reads, without compiling and boundaries; 0: unknown
-        self.seconds = 0.0
-        self.read_at = 0.0  # when calls were read last; 0 before the first call
-        self.idle, self.idle_steps = 0.0, 0  # seconds that do not count, and the steps done in them
-        self.steps_read = 0
+        self.seconds: float = 0.0
+        self.read_at: float = 0.0  # when calls were read last; 0 before the first call
+        self.idle: float = 0.0  # seconds that do not count
+        self.idle_steps: int = 0  # done in them
+        self.steps_read: int = 0
         # (clock, steps done) at the last reads
         self.stretch: collections.deque[tuple[float, int]] = collections.deque(maxlen=STRETCH)
-        self.traced = self.traces()  # when it was called last
+        self.traced: int = self.traces()  # when it was called last
 
     def place_extra(self) -> None:
         """Put the step's arguments where the state lives, again if a callback changed them."""
@@ -100,10 +102,6 @@ class Fit:
             checks.check_arrays(given, "extra", fix)
             home = placement.state_sharding(self.run.state)
             self.given, self.extra = given, placement.replicate(given, home)
-
-    def show_on(self, bar: Any) -> None:
-        self.bar = self.boundaries.bar = bar
-        self.run.note = bar.note
 
     # What the loop in loop.py asks
 
@@ -139,7 +137,11 @@ class Fit:
         """
         ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
+        self.clock.lap("data")
         chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
+        if self.pending and not info_columns.is_ready(self.pending[-1][1]):
+            self.clock.cause = "device"  # it was at work meanwhile: nobody waited for data
+        self.clock.lap("device")
         if self.alike.spans:
             chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
         if chunk is None:
@@ -159,9 +161,9 @@ class Fit:
 
     def call(self, chunks: list[feed.Chunk]) -> None:
         """Dispatch calls; read those before them, if they have waited long enough."""
-        run, before = self.run, time.perf_counter()
+        run, before = self.run, self.clock.since
         if self.options.steps_per_call is None:
-            run.state, infos = self.loop.once(run.state, chunks[0].feed.one(), self.extra)
+            run.state, infos = self.loop.once(run.state, chunks[0].feed.batch, self.extra)
             self.called(chunks[0], infos)
         else:
             calls = fused_loop.Calls(self.loop, run.state, self.extra)
@@ -170,11 +172,12 @@ class Fit:
                     self.called(chunk, calls(chunk.feed, chunk.n))
             finally:  # what was called counts, whatever the next one raises
                 run.state = calls.state
-        now = time.perf_counter()
+        if is_new := self.traced != self.traces():  # it compiled: no measure of anything
+            self.traced, self.clock.cause = self.traces(), "compile"
+        now = self.clock.lap("device")
         self.read_at = self.read_at or now
         chunk, infos = self.pending[-1]
-        if (traces := self.traces()) != self.traced:  # it compiled: no measure of anything
-            self.traced = traces
+        if is_new:
             self.idle += now - before
             self.idle_steps += chunk.steps if info_columns.is_ready(infos) else 0
         is_late = self.alike.spans or now - self.read_at > CALL_SECONDS or not self.seconds
@@ -187,17 +190,16 @@ class Fit:
         self.ahead += chunk.steps
 
     def traces(self) -> int:
-        """How often the step was traced, so compiled; 0 for a step that does not count."""
+        """How often what is called was traced, so compiled; once if that cannot be known."""
         step = self.loop.step  # an equal one, if it was there before
-        return len(step.traces) if isinstance(step, TrainStep) else 0
-
-    def settle(self) -> None:
-        """Read all that is under way: from here on `run` is exact."""
-        self.read(0)
+        if isinstance(step, TrainStep):
+            return len(step.traces)
+        is_looped = self.options.steps_per_call is not None
+        return self.loop.programs.traced if is_looped else bool(self.pending)
 
     def boundary_here(self) -> None:
         """The boundary that the run was called up to, unless rejected steps left it behind."""
-        self.settle()
+        self.read(0)
         if self.run.step == self.next[1]:
             self.boundary(self.options.events(self.run.step))
 
@@ -205,7 +207,7 @@ class Fit:
         """The boundary at the end of an epoch, if somebody waits for it."""
         if not self.options.listens_to_epochs:
             return
-        self.settle()
+        self.read(0)
         n, step = self.options.evaluate_epochs, self.run.step
         events = self.options.events(step) if step == self.next[1] else []
         events += ["evaluate"] if n and self.feed.epoch % n == 0 else []
@@ -213,32 +215,37 @@ class Fit:
 
     def end(self, interrupt: Interrupt) -> None:
         """The last boundary."""
-        self.settle()
+        self.read(0)
         run, options = self.run, self.options
         self.signal = self.signal or self.alike.signal(interrupt.asked)
         if self.signal:
             run.stop("interrupted")
+        if slowest := self.alike.slowest(self.clock.seconds):
+            run.history.mark("slowest", run.step, slowest)
         evaluated = self.boundaries.evaluated == run.step or options.evaluate is None
         events = [] if evaluated or self.signal else ["evaluate"]
         self.boundary([*events, *(["step"] if options.dry_run else []), "end"])
 
     def boundary(self, events: list[str]) -> None:
-        before = time.perf_counter()
+        before = self.clock.lap("idle")
         self.boundaries.hold(events)
         self.place_extra()
-        self.idle += time.perf_counter() - before
+        self.idle += self.clock.lap("idle") - before
 
     def rescue(self, error: BaseException) -> None:
         """After an exception: log the numbers of applied steps, as far as they can be had."""
         with contextlib.suppress(Exception):
             if not isinstance(error, NonFiniteError):
-                self.settle()
+                self.read(0)
             self.log.flush()
 
     # Numbers
 
     def read(self, leave: int) -> None:
-        """Wait for all calls but the last `leave`, and make rows of their numbers."""
+        """Wait for all calls but the last `leave`, and make rows of their numbers.
+
+        After `read(0)` nothing is under way, and `run` is exact.
+        """
         cut = len(self.pending) - leave
         pending, self.pending = self.pending[:cut], self.pending[cut:]
         for _, part in itertools.groupby(pending, lambda call: info_columns.form_of(call[1])):
@@ -278,13 +285,8 @@ class Fit:
         fatal = rejections.note(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
-        columns = {
-            **dict(info_columns.columns(infos)),
-            **named,
-            "epoch": epochs,
-            "rejected": rejected,
-        }
-        columns, rates = self.rates(columns, infos)
+        columns = dict(info_columns.columns(infos)) | named
+        columns, rates = self.rates(columns | {"epoch": epochs, "rejected": rejected}, infos)
         held = self.held.of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held}
         if taken := [name for name in info_columns.own_names(infos) if name in reserved]:
@@ -314,7 +316,7 @@ class Fit:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
         rejections.count = int(rejected[n - 1])
-        self.bar.show(run.step, run.metrics)
+        self.boundaries.bar.show(run.step, run.metrics)
         if fatal is not None:
             rejections.give_up(fatal, chunks, self.extra)
 

@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -68,22 +68,16 @@ class Single:
 
     batch: PyTree
 
-    def one(self) -> PyTree:
-        return self.batch
-
     def at(self, i: Scalar) -> PyTree:
         return self.batch
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size",))
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Nothing:
     """No batches, for a step whose data come from the state."""
 
-    size: int
-
-    def one(self) -> None:
-        return None
+    size: int = field(metadata={"static": True})
 
     def at(self, i: Scalar) -> None:
         return None
@@ -97,9 +91,7 @@ class Told(NamedTuple):
     rejected: dict[str, jax.Array]  # calls of each member: int32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("batches", "mask"), meta_fields=()
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stacked:
     """Batches along a new first axis."""
@@ -112,20 +104,12 @@ class Stacked:
     def size(self) -> int:
         return jax.tree.leaves(self.batches)[0].shape[0]
 
-    def one(self) -> PyTree:
-        """The first batch, as it is."""
-        return jax.tree.map(lambda x: x[0], self.batches)
-
     def at(self, i: Scalar) -> PyTree:
         row = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
         return jax.tree.map(row, self.batches)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("arrays", "order", "first"),
-    meta_fields=("rows", "size", "spread"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gathered:
     """Rows of arrays on the device: batch i has `order[first + i·rows : first + (i + 1)·rows]`."""
@@ -133,32 +117,27 @@ class Gathered:
     arrays: PyTree
     order: jax.Array | None  # int32 (all rows,); None: as they lie
     first: Scalar  # int32
-    rows: int
-    size: int
-    spread: Device = None  # the sharding of a batch's rows, on a mesh
-
-    def one(self) -> PyTree:
-        return self.at(0)
+    rows: int = field(metadata={"static": True})
+    size: int = field(metadata={"static": True})
+    spread: Device = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
 
     def at(self, i: Scalar) -> PyTree:
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
         return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("table", "others"),
-    meta_fields=("treedef", "dtypes", "named"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Infos:
-    """The infos of many steps: all numbers of 32 bits in one array, for one transfer to the host."""
+    """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
     others: list[Any]  # what is not one such number, stacked
-    treedef: TreeDef
-    dtypes: tuple[Any, ...]  # of every leaf; None for one of `others`
-    named: tuple[str, ...]  # the scheduled hyperparameters, the last columns of the table
+    treedef: TreeDef = field(metadata={"static": True})
+    # of every leaf; None for one of `others`
+    dtypes: tuple[Any, ...] = field(metadata={"static": True})
+    # the scheduled hyperparameters, the last columns of the table
+    named: tuple[str, ...] = field(metadata={"static": True})
 
     @classmethod
     def of(cls, info: PyTree) -> Infos:
@@ -196,7 +175,7 @@ class Fused:
 
     `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos`
     are as long as the feed; the first n of them are filled. A state with a clock and `limit`
-    rejected steps in a row goes no further: where the host learns of it late, it is still as it was then.
+    rejected steps in a row goes no further: the host, which learns of it late, finds it unchanged.
     """
 
     step: Step
@@ -208,7 +187,9 @@ class Fused:
 
     def _compiled_on(self, shardings: placement.MeshShardings | None) -> Any:
         step = self.step
-        run = step.pure if isinstance(step, TrainStep) else self.once
+        run, mesh = self.once, shardings and shardings.replicated.mesh
+        if isinstance(step, TrainStep):
+            run = functools.partial(step.pure, mesh=mesh)
 
         def train_steps(kind, moving, still, feed, n, extra):
             whole = functools.partial(assemble_any, kind)
@@ -256,7 +237,8 @@ class Fused:
             more = [jax.tree.leaves(still)[i] for i in changed]
             start = jnp.int32(0), moving, more, jax.tree.map(empty, shapes)
             _, moving, more, infos = jax.lax.while_loop(goes_on, body, start)
-            if isinstance(step, TrainStep) and trace is not None:  # one that failed is none
+            self.programs.traced += 1  # one that failed is none
+            if isinstance(step, TrainStep) and trace is not None:
                 step.traces.append(trace)
             infos = _with_scheduled(infos, state)
             return moving, dict(zip(changed, more, strict=True)), infos
@@ -355,21 +337,25 @@ def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
 
-def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
-    """Columns of the hyperparameters that a schedule moves, in stacked infos, by `mapped(f, steps)`.
-
-    Of a run those of the members that a dict of infos names.
-    """
+def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
+    """The infos of the training states of a call by name; of `States`, those that a dict names."""
     info = info.info if isinstance(info, Told) else info
-    parts = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
-    columns: dict[str, Any] = {}
-    for at, numbers in numbers_of(state).items():
-        part = parts.get(at.removesuffix("/"))
-        if numbers is None or not isinstance(part, StepInfo) or part.step is None:
+    infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
+    found = {at: infos.get(at.removesuffix("/")) for at in training_states(state)}
+    return {at: x for at, x in found.items() if isinstance(x, StepInfo)}
+
+
+def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
+    """Columns of the scheduled hyperparameters in stacked infos, computed by `mapped(f, steps)`."""
+    known, columns = numbers_of(state), {}
+    for at, part in step_infos(info, state).items():
+        if (numbers := known[at]) is None or part.step is None:
             continue
         if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
             moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
-            columns |= dict(c for name, x in moved.items() for c in by_member(at + name, x))
+            for name, x in moved.items():  # of a population one for each member
+                many = {f"{at}{name}/{i}": x[:, i] for i in range(x.shape[1])} if x.ndim > 1 else {}
+                columns |= many or {at + name: x}
     return columns
 
 
@@ -386,11 +372,6 @@ def _with_scheduled(infos: Infos, state: PyTree) -> Infos:
     more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
     table = jnp.concatenate([infos.table, *more], 1)
     return dataclasses.replace(infos, table=table, named=tuple(columns))
-
-
-def by_member(name: str, x: np.ndarray | jax.Array) -> list[tuple[str, Any]]:
-    """A number as a column of that name, or one for each member of a population."""
-    return [(name, x)] if np.ndim(x) < 2 else [(f"{name}/{i}", x[:, i]) for i in range(x.shape[1])]
 
 
 def _takes_batch(step: Step) -> bool:

@@ -6,18 +6,21 @@ It knows of no device, no state and no file.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure
+from tsunax._core import Figure, tables
 from tsunax.errors import RowError, unknown
 from tsunax.run.rows import check_names, check_row, families
 
+CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
 MOST = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
 
@@ -26,6 +29,40 @@ _FORWARD = "A history goes forward: start a new one, or restore the one of that 
 
 def _array(kind: str, values: Any) -> array:
     return array(kind, np.asarray(values, {"q": np.int64, "d": np.float64}[kind]).tobytes())
+
+
+class Clock:
+    """Counts seconds. Each moment of the main thread belongs to one cause, "idle" at first."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self.total: dict[str, float] = dict(self.seconds)  # with those of earlier runs
+        self.cause: str = "idle"  # of the seconds since the last lap: until the next it may change
+        self.since: float = time.perf_counter()
+
+    def lap(self, cause: str) -> float:
+        """End a lap, count its seconds for its cause, begin one of `cause`. Returns the time."""
+        now = time.perf_counter()
+        self.seconds[self.cause] += now - self.since
+        self.total[self.cause] += now - self.since
+        self.cause, self.since = cause, now
+        return now
+
+    @contextlib.contextmanager
+    def __call__(self, cause: str) -> Iterator[None]:
+        """A block whose seconds have this cause."""
+        before = self.cause
+        self.lap(cause)
+        try:
+            yield
+        finally:
+            self.lap(before)
+
+    def go_on(self, total: dict[str, float]) -> None:
+        """Add to these seconds from here on, and what was counted so far."""
+        for cause, counted in self.seconds.items():
+            total[cause] += counted
+        self.total = total
 
 
 class History:
@@ -40,10 +77,10 @@ class History:
     >>> history.add({"val/loss": 1.75}, step=20)
     >>> history
     History(2 rows, steps 10 to 20)
-                        last         min         max     rows
-      loss               1.5         1.5         2.5        2
-      learning_rate      0.1         0.1         0.1        1
-      val/loss          1.75        1.75        1.75        1
+                     last   min   max  rows
+      loss            1.5   1.5   2.5     2
+      learning_rate   0.1   0.1   0.1     1
+      val/loss       1.75  1.75  1.75     1
     >>> history["step"], history["val/loss"], history.last("learning_rate")
     (array([10, 20]), array([ nan, 1.75]), 0.1)
     """
@@ -53,10 +90,12 @@ class History:
         # by name the rows that have it, and its values there
         self._columns: dict[str, tuple[array, array]] = {}
         self.marks: list[tuple[int, str, str]] = []
+        # seconds by cause, of all runs that filled it: `Clock`
+        self.time: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
 
     def add(self, row: Mapping[str, Any], step: int) -> None:
-        """Add a row. Numbers of a step that already has a row join it; newer values win.
+        """Add a row, a dict of numbers, or join it to the row of the same step; newer values win.
 
         Raises RowError for a step before the last one, and as `check_row` does.
         """
@@ -77,7 +116,9 @@ class History:
                 values.append(value)
 
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add rows for several steps, in order and beyond the last one: a faster `add`.
+        """Add rows for several steps: a faster `add`. Each of `columns` has as many numbers.
+
+        Raises RowError unless `steps` increase from beyond the last one, and as `check_names` does.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -128,32 +169,36 @@ class History:
             thin = _array("q", new[at[stays]]), _array("d", np.array(values)[stays])
             self._columns[name] = thin
 
-    def _pop(self, names: Iterable[str]) -> bool:
-        """Drop the numbers that the newest row has of these names. Whether nothing of it stays."""
-        at = len(self._steps) - 1
-        for name in names:
-            rows, values = self._columns[name]
-            if rows[-1] == at:
-                del rows[-1], values[-1]
-            if not rows:
-                del self._columns[name]
-        if is_empty := all(rows[-1] != at for rows, _ in self._columns.values()):
-            self._steps.pop()
-        return is_empty
-
     def close(self, row: Mapping[str, Any], step: int) -> None:
-        """`add` the row of the step at which a run ended, which no other run would have."""
+        """`add` the row, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
         self.add(row, step)
         self._closing = step, tuple(row)
 
     def reopen(self) -> int | None:
-        """Remove that row when the run goes on; its step if nothing of the row stays."""
+        """Remove the row that `close` added, when its run continues.
+
+        Returns the step of the row, an int, if nothing of it is left, else None.
+        """
         (step, names), self._closing = self._closing, (-1, ())
-        is_newest = bool(self._steps) and self._steps[-1] == step
-        return step if is_newest and self._pop(names) else None
+        if not self._steps or self._steps[-1] != step:
+            return None
+        newest = len(self._steps) - 1
+        for name in names:
+            rows, values = self._columns[name]
+            if rows[-1] == newest:
+                del rows[-1], values[-1]
+            if not rows:
+                del self._columns[name]
+        if any(rows[-1] == newest for rows, _ in self._columns.values()):
+            return None
+        return self._steps.pop()
 
     def mark(self, name: str, step: int, text: str = "") -> None:
-        """Note an event: "evaluate", "rejected", "thaw", "restart", "stop", or a name of yours."""
+        """Note an event at a step, an int: `history.mark("data", 1200, "new shards")`.
+
+        The loop uses the names "evaluate", "rejected", "thaw", "restart", "stop" and others. Beyond
+        10,000 marks, every second one of the most frequent `name` is dropped.
+        """
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
             names = [name for _, name, _ in self.marks]
@@ -162,7 +207,7 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """All names but "step", in the order in which they came."""
+        """All names but "step", a list in the order in which they came."""
         return list(self._columns)
 
     def __len__(self) -> int:
@@ -190,8 +235,10 @@ class History:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
-        or a column to lay them out along ("epoch"). Rejected steps are red ticks at the lower edge;
-        other marks but evaluations (thaw, restart, stop, yours) are vertical lines.
+        or a column to lay them out along ("epoch"). A constant has no panel: the line above gives
+        its value. Rejected steps are red ticks at the lower edge; other marks but evaluations
+        (thaw, restart, stop, yours) are dashed lines. Members of a population have the same color
+        in each panel, and the legend names at most sixteen of them.
 
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
         itself. Raises MissingLibraryError without matplotlib, and RowError for unknown names and a
@@ -202,19 +249,22 @@ class History:
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of the rows that have `name`; RowError if unknown."""
+        """(steps int64, values float64) of the rows that have `name`; RowError if unknown.
+
+        To plot them: `plt.plot(*history.series("val/loss"))`.
+        """
         rows, values = self._column(name)
         return self["step"][np.array(rows, np.int64)], np.array(values, np.float64)
 
     def newest(self, name: str) -> tuple[int, float] | None:
-        """The last (step, value) of `name`; None where there has been none."""
+        """The last (step, value) of `name`, for example `(20, 1.75)`; None if it has none."""
         if name not in self._columns:
             return None
         rows, values = self._columns[name]
         return self._steps[rows[-1]], values[-1]
 
     def last(self, name: str) -> float:
-        """The newest value of `name`; RowError for an unknown one."""
+        """The newest value of `name`, a float; RowError for an unknown name."""
         return self._column(name)[1][-1]
 
     def _column(self, name: str) -> tuple[array, array]:
@@ -230,7 +280,8 @@ class History:
         ]
         rows = {"step": self["step"], "columns": columns}
         closing = [self._closing[0], list(self._closing[1])]
-        return {"rows": rows, "marks": [list(mark) for mark in self.marks], "closing": closing}
+        marks, time = [list(mark) for mark in self.marks], dict(self.time)
+        return {"rows": rows, "marks": marks, "closing": closing, "time": time}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
@@ -240,25 +291,25 @@ class History:
         for name, at, values in rows["columns"]:
             history._columns[str(name)] = _array("q", at), _array("d", values)
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
+        history.time |= plain.get("time", {})
         step, names = plain["closing"]
         history._closing = int(step), tuple(map(str, names))
         return history
 
+    _repr_html_ = tables.folded
+
     def __repr__(self) -> str:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
-        kinds = families(self.names)
-        width = max((len(kind) + 4 for kind in kinds), default=0)
-        lines = [f"History({len(self):,} rows{span}{marks})"]
-        if kinds:
-            lines.append(f"  {'':{width}} {'last':>11} {'min':>11} {'max':>11} {'rows':>8}")
-        for kind, members in kinds.items():
+        rows = [["", "last", "min", "max", "rows"]] if self.names else []
+        for kind, members in families(self.names).items():
             columns = [self._columns[name][1] for name in members]
             label = f"{kind}/0…{len(members) - 1}" if len(members) > 1 else kind
             newest = sorted(values[-1] for values in columns)
             values = np.concatenate([*columns])
             known = values[np.isfinite(values)] if np.isfinite(values).any() else [math.nan]
             shown = newest[len(newest) // 2], min(known), max(known)  # of members, the middle one
-            numbers = "".join(f" {value:>11.5g}" for value in shown)
-            lines.append(f"  {label:{width}}{numbers} {max(map(len, columns)):>8,}")
-        return "\n".join(lines)
+            rows.append([label, *map("{:.5g}".format, shown), f"{max(map(len, columns)):,}"])
+        table = tables.aligned(rows, right=range(1, 5))
+        head = f"History({len(self):,} rows{span}{marks})"
+        return "\n".join([head, *(f"  {line}" for line in table)])

@@ -13,9 +13,10 @@ from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError, StateError
 from tsunax.run import fused_loop
+from tsunax.run.rows import flat
 from tsunax.run.run import OF_FIT
-from tsunax.state import TrainState, donated
-from tsunax.states import COUNTED, States, numbers_of
+from tsunax.state import donated
+from tsunax.states import COUNTED, numbers_of
 from tsunax.step import StepInfo
 
 
@@ -30,6 +31,8 @@ def form_of(infos: PyTree) -> tuple[Any, ...]:
 
 def is_ready(infos: PyTree) -> bool:
     """Whether a call is done: on a CPU it often is when it returns."""
+    if isinstance(infos, fused_loop.Infos):  # asked for every call; its arrays are done together
+        return infos.table.is_ready()  # type: ignore[union-attr]
     return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
@@ -111,18 +114,10 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
 MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 
 
-def _still(state) -> dict[str, float]:
-    """The live hyperparameters that no schedule moves, by flat name."""
-    known = ((at, x.named(None)) for at, x in numbers_of(state).items() if x is not None)
-    found: dict[str, float] = {}
-    for name, x in {at + name: x for at, named in known for name, x in named.items()}.items():
-        many = {f"{name}/{i}": float(v) for i, v in enumerate(np.ravel(x))}
-        found |= many if np.ndim(x) else {name: float(x)}
-    return found
-
-
-def counts_of(state: TrainState | States) -> np.ndarray:
-    """What the clock of a state holds, read once: int (4,), or (members, 4)."""
+def counts_of(state: PyTree) -> np.ndarray:
+    """What the clock of a state holds, read once: int (4,), or (members, 4); 0 without a clock."""
+    if not isinstance(state, COUNTED):
+        return np.zeros(4, int)
     if trees.is_gone(state.clock):
         raise StateError(donated("fit()"))
     if isinstance(state.clock, jax.Array):
@@ -139,14 +134,7 @@ def logged_step(state: PyTree, default: int) -> int:
 
 
 def most_calls(state: PyTree) -> int:
-    return int(np.max(counts_of(state)[..., 1])) if isinstance(state, COUNTED) else 0
-
-
-def rejected_of(state: PyTree) -> tuple[int, int]:
-    if not isinstance(state, COUNTED):
-        return 0, 0
-    counts = counts_of(state)
-    return int(np.min(counts[..., 2])), int(np.min(counts[..., 3]))
+    return int(np.max(counts_of(state)[..., 1]))
 
 
 class HeldNumbers:
@@ -160,7 +148,9 @@ class HeldNumbers:
     def of(self, state: PyTree) -> dict[str, float]:
         numbers = numbers_of(state)
         if self._start is None or any(x is not self._numbers[at] for at, x in numbers.items()):
-            now = _still(state)
+            now: dict[str, float] = {}
+            for at, x in numbers.items():
+                now |= {} if x is None else flat(x.named(None), at)
             start = now if self._start is None else self._start
             self._told = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}
             self._numbers, self._start = numbers, start

@@ -4,7 +4,7 @@ A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb
 here also have `start(settings)`, called once before the first row, and `close()`, called at the end
 of every run. Making one opens nothing, so that every process may make it and the main one use it.
 
-A file is appended to. If `fit` resumes a run, its settings have "rows_from": rows from that step on,
+A file is appended to. If `fit` resumes a run, its settings have "rows_from": rows from that step,
 which the interrupted run wrote beyond its checkpoint, are dropped.
 """
 
@@ -16,14 +16,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from tsunax import errors
 from tsunax._core import StrPath, durable_files, trees
-from tsunax.errors import WrongTypeError
+from tsunax._core.libraries import library
+from tsunax.errors import SaveError, WrongTypeError, told
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -39,27 +39,55 @@ def _path(where: str, path) -> Path:
 def _write(path: Path, lines: Iterable[str]) -> None:
     """Put a whole file in place at once: a reader, or a crash, sees the old one or the new one."""
     new = path.with_name(f"{path.name}.new")
-    with open(new, "w", encoding="utf-8", newline="") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
+    new.unlink(missing_ok=True)  # of a process that was killed
+    durable_files.write(new, "".join(lines).encode())
     os.replace(new, path)
 
 
-def _opened(path: Path, first: int | None, step_of: Callable[[str], int | None]) -> TextIO:
-    """The file to append to, cut back to rows before step `first` if a run is resumed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if first is not None and path.exists():
-        # a last line without its end was being written when the process died
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        steps = ((line, step_of(line)) for line in lines)
-        _write(path, (f"{line}\n" for line, step in steps if step is None or step < first))
-    return open(path, "a", encoding="utf-8", newline="", buffering=1)
+@dataclass(eq=False)
+class _TextFile:
+    """A file with a line for each row, appended to."""
+
+    path: StrPath
+
+    def __post_init__(self) -> None:
+        self.path = _path(f"{type(self).__name__}()", self.path)
+        self._file: TextIO | None = None
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Open the file, and delete its rows from step `settings["rows_from"]` on, if given.
+
+        `fit` calls it when a run begins, `start({"rows_from": 500, ...})` if it was resumed. Raises
+        SaveError for a path that cannot be written.
+        """
+        self.close()
+        path, first = Path(self.path), settings.get("rows_from")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if first is not None and path.exists():
+                # a last line without its end was being written when the process died
+                lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+                steps = ((line, self._step_of(line)) for line in lines)
+                _write(path, (f"{line}\n" for line, step in steps if step is None or step < first))
+            self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            where, expected = f"{type(self).__name__}()", "a path that can be written"
+            raise SaveError("path", where, told(error), expected) from error
+
+    def _step_of(self, line: str) -> int | None:
+        """The step of a row; None for a line that is no row."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the file, if it is open; the next row opens it again."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 @dataclass(eq=False)
 class console:
-    """One line a row on stdout: `step 100  loss 0.6931  val/loss 0.7014`.
+    """Print each row, a dict of numbers, as a line on stdout: its step and each name and number.
 
     >>> log = console()
     >>> log({"loss": 0.69314, "tokens_per_second": 125000.0}, step=100)
@@ -67,6 +95,7 @@ class console:
     """
 
     def start(self, settings: Mapping[str, Any]) -> None:
+        """Print `settings`, a dict, on one line: `name=value  name=value`."""
         print(*(f"{name}={value}" for name, value in settings.items()), sep="  ")
 
     def __call__(self, row: Row, step: int) -> None:
@@ -84,51 +113,35 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if is_large else f"{value:.4g}"
 
 
-@dataclass(eq=False)
-class csv:
-    """Rows in a CSV file, one column a name, "step" first; empty where a row has no such number.
+class csv(_TextFile):
+    """Append rows to the CSV file at `path`, with the column "step" and a column for each name.
 
-    Numbers are written in full, NaN as `nan`. A name that is new rewrites the file with a column
-    more, at once and whole.
+    Numbers are written in full, NaN as `nan`; a cell is empty if its row has no such number. A new
+    name rewrites the file with one more column. WrongTypeError for a path that is no str or Path.
+
+        ts.fit(step, state, data, steps=1000, logger=ts.loggers.csv("run/rows.csv"))
     """
 
-    path: StrPath
-
-    def __post_init__(self) -> None:
-        self.path = _path("csv()", self.path)
-        self._file: TextIO | None = None
-        self._names: list[str] = []
-
     def start(self, settings: Mapping[str, Any]) -> None:
-        path = Path(self.path)
-        self.close()
-        self._file = _opened(path, settings.get("rows_from"), _step_of_csv)
-        with open(path, encoding="utf-8", newline="") as file:
+        super().start(settings)
+        with open(self.path, encoding="utf-8", newline="") as file:
             self._names = next(_csv.reader(file), ["step"])[1:]
 
     def __call__(self, row: Row, step: int) -> None:
-        path = Path(self.path)
         if self._file is None:
             self.start({})
         if new := [name for name in row if name not in self._names]:
             self.close()
+            path, header = Path(self.path), _csv_line(["step", *self._names, *new])
             lines = path.read_text(encoding="utf-8").splitlines()[1:]
-            self._names += new
-            header = _csv_line(["step", *self._names])
             _write(path, [header, *(line + "," * len(new) + "\n" for line in lines)])
-            self._file = _opened(path, None, _step_of_csv)
+            self.start({})
         assert self._file is not None
         self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-
-def _step_of_csv(line: str) -> int | None:
-    first = line.partition(",")[0]
-    return None if first == "step" else int(first)
+    def _step_of(self, line: str) -> int | None:
+        first = line.partition(",")[0]
+        return None if first == "step" else int(first)
 
 
 def _csv_line(fields: Iterable[Any]) -> str:
@@ -136,25 +149,18 @@ def _csv_line(fields: Iterable[Any]) -> str:
     return text.getvalue()
 
 
-@dataclass(eq=False)
-class jsonl:
-    """A line of JSON for each row, `{"step": 100, "loss": 0.69}`, after one with the settings.
+class jsonl(_TextFile):
+    """Append rows to the file at `path`, one JSON object a line: `{"step": 100, "loss": 0.69}`.
 
-    Valid JSON for every reader: NaN and ±inf are null. A number that a row has not is not there at
-    all.
+    The line `{"settings": {...}}` comes before the rows of a run. NaN and ±inf are written as null.
+    Raises WrongTypeError for a path that is no str or Path.
+
+        ts.fit(step, state, data, steps=1000, logger=ts.loggers.jsonl("run/rows.jsonl"))
     """
 
-    path: StrPath
-
-    def __post_init__(self) -> None:
-        self.path = _path("jsonl()", self.path)
-        self._file: TextIO | None = None
-
     def start(self, settings: Mapping[str, Any]) -> None:
-        self.close()
-        step_of = lambda line: json.loads(line).get("step")
-        self._file = _opened(Path(self.path), settings.get("rows_from"), step_of)
-        if settings:
+        super().start(settings)
+        if settings and self._file is not None:
             self._file.write(json.dumps({"settings": dict(settings)}, default=str) + "\n")
 
     def __call__(self, row: Row, step: int) -> None:
@@ -164,18 +170,18 @@ class jsonl:
         numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": step, **numbers}) + "\n")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+    def _step_of(self, line: str) -> int | None:
+        return json.loads(line).get("step")
 
 
 @dataclass(eq=False)
 class tensorboard:
-    """Scalars for TensorBoard in a directory, by tensorboardX; the settings as the text "settings".
+    """Write rows as TensorBoard scalars to `directory`, a path.
 
-    Look at them with `tensorboard --logdir directory`. Characters that a tag may not have become
-    "_". Raises MissingLibraryError, when it is made, without tensorboardX.
+    Show them with `tensorboard --logdir=directory`. The settings of the run are the text
+    "settings". Characters that a tag must not contain become "_". Raises WrongTypeError for a
+    directory that is no path, and MissingLibraryError if tensorboardX is not installed, both when
+    it is constructed.
     """
 
     directory: StrPath
@@ -183,20 +189,16 @@ class tensorboard:
     def __post_init__(self) -> None:
         self.directory = _path("tensorboard()", self.directory)
         self._writer: Any = None
-        try:
-            import tensorboardX  # noqa: F401
-        except ImportError:
-            parts = "no tensorboardX", "tensorboardX", "pip install 'tsunax[loggers]'"
-            raise errors.MissingLibraryError("library", "tensorboard()", *parts) from None
+        self._library: Any = library("tensorboardX", "tensorboard()", "loggers")
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        from tensorboardX import SummaryWriter
-
+        """Open an event file that hides steps from `settings["rows_from"]` on; write the dict."""
         self.close()
         first = settings.get("rows_from")
         # its own name has seconds: a run of less would be overwritten by the next
         options = dict(flush_secs=10, filename_suffix=f".{time.time_ns()}")
-        self._writer = SummaryWriter(os.fspath(self.directory), purge_step=first, **options)
+        directory = os.fspath(self.directory)
+        self._writer = self._library.SummaryWriter(directory, purge_step=first, **options)
         if table := "".join(f"| {name} | {value} |\n" for name, value in settings.items()):
             self._writer.add_text(
                 "settings", f"| name | value |\n| --- | --- |\n{table}", first or 0
@@ -210,6 +212,7 @@ class tensorboard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the event file, if it is open; the next row opens a new one."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None

@@ -10,17 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, checks, trees
+from tsunax._core import PyTree, Step, StrPath, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import WrongTypeError, warn
 from tsunax.hyper import hyperparams
-from tsunax.run import progress as _progress
+from tsunax.rules.accumulation import any_emitted
+from tsunax.run import progress
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
-from tsunax.run.options import Options, check_step
-from tsunax.state import TrainState, own
+from tsunax.run.options import Options
+from tsunax.state import TrainState, check_values, own
 from tsunax.states import training_states
 
 
@@ -34,69 +35,51 @@ def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManag
     raise WrongTypeError("checkpoint", "fit()", got, expected)
 
 
-def begin(
-    step: Step,
-    state: PyTree,
-    data: Iterable[PyTree] | None,
-    options: Options,
-    progress: Any,
-    history: History | None,
-    resume: str,
-    fast_forward: bool,
-) -> Fit:
+def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options) -> Fit:
     """The run, where its newest checkpoint is if there is one."""
-    restored = Restored(state) if options.saver is None else options.saver.resumed(state, resume)
+    saver, history = options.saver, options.history
+    with options.clock("checkpoint"):
+        restored = Restored(state) if saver is None else saver.resumed(state, options.resume)
     is_in_hand = restored.step is not None and restored.state is state
     before = restored.script if isinstance(restored.script, dict) else {}
-    script = (
-        {} if options.saver is None else script_settings.script_of(step, state, data, options.extra)
-    )
+    script = {}
+    if saver is not None:
+        script = script_settings.script_of(step, state, data, options.extra)
     state = restored.state
+    for member in training_states(state).values():
+        check_values(member, "fit()")
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = logged_step(state, restored.step or 0)
     if restored.history is not None and not (is_in_hand and history is not None):
         history = History.of(restored.history)
     history = History() if history is None else history
+    options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
-        fitting.feed.go_to(restored.data, fast_forward)
+        with options.clock("data"):
+            fitting.feed.go_to(restored.data, options.fast_forward)
         history.mark("restart", start)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
         began = {name: before[name] for name in ("calls", "states") if name in before}
         fitting.boundaries.script = {**script, **began}
-    elif options.saver is not None and restored.step is not None:
+    elif saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
         if not options.goal.reached(start, fitting.feed.epoch):
             for note in script_settings.edits(before.get("settings"), script["settings"]):
-                warn(f"fit(): resumed from step {start} in {options.saver.path}, but {note}")
+                warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
-    shown = progress if jax.process_index() == 0 else False
-    fitting.show_on(_progress.progress(shown, total, start))
+    if options.goal.epochs and any_emitted(state) is not None:
+        total = None  # a step is several calls, and it is not known which of them are left out
+    shown = options.progress if jax.process_index() == 0 else False
+    bar = progress.progress(shown, total, start)
+    bar.seconds = options.clock.seconds
+    fitting.boundaries.bar, fitting.run.note = bar, bar.note
+    if saver is not None and restored.step is not None:
+        bar.note(f"resumed from {saver.path}, step {start}")
     return fitting
-
-
-def check_fit(
-    step: Step,
-    state: PyTree,
-    dry_run: object,
-    resume: object,
-    checkpoint: StrPath | Checkpoints | None,
-    history: object,
-) -> None:
-    where = "fit()"
-    checks.check_flags(where, dry_run=dry_run)
-    if not checks.is_one_of(resume, ("auto", "must", "never")):
-        raise WrongTypeError("resume", where, trees.describe(resume), "'auto', 'must' or 'never'")
-    if resume == "must" and checkpoint is None:
-        got, expected = "'must' without checkpoint=", "a path to resume from"
-        raise WrongTypeError("resume", where, got, expected)
-    if history is not None and not isinstance(history, History):
-        expected = "a ts.loop.History, to go on with"
-        raise WrongTypeError("history", where, trees.describe(history), expected)
-    check_step(where, step, state)
 
 
 def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
@@ -134,11 +117,9 @@ def told(fitting: Fit, closed: int | None) -> Iterator[None]:
 def nothing_to_do(fitting: Fit) -> str:
     """What is said of a goal that a run has reached before its first step."""
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
-    why = "state.step counts on: ask for a later one, or give a new state"
-    if goal.epochs:
-        why = "the data count on, data.get_state(): ask for a later one, or set_state() them back"
-    if saver is not None and fitting.boundaries.saved is not None:
-        why = f"so says the checkpoint in {saver.path}: ask for a later one, or give another path"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
-    where = f"{goal} is a place to reach, and the run is at {at} already"
-    return f"fit(): {where}: nothing to do; {why}"
+    why = "state.step and data.get_state() count on"
+    if saver is not None and fitting.boundaries.saved is not None:
+        why = f"so says the checkpoint in {saver.path}"
+    reached = f"{goal} counts from the beginning of training, and the run is at {at} already"
+    return f"fit(): {reached}: nothing to do; {why}"

@@ -1,13 +1,12 @@
-"""What `fit` was asked for, checked before anything runs: a goal, when to evaluate, whom to call."""
+"""Arguments of `fit`, checked before anything runs: the goal, evaluations, callbacks, loggers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
+from tsunax.run.history import Clock, History
 from tsunax.state import TrainState, check_state
-from tsunax.states import COUNTED
 
 
 class Goal:
@@ -26,8 +25,9 @@ class Goal:
     def __init__(
         self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
     ) -> None:
-        given = {"steps": steps, "epochs": epochs}
-        check_whole(where, **{name: x for name, x in given.items() if x is not None})
+        for name, value in {"steps": steps, "epochs": epochs}.items():
+            if value is not None:
+                checks.check_count(value, where, name)
         if not has_data and steps is None:
             got = "no data" if epochs is None else f"epochs={epochs} without data"
             raise WrongTypeError("goal", where, got, "steps=, if there are no data")
@@ -48,22 +48,74 @@ class Goal:
         return f"steps={self.steps}" if self.steps is not None else f"epochs={self.epochs}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Options:
-    """What `fit` was given, checked."""
+    """What `fit` was given: each argument checked by itself."""
 
     goal: Goal
     evaluate: Function | None
-    evaluate_steps: int | None  # every so many steps
-    evaluate_epochs: int | None  # or every so many epochs
-    callbacks: tuple[Any, ...]
-    loggers: tuple[Any, ...]
+    evaluate_every: int | str
+    callbacks: Any  # a function or several; then a tuple
+    loggers: Any
     log_every: int
     steps_per_call: Any  # an int, "auto", or None: no compiled loop
     max_bad: int
     extra: Mapping[str, Any]
-    saver: Any  # `Checkpoints`, or None
     dry_run: bool  # every callback is called at the end, whatever it waits for
+    progress: bool
+    history: History | None
+    resume: str
+    fast_forward: bool
+    saver: Any  # `Checkpoints`, or None; first what the user gave
+    evaluate_steps: int | None = None  # evaluate every so many steps
+    evaluate_epochs: int | None = None  # or every so many epochs
+    clock: Clock = field(default_factory=Clock)  # it starts here
+
+    def __post_init__(self) -> None:
+        where, every = "fit()", self.evaluate_every
+        if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
+            every = self.evaluate_epochs = int(found[1] or 1)
+        elif isinstance(every, str):
+            expected = "'epoch', 'n epochs' or an int ≥ 1"
+            raise WrongTypeError("evaluate_every", where, repr(every), expected)
+        else:
+            self.evaluate_steps = every  # pyright: ignore[reportAttributeAccessIssue]
+        whole = {"evaluate_every": every, "log_every": self.log_every, "max_bad": self.max_bad}
+        if self.steps_per_call is not None and not checks.is_one_of(self.steps_per_call, ["auto"]):
+            whole["steps_per_call"] = self.steps_per_call
+        for name, value in whole.items():
+            checks.check_count(value, where, name)
+        example = "For example lambda state: ts.evaluate(eval_step, state, {'val': data})"
+        if self.evaluate is None:
+            if self.evaluate_every != "epoch":
+                got = f"None, but evaluate_every={self.evaluate_every!r}"
+                raise WrongTypeError("evaluate", where, got, "a function")
+            self.evaluate_steps = self.evaluate_epochs = None
+        elif not callable(self.evaluate):
+            got = trees.describe(self.evaluate)
+            raise WrongTypeError("evaluate", where, got, f"f(state) -> {{name: number}}. {example}")
+        else:
+            checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
+        if not checks.is_one_of(self.resume, ("auto", "must", "never")):
+            got, expected = trees.describe(self.resume), "'auto', 'must' or 'never'"
+            raise WrongTypeError("resume", where, got, expected)
+        if self.resume == "must" and self.saver is None:
+            got, expected = "'must' without checkpoint=", "a path to resume from"
+            raise WrongTypeError("resume", where, got, expected)
+        if self.history is not None and not isinstance(self.history, History):
+            got, expected = trees.describe(self.history), "a ts.loop.History, to go on with"
+            raise WrongTypeError("history", where, got, expected)
+        if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
+            expected = "{name: arrays}, with str names"
+            raise WrongTypeError("extra", where, trees.describe(self.extra), expected)
+        self.callbacks = _functions("callback", self.callbacks)
+        self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
+        for f in self.callbacks:
+            checks.check_takes("callback", where, f, "f(run)", None)
+        for f in self.loggers:
+            checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
+        if jax.process_index():
+            self.loggers = ()
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -145,66 +197,14 @@ def wants(callback: Any, event: str, step: int) -> bool:
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
-def options_of(
-    goal: Goal,
-    evaluate: Function | None,
-    every: int | str,
-    callbacks: Any,
-    logger: Any,
-    log_every: int,
-    steps_per_call: int | str | None,
-    max_bad: int,
-    extra: Mapping[str, Any],
-    saver: Any,
-    dry_run: bool,
-) -> Options:
-    """The arguments of `fit`, each checked by itself."""
-    where = "fit()"
-    steps: Any = None
-    epochs: int | None = None
-    if evaluate is not None:
-        if not callable(evaluate):
-            got, expected = trees.describe(evaluate), "f(state) -> {name: number}"
-            fix = "For example lambda state: ts.evaluate(eval_step, state, data)."
-            raise WrongTypeError("evaluate", where, got, expected, fix)
-        check_takes("evaluate", where, evaluate, "f(state)", None)
-    if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
-        epochs = int(found[1] or 1)
-    else:
-        steps = every
-    evaluate_every = every if epochs is None else epochs
-    check_whole(where, evaluate_every=evaluate_every, log_every=log_every, max_bad=max_bad)
-    if evaluate is None:
-        if every != "epoch":
-            got, fix = f"None, but evaluate_every={every!r}", "It says when to call evaluate."
-            raise WrongTypeError("evaluate", where, got, "a function", fix)
-        steps = epochs = None
-    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        expected = "{name: arrays}, with str names"
-        raise WrongTypeError("extra", where, trees.describe(extra), expected)
-    checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
-    if steps_per_call is not None and not checks.is_one_of(steps_per_call, ["auto"]):
-        check_whole(where, steps_per_call=steps_per_call)
-    callbacks, loggers = _functions("callback", callbacks), _functions("logger", logger)
-    for f in callbacks:
-        check_takes("callback", where, f, "f(run)", None)
-    for f in loggers:
-        check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
-    if jax.process_index():
-        loggers = ()
-    when = goal, evaluate, steps, epochs
-    settings = log_every, steps_per_call, max_bad, extra, saver, dry_run
-    return Options(*when, callbacks, loggers, *settings)
-
-
 def _functions(name: str, given) -> tuple[Any, ...]:
     """One function or several. Raises WrongTypeError for what is none."""
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
-    if name == "logger" and given is None:
-        found = ()
     for f in found:
         if not callable(f) or isinstance(f, type):
             fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
+            if name == "logger" and isinstance(f, str):
+                fix = f"For example ts.loggers.csv({f!r})."
             raise WrongTypeError(name, "fit()", trees.describe(f), "a function", fix)
     return found
 
@@ -219,28 +219,6 @@ def check_step(where: str, step: object, state: PyTree) -> None:
     if isinstance(step, TrainStep):
         check_state(state, where)
         return
-    names = [p.name for p in checks.parameters_of(step)]
-    if isinstance(state, COUNTED) and names[:1] == ["params"]:
-        fix = f"Give ts.train_step({getattr(step, '__name__', 'loss_fn')})."
-        raise WrongTypeError("step", where, trees.describe_call(step), A_STEP, fix)
     checks.check_all_alive(state, "state")
     if not jax.tree.leaves(state):
         raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
-
-
-def check_takes(
-    what: str, where: str, f: Function, expected: str, *args: Any, **kwargs: Any
-) -> None:
-    """Raise WrongTypeError if a function cannot be called so, as far as its signature tells."""
-    try:
-        inspect.signature(f).bind(*args, **kwargs)
-    except TypeError:
-        raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
-    except ValueError:  # some builtins have none
-        return
-
-
-def check_whole(where: str, **values: Any) -> None:
-    """Raise WrongTypeError for what is no int ≥ 1."""
-    for name, value in values.items():
-        checks.check_count(value, where, name)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Figure
-from tsunax.errors import MissingLibraryError, RowError
+from tsunax._core.libraries import library
+from tsunax.errors import RowError
+from tsunax.run.rows import families
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
 _LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 _MOST = 12  # names in a legend
+_LEGEND: Any = {"fontsize": 8, "title_fontsize": 8, "edgecolor": "none"}
 
 
 def _base(name: str) -> str:
@@ -28,57 +33,88 @@ def _base(name: str) -> str:
     return column.rpartition("/")[2].rpartition(".")[2]
 
 
-def _panels(history, names: Sequence[str] | None) -> dict[str, list[str]]:
-    """Column names by panel: the given ones, else the loss, metrics, the learning rate."""
+def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Series by name, by panel: the given names, else the loss, metrics, the learning rate."""
     if not history.names:
         raise RowError("history", "plot()", "no rows", "at least one", "Nothing was logged yet.")
-    panels: dict[str, list[str]] = {}
-    if names is not None:
-        for name in [names] if isinstance(names, str) else names:
-            panels.setdefault(_base(name), []).append(name)
-        return panels
-    for name in history.names:
-        base = _base(name)
-        if name.endswith("_per_second") or base in _LEFT_OUT:
-            continue
-        # a hyperparameter may stand still
-        if "/" in name or base in _RANKS or np.unique(history.series(name)[1]).size > 1:
-            panels.setdefault(base, []).append(name)
-    ordered = sorted(panels, key=lambda base: _RANKS.get(base, 1))
-    return {base: panels[base] for base in ordered} or {name: [name] for name in history.names}
+    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in _LEFT_OUT
+    chosen = [names] if isinstance(names, str) else names or list(filter(is_shown, history.names))
+    panels: dict[str, dict[str, Any]] = {}
+    for name in chosen or history.names:
+        panels.setdefault(_base(name), {})[name] = history.series(name)
+    rank = lambda base: 0 if names else _RANKS.get(base, 1)
+    return {base: panels[base] for base in sorted(panels, key=rank)}
 
 
 def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
     """`History.plot`."""
     panels = _panels(history, names)
-    along = lambda steps: np.asarray(steps, float)
+    moves = lambda columns: any(len(np.unique(values)) > 1 for _, values in columns.values())
+    still = {base: part for base, part in panels.items() if not names and not moves(part)}
+    along, places = lambda steps: np.asarray(steps, float), history["step"]
     if x != "step":
         known = history.series(x)
-        along = lambda steps: np.interp(steps, *known)
-    lines = {base: {one: history.series(one) for one in found} for base, found in panels.items()}
-    figure = new_figure(6.4, 0.6 + 1.8 * len(panels))
+        along, places = lambda steps: np.interp(steps, *known), known[1]
+    moving = {base: x for base, x in panels.items() if base == "loss" or base not in still}
+    panels, lines = moving or panels, {}
+    figure = new_figure(6.4, 0.6 + (1.8 if len(panels) < 5 else 1.3) * len(panels))
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axes, (base, series) in zip(rows, lines.items(), strict=True):
-        draw(axes, base, {name: (along(at), y) for name, (at, y) in series.items()})
-        if list(series) != [base] and len(series) <= _MOST:
-            axes.legend(fontsize=8, frameon=False)
-        for step, name, _ in history.marks:
-            if name == "rejected":
-                axes.axvline(along(step), ymax=0.04, color="#C00000")
-            elif name != "evaluate":
-                axes.axvline(along(step), color="0.45", linewidth=0.8, linestyle="--")
-    rows[-1].set_xlabel(x, fontsize=9)
+    for axes, (base, series) in zip(rows, panels.items(), strict=True):
+        lines |= draw(axes, base, {name: (along(at), y) for name, (at, y) in series.items()})
+    figure.align_ylabels(rows)
+    _whole_ticks(rows[-1].xaxis, places)
+    rows[-1].set_xlabel(x.replace("_", " "), fontsize=9)
+    title, shown = _members(lines, still)
+    told = [(name, y[-1]) for x in still if x != title for name, (_, y) in still[x].items()]
+    text = textwrap.shorten(", ".join(f"{name} {y:.4g}" for name, y in told), 90, placeholder=" …")
+    rows[0].set_title(text, loc="left", fontsize=8, color="0.4")
+    shown |= _mark(rows, history.marks, along)
+    if shown:
+        ncols = max(100 // (max(map(len, shown)) + 8), 1)
+        how = {"loc": "outside upper center", "ncols": ncols, "title": title.replace("_", " ")}
+        figure.legend(shown.values(), shown, **how, **_LEGEND)
+        figure.set_figheight(figure.get_figheight() + 0.2 * len(shown) / ncols)
     return figure
 
 
+def _members(lines: dict[str, Any], still: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """For a legend: a title, and lines of members by number, with the constant of each."""
+    kinds = families(lines, 2)
+    names = max(kinds.values(), key=len)
+    if len(names) == 1:
+        return "", {}
+    numbers_of = lambda names: [name.rpartition("/")[2] for name in names]
+    numbers = numbers_of(names)
+    title, own = [("", {}), *(x for x in still.items() if numbers_of(x[1]) == numbers)][-1]
+    ends = [f"  {y[-1]:.2g}" for _, y in own.values()] or [""] * len(names)
+    some = sorted({*np.linspace(0, len(names) - 1, 16).round().astype(int)})
+    found = {f"/{numbers[i]}{ends[i]}": lines[names[i]] for i in some}
+    firsts = {kind: lines[first] for kind, (first, *others) in kinds.items() if others}
+    return title, found | {kind: line for kind, line in firsts.items() if "/" in kind}
+
+
+def _mark(rows: Sequence[Any], marks: Sequence[tuple[int, str, str]], along) -> dict[str, Any]:
+    """Red ticks for rejected steps, dashes for other events: side by side at one step."""
+    shown: dict[str, Any] = {name: None for _, name, _ in marks if name != "evaluate"}
+    at: dict[int, dict[str, str]] = {}
+    for step, name, _ in marks:
+        if name in shown:
+            at.setdefault(step, {})[name] = f"C{4 + list(shown).index(name) % 6}"
+    for step, colors in at.items():
+        for i, (name, color) in enumerate(colors.items()):
+            dashes = 4 * i, (4, 4 * max(len(colors) - 1, 1))
+            style: Any = {"color": color, "linestyle": dashes, "linewidth": 0.9}
+            if name == "rejected":
+                style = {"color": "#C00000", "ymax": 0.04}
+            for axes in rows:
+                shown[name] = axes.axvline(along(step), **style)
+    return shown
+
+
 def new_figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fix = "pip install 'tsunax[plot]'"
-        raise MissingLibraryError("library", "plot()", "no matplotlib", "matplotlib", fix) from None
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython asks for it
+    matplotlib = library("matplotlib.figure", "plot()", "plot")
+    figure = matplotlib.Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure._repr_png_ = functools.partial(_png, figure)  # IPython asks for it
     return figure
 
 
@@ -87,54 +123,44 @@ def _png(figure) -> bytes:
     return file.getvalue()
 
 
-def draw(axes: Any, base: str, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Lines by name, on a logarithmic axis if it is a loss or a rate of a wide range."""
-    for name, (x, values) in columns.items():
-        marker = "o" if len(values) <= 40 else None
-        axes.plot(x, values, label=name, linewidth=1.3, marker=marker, markersize=3)
-    values = np.concatenate([values[np.isfinite(values)] for _, values in columns.values()])
-    if base in _RANKS and _is_wide(values):
+def _whole_ticks(axis: Any, values: np.ndarray) -> None:
+    """Ticks at whole numbers, if the values are."""
+    if np.array_equal(values, np.round(values), equal_nan=True):
+        ticker = library("matplotlib.ticker", "plot()", "plot")
+        locator = ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+        axis.set_major_locator(locator)
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+
+
+def draw(axes: Any, base: str, columns: dict[str, Any]) -> dict[str, Any]:
+    """Lines by name, on a logarithmic axis if it is a loss of a wide range."""
+    viridis, lines = library("matplotlib", "plot()", "plot").colormaps["viridis"], {}
+    kinds, dashes = families(columns, 2), itertools.cycle(("-", "--", ":", "-."))
+    for names in kinds.values():
+        is_one = len(names) == 1
+        dash = "-" if is_one else next(dashes)
+        for name, share in zip(names, np.linspace(0, 0.9, len(names)), strict=True):
+            x, values = columns[name]
+            style: Any = {"linestyle": dash, "color": None if is_one else viridis(share)}
+            few = 40 if len(names) <= _MOST else 1
+            style |= {"marker": "o" if len(values) <= few else None, "markersize": 3}
+            (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
+    single = [line for name, line in lines.items() if name in kinds]
+    if list(columns) != [base] and 0 < len(single) <= _MOST:
+        where: Any = {"loc": "upper right" if base in _RANKS else "lower right"}
+        if len(single) > 4:
+            where = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+        axes.legend(handles=single, **where, **_LEGEND)
+    every = np.concatenate([values for _, values in columns.values()])
+    known = every[np.isfinite(every)]
+    if base.endswith("loss") and known.size and 0 < 20 * known.min() < known.max():
         axes.set_yscale("log")
-    axes.set_ylabel(base.replace("_", " "), fontsize=9)
-    _quiet(axes)
-
-
-def _is_wide(values: np.ndarray) -> bool:
-    """Whether a logarithmic axis shows more."""
-    return bool(values.size and values.min() > 0 and values.max() > 20 * values.min())
-
-
-def _quiet(axes) -> None:
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
+        _whole_ticks(axes.yaxis, every)
+    axes.set_ylabel(textwrap.fill(base.replace("_", " "), 16), fontsize=9)
     axes.tick_params(which="both", labelsize=8)
     axes.grid(color="0.92", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def scatter(
-    columns: dict[str, list[Any]], values: Sequence[float | None], groups: Sequence[str], best: int
-) -> Figure:
-    """A matplotlib Figure with a panel per column: `values` over the column, colored by group.
-
-    What is no number lies side by side; None and what is not finite is left out.
-    """
-    figure = new_figure(0.6 + 2.6 * len(columns), 2.7)
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    y = np.array([np.nan if x is None else x for x in values], float)
-    for axes, (name, column) in zip(panels, columns.items(), strict=True):
-        is_number = all(isinstance(x, int | float | None) for x in column)
-        x = np.array([np.nan if v is None else v if is_number else str(v) for v in column])
-        if is_number and _is_wide(x[np.isfinite(x)]):
-            axes.set_xscale("log")
-        axes.tick_params(axis="x", rotation=0 if is_number else 20)
-        for group in dict.fromkeys(groups):
-            mine = np.array(groups) == group
-            axes.plot(x[mine], y[mine], "o", markersize=4, label=group)
-        axes.plot(x[best : best + 1], y[best : best + 1], "*", markersize=11, label="best")
-        axes.set_xlabel(name.replace("_", " "), fontsize=9)
-        _quiet(axes)
-    if _is_wide(y[np.isfinite(y)]):
-        panels[0].set_yscale("log")
-    panels[0].set_ylabel("value", fontsize=9)
-    panels[-1].legend(fontsize=8, frameon=False)
-    return figure
+    return lines

@@ -12,67 +12,24 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import jax
 
-from tsunax._core import trees
-from tsunax.errors import WrongTypeError
+from tsunax._core import checks
+from tsunax.run.history import CAUSES
 from tsunax.run.loggers import short
 from tsunax.run.rows import families
 
 _ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected"}
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What there is to say at one moment."""
-
-    step: int
-    total: int | None
-    unit: str
-    rate: float | None  # units per second; None before any were timed: the first compile
-    elapsed: float  # seconds
-    numbers: Mapping[str, float]
-    reason: str | None = None  # why it ended; None while it runs, "" if the goal was reached
-
-    @property
-    def count(self) -> str:
-        of = f"/{self.total:,}" if self.total is not None else ""
-        return f"{self.step:,}{of} {self.unit}s"
-
-    @property
-    def pace(self) -> str:
-        """The time left (at the end the time that it took), rates, memory."""
-        found = []
-        if self.reason is not None:
-            found = [f"{_duration(self.elapsed)} in all"]
-        elif self.rate and self.total is not None:
-            found = [f"{_duration((self.total - self.step) / self.rate)} left"]
-        if self.rate:
-            found.append(f"{_si(self.rate)} {self.unit}s/s")
-        if examples := self.numbers.get("examples_per_second"):
-            found.append(f"{_si(examples)} examples/s")
-        return "  ".join([*found, *_memory()])
-
-    @property
-    def results(self) -> str:
-        """The loss, what evaluation gave, then other metrics."""
-        is_aside = lambda name: name.endswith("_per_second") or "learning_rate" in name
-        names = [x for x in self.numbers if x.split("/")[0] not in _ASIDE and not is_aside(x)]
-        names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
-        found = summary({name: self.numbers[name] for name in names})
-        if rejected := self.numbers.get("rejected"):
-            found.append(f"rejected {rejected:,.0f}")
-        return "  ".join(found)
-
-
 def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
     """Each number with its name; those of many members or classes as one range.
 
-    >>> summary({"val/loss": 0.5, "val/recall/0": 0.25, "val/recall/1": 0.75, "val/recall/2": 0.5, "val/recall/3": 1.0})
-    ['val/loss 0.5', 'val/recall/0…3 0.25…1']
+    >>> summary({"val/loss": 0.5, "hits/0": 0.25, "hits/1": 0.75, "hits/2": 0.5, "hits/3": 1.0})
+    ['val/loss 0.5', 'hits/0…3 0.25…1']
     """
     found = []
     for name, members in families(row).items():
@@ -86,35 +43,14 @@ def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) ->
     return found
 
 
-def _duration(seconds: float) -> str:
-    """Of seconds: 0:09, 12:05, 51:04:05."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-def _si(rate: float) -> str:
-    """Three digits and a letter: 12.3k, 1.54M.
-
-    >>> [_si(x) for x in (3.4567, 999.4, 123456.0, 5e6)]
-    ['3.46', '999', '123k', '5M']
-    """
-    size, letter = next((pair for pair in ((1e6, "M"), (1e3, "k")) if rate >= pair[0]), (1, ""))
-    return f"{rate / size:.3g}{letter}"
-
-
 def _memory() -> list[str]:
     """Memory in use on the fullest device; nothing if devices do not report it."""
     found = []
     for device in jax.local_devices():
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, KeyError):
             stats = device.memory_stats() or {}
-            if "bytes_in_use" in stats:
-                found.append((stats["bytes_in_use"], stats.get("bytes_limit", 0)))
-    if not found:
-        return []
-    used, limit = max(found)
-    return [f"{used / 2**30:.1f}/{limit / 2**30:.0f} GiB"]
+            found.append((stats["bytes_in_use"], stats.get("bytes_limit", 0)))
+    return [f"{used / 2**30:.1f}/{limit / 2**30:.0f} GiB" for used, limit in sorted(found)[-1:]]
 
 
 # Views
@@ -126,9 +62,9 @@ class _Lines:
     def interval(self, elapsed: float) -> float:
         return min(max(5.0, elapsed / 60), 60.0)
 
-    def draw(self, facts: Facts) -> None:
-        percent = f"{facts.step / facts.total:.0%}" if facts.total else ""
-        parts = facts.count, percent, facts.results, facts.pace, facts.reason
+    def draw(self, bar: Progress) -> None:
+        percent = f"{bar.step / bar.total:.0%}" if bar.total else ""
+        parts = bar.count, percent, bar.results, bar.pace, bar.reason
         self.note("  ".join(filter(None, parts)))
 
     def note(self, text: str) -> None:
@@ -136,6 +72,17 @@ class _Lines:
 
     def close(self) -> None:
         pass
+
+
+class _Silent(_Lines):
+    """What `progress=False` shows."""
+
+    def interval(self, elapsed: float) -> float:
+        return math.inf
+
+    def draw(self, bar: Progress) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class _Notebook(_Lines):
@@ -147,10 +94,10 @@ class _Notebook(_Lines):
     def interval(self, elapsed: float) -> float:
         return 0.2
 
-    def draw(self, facts: Facts) -> None:
+    def draw(self, bar: Progress) -> None:
         from IPython.display import display
 
-        parts = facts.count, facts.results, facts.pace, facts.reason
+        parts = bar.count, bar.results, bar.pace, bar.reason
         shown = {"text/plain": "  ".join(filter(None, parts))}
         if self.handle is None:
             self.handle = display(shown, raw=True, display_id=True)
@@ -174,17 +121,17 @@ class _Terminal(_Lines):
     def interval(self, elapsed: float) -> float:
         return 0.1
 
-    def draw(self, facts: Facts) -> None:
+    def draw(self, bar: Progress) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        bar = [ProgressBar(facts.total, facts.step, width=30)] if facts.total else []
+        drawn = [ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
         first = Table.grid(padding=(0, 2, 0, 0))
-        first.add_row(Text(facts.count, style="bold"), *bar, Text(facts.pace, style="dim"))
-        results = Text(facts.results, no_wrap=True, overflow="ellipsis")
-        ended = [Text(facts.reason, style="yellow")] if facts.reason else []
+        first.add_row(Text(bar.count, style="bold"), *drawn, Text(bar.pace, style="dim"))
+        results = Text(bar.results, no_wrap=True, overflow="ellipsis")
+        ended = [Text(bar.reason, style="yellow")] if bar.reason else []
         self.live.start()
         self.live.update(Group(first, results, *ended), refresh=True)
 
@@ -209,55 +156,86 @@ class Progress:
         self.total: int | None = total
         self.start: int = start
         self.unit: str = unit
-        self._step = start
-        self._row: Mapping[str, float] = {}
-        # the clock and the step when the first steps ended: the time until there was that of compiling
+        self.step: int = start
+        self.numbers: Mapping[str, float] = {}
+        self.rate: float | None = None  # units per second; None before any were timed: the compile
+        self.elapsed: float = 0.0  # seconds
+        self.reason: str | None = None  # why it ended; None while it runs, "" at the goal
+        # the clock and the step when the first steps ended; the time before was that of compiling
         self._timed: tuple[float, int] | None = None
         self._newest = 0.0
+        self.seconds: Mapping[str, float] = dict.fromkeys(CAUSES, 0.0)  # so far, of a run
         self._began = time.perf_counter()
         self._next = self._began + view.interval(0.0)
 
+    @property
+    def count(self) -> str:
+        of = f"/{self.total:,}" if self.total is not None else ""
+        return f"{self.step:,}{of} {self.unit}s"
+
+    @property
+    def pace(self) -> str:
+        """The time left (at the end the time that it took), rates, wait for data, memory."""
+        found = []
+        if self.reason is not None:
+            found = [f"{timedelta(seconds=round(self.elapsed))} in all"]
+        elif self.rate and self.total is not None:
+            left = min((self.total - self.step) / self.rate, 1e12)  # a timedelta has an end
+            found = [f"{timedelta(seconds=round(left))} left"]
+        if self.rate:
+            found.append(f"{short(self.rate)} {self.unit}s/s")
+            if examples := self.numbers.get("examples_per_second"):
+                in_a_step = examples / self.numbers["steps_per_second"]
+                found.append(f"{short(self.rate * in_a_step)} examples/s")
+        data, device = self.seconds["data"], self.seconds["device"]
+        if 4 * data > device:
+            found.append(f"{data / (data + device):.0%} waiting for data")
+        return "  ".join([*found, *_memory()])
+
+    @property
+    def results(self) -> str:
+        """The loss, what evaluation gave, then other metrics."""
+        is_aside = lambda name: name.endswith("_per_second") or "learning_rate" in name
+        names = [x for x in self.numbers if x.split("/")[0] not in _ASIDE and not is_aside(x)]
+        names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
+        found = summary({name: self.numbers[name] for name in names})
+        if rejected := self.numbers.get("rejected"):
+            found.append(f"rejected {rejected:,.0f}")
+        return "  ".join(found)
+
     def show(self, step: int, row: Mapping[str, float]) -> None:
         now = time.perf_counter()
-        self._row = row or self._row
-        if step > self._step:
-            self._step, self._newest = step, now
-            self._timed = self._timed or (now, step)
+        self.numbers = row or self.numbers
+        if step > self.step:
+            self.step, self._newest = step, now - self.seconds["compile"]
+            self._timed = self._timed or (self._newest, step)
         if now >= self._next:
-            self._draw(now, None)
+            self._draw(now)
 
     def note(self, text: str) -> None:
         self.view.note(text)
 
     def close(self, reason: str = "") -> None:
-        if self._step > self.start:
-            self._draw(time.perf_counter(), reason)
+        if self.step > self.start:
+            self.reason = reason
+            self._draw(time.perf_counter())
         elif reason:
             self.view.note(reason)
         self.view.close()
 
-    def _draw(self, now: float, reason: str | None) -> None:
-        since, before = self._timed or (now, self._step)
-        until = now if reason is None else self._newest  # not what comes after the last step
-        rate = (self._step - before) / (until - since) if until > since else None
-        at = self._step, self.total, self.unit
-        self.view.draw(Facts(*at, rate or None, now - self._began, self._row, reason))
-        self._next = time.perf_counter() + self.view.interval(now - self._began)
-
-
-class _Silent:
-    """What `progress=False` shows."""
-
-    def show(self, step: int, row: Mapping[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self, reason: str = "") -> None: ...
+    def _draw(self, now: float) -> None:
+        clock = now - self.seconds["compile"]
+        since, before = self._timed or (clock, self.step)
+        until = clock if self.reason is None else self._newest  # not what comes after the last step
+        self.rate = (self.step - before) / (until - since) if until > since else None
+        self.elapsed = now - self._began
+        self.view.draw(self)
+        self._next = time.perf_counter() + self.view.interval(self.elapsed)
 
 
 def progress(
     progress: bool = True, total: int | None = None, start: int = 0, unit: str = "step"
-) -> Progress | _Silent:
+) -> Progress:
     """The progress display of a run of `total` steps (None: unknown) from step `start`.
 
     True draws on a terminal and in notebooks and writes lines elsewhere, False is silent. Raises
@@ -267,9 +245,8 @@ def progress(
     >>> bar.show(10, {"loss": 0.5}), bar.close()
     (None, None)
     """
-    if not isinstance(progress, bool):
-        raise WrongTypeError("progress", "fit()", trees.describe(progress), "True or False")
-    return Progress(_view(), total, start, unit) if progress else _Silent()
+    checks.check_flags("fit()", progress=progress)
+    return Progress(_view() if progress else _Silent(), total, start, unit)
 
 
 def _view() -> _Lines:

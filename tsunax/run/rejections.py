@@ -15,8 +15,8 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
-from tsunax.run.fused_loop import Told
-from tsunax.run.info_columns import most_calls, rejected_of
+from tsunax.run.fused_loop import step_infos
+from tsunax.run.info_columns import counts_of, most_calls
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
 from tsunax.states import States, training_states
@@ -30,14 +30,15 @@ class Rejections:
         self.step: Step = step
         self.run: Run = run
         self.max_bad: int = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
-        self.count: int  # of calls whose step was rejected
-        self.count, before = rejected_of(state)
+        counts = np.atleast_2d(counts_of(state))
+        self.count: int = int(np.min(counts[:, 2]))  # of calls whose step was rejected
         self.in_a_row: int = 0
         self.calls: int = most_calls(state)  # of the state before the calls that were not read
         self.is_population: bool = members_of(state) is not None
         has_scale = any(s.loss_scale is not None for s in training_states(state).values())
         # rejected ones in a row that end a call; under a loss scale some do not count
-        self.limit: int | None = None if has_scale or self.is_population else self.max_bad + before
+        most = self.max_bad + int(np.min(counts[:, 3]))
+        self.limit: int | None = None if has_scale or self.is_population else most
 
     def _is_known(self, info: Any) -> bool:
         """Whether one verdict and one state belong to a call."""
@@ -45,17 +46,12 @@ class Rejections:
         return isinstance(info, StepInfo) and is_one
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
-        """What a call rejected: (name, state, info) of it, as far as the infos say whose they are."""
-        info = info.info if isinstance(info, Told) else info
-        infos = info if isinstance(self.run.state, States) else {"": info}
-        if self.is_population or not isinstance(infos, Mapping):
+        """The rejected parts of a call, (name, state, info), if the infos name their states."""
+        if self.is_population:
             return []
-        states = training_states(self.run.state).items()
-        parts = [(at[:-1], s, infos.get(at[:-1])) for at, s in states]
-        parts = [
-            (at, s, x) for at, s, x in parts if isinstance(x, StepInfo) and not np.ndim(x.verdict)
-        ]
-        return [part for part in parts if part[2].verdict is not None and part[2].verdict > 0]
+        states, infos = training_states(self.run.state), step_infos(info, self.run.state)
+        is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
+        return [(at[:-1], states[at], x) for at, x in infos.items() if is_rejected(x)]
 
     def note(
         self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
@@ -114,16 +110,18 @@ class Rejections:
             limit = "on_nonfinite='raise'"
         elif self.max_bad > 1:
             limit = f"the last of {self.max_bad} in a row, {limit}"
-        known = self._is_known(run.info)
+        known, after = self._is_known(run.info), ""
         why = _why(self._rejected_parts(run.info)) or "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
             why = step_errors.rejection_reason(
                 self.step, run.state, run.info, _batch_of(i, chunks)[0], extra
             )
+            after = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
         what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         when = "after" if isinstance(run.state, States) else "before"  # another member has moved
-        raise NonFiniteError(f"{what}. `error.state` is the state {when} it.", run.state, run.info)
+        text = f"{what}. `error.state` is the state {when} it.{after}"
+        raise NonFiniteError(text, run.state, run.info)
 
 
 def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:

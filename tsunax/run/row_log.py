@@ -1,4 +1,4 @@
-"""Rows of numbers on their way to the history and the loggers, which get them when they are whole."""
+"""Rows of numbers, collected until they are whole; then the history and the loggers get them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Function
+from tsunax.run.history import Clock
 from tsunax.run.run import Run, blamed
 
 
 class RowLog:
     """The newest row of a run: an evaluation and callbacks may still add numbers to it."""
 
-    def __init__(self, run: Run, loggers: Sequence[Function]) -> None:
+    def __init__(self, run: Run, loggers: Sequence[Function], clock: Clock) -> None:
         self.run: Run = run
+        self.clock: Clock = clock
         self.loggers: Sequence[Function] = loggers
         self.step: int = -1  # of the newest row
         self.told_step: int = -1  # of the row that the loggers were given last
@@ -59,11 +61,9 @@ class RowLog:
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The newest numbers, as far as they are of this step."""
-        history, found = self.run.history, {}
-        for name in history.names:
-            at, x = history.newest(name) or (-1, 0.0)
-            if at == step:
-                found[name] = x
+        history = self.run.history
+        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
+        found = {name: x for name, (at, x) in newest.items() if at == step}
         if self.last is not None and self.last[1] == step:  # its row is no row of the history
             found |= {name: float(x[0]) for name, x in self.last[0]().items()}
         return {name: x for name, x in found.items() if np.isfinite(x)}
@@ -73,5 +73,5 @@ class RowLog:
         row, self.run.row = self.run.row, {}
         self.told_step = self.step if row else self.told_step
         for logger in self.loggers if row else ():
-            with blamed("logger", logger, self.run):
+            with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)

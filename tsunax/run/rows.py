@@ -38,7 +38,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     {'loss': 0.5, 'hits': 3, 'ok': 1}
     >>> check_row({"confusion": np.ones((2, 2))}, "evaluate")
     Traceback (most recent call last):
-    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. Reduce it, ...
+    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. ...
     """
     if not isinstance(row, Mapping):
         raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
@@ -62,28 +62,21 @@ def _number(name: str, x: Any, where: str) -> float:
     return float(value) if is_a(np.floating) else int(value)
 
 
-def join(row: Mapping[str, float], new: Mapping[str, Any], where: str) -> dict[str, float]:
-    """Merge the checked row `new` into `row`. Raises RowError for a name in both.
-
-    >>> join({"loss": 0.5}, {"val/loss": 0.6}, "evaluate")
-    {'loss': 0.5, 'val/loss': 0.6}
-    >>> join({"loss": 0.5}, {"loss": 0.6}, "evaluate")
-    Traceback (most recent call last):
-    tsunax.errors.RowError: 'loss' at evaluate: got a name that the row has, expected a name of its own. Rename one ...
-    """
-    checked = check_row(new, where)
-    for name in checked:
-        if name in row:
-            fix = "Rename one of the two: a row has one number for each name."
-            raise RowError(repr(name), where, "a name that the row has", "a name of its own", fix)
-    return {**row, **checked}
+def flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
+    """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
+    out = {}
+    for name, x in found.items():
+        if isinstance(x, Mapping):
+            out |= flat(x, f"{root}{name}/")
+        elif np.ndim(x):
+            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
+        else:
+            out[root + name] = float(x)
+    return out
 
 
-_MANY = 4  # numbers of one kind are told as one from here on
-
-
-def families(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by kind: those of many members or classes, `loss/0`, `loss/1`, ..., are of one kind.
+def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
+    """Names by kind: of `least` members or classes, `loss/0`, `loss/1`, ..., they are one kind.
 
     >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
     {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
@@ -95,6 +88,6 @@ def families(names: Iterable[str]) -> dict[str, list[str]]:
         kinds.setdefault(head if number.isdecimal() else name, []).append(name)
     found: dict[str, list[str]] = {}
     for kind, members in kinds.items():
-        is_one = len(members) >= _MANY and kind not in names
+        is_one = len(members) >= least and kind not in names
         found |= {kind: members} if is_one else {name: [name] for name in members}
     return found

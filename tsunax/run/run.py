@@ -15,7 +15,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
 from tsunax.run.history import History
-from tsunax.run.rows import join
+from tsunax.run.rows import check_row
 from tsunax.state import TrainState, check_state
 
 # names that rows have of themselves; no metric may be called so
@@ -73,10 +73,11 @@ class Run:
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
 
     def log(self, **numbers: Any) -> None:
-        """Let numbers join the row of this step."""
+        """Let numbers join the row of this step; of two with one name the newer one wins."""
         self.check_own(numbers, "run.log()")
-        self.row = join(self.row, numbers, "run.log()")
-        self.metrics.update({name: self.row[name] for name in numbers})
+        found = check_row(numbers, "run.log()")
+        self.row |= found
+        self.metrics |= found
 
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""

@@ -4,6 +4,8 @@ Every function here returns a `Schedule`, a frozen value that is a function of t
 makes such a function from a formula. The clock is `TrainState.step`; nothing here knows states.
 """
 
+import inspect as _inspect
+
 from tsunax.schedules import catalog, combinators
 from tsunax.schedules.catalog import *  # noqa: F403
 from tsunax.schedules.combinators import *  # noqa: F403
@@ -12,6 +14,11 @@ from tsunax.schedules.schedule_type import Schedule, schedule
 __all__ = ["Schedule", "schedule"]
 __all__ += catalog.__all__
 __all__ += combinators.__all__
+
+_RAISES = "Raises HyperparameterError for a number that is not finite or out of range,\n"
+_RAISES += "and WrongTypeError for another type. A number may itself be a schedule."
+for _made in (globals()[_name] for _name in __all__ if hasattr(globals()[_name], "__wrapped__")):
+    _made.__doc__ = f"{_inspect.getdoc(_made)}\n\n{_RAISES}\n"
 
 
 def __dir__() -> list[str]:

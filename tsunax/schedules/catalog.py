@@ -24,7 +24,7 @@ from tsunax.schedules.schedule_type import (
 
 
 def _between(a, b, u):
-    """`a` at u = 0, `b` at u = 1, a straight line between: exact at both ends, never beyond them."""
+    """`a` at u = 0, `b` at u = 1, a straight line between; exact at both ends, never beyond."""
     return jnp.where(u >= 1, b, jnp.clip(a + (b - a) * u, jnp.minimum(a, b), jnp.maximum(a, b)))
 
 
@@ -36,7 +36,8 @@ def _ramp(step, begin, length):
 def _left(step, begin, length):
     """From 1 at `begin` to 0 `length` steps later: the ramp's rest.
 
-    1 - ramp would keep no digit of it near the end: of 10⁶ steps the last one is 1.0133e-6 that way.
+    1 - ramp would keep no digit of it near the end: of 10⁶ steps the last one is 1.0133e-6 that
+    way.
     """
     length = jnp.maximum(length, 1)
     return jnp.clip((begin + length - step) / length, 0, 1)
@@ -117,7 +118,7 @@ Milestones = Annotated[Any, _check_milestones]
 
 @schedule
 def constant_schedule(step, value: Value):
-    """`value`, at every step."""
+    """`value`, a float, at every step."""
     return jnp.broadcast_to(value, jnp.broadcast_shapes(jnp.shape(step), jnp.shape(value)))
 
 
@@ -125,7 +126,10 @@ def constant_schedule(step, value: Value):
 def linear_schedule(
     step, init_value: Value, end_value: Value, transition_steps: Length, transition_begin: Wait = 0
 ):
-    """A straight line from `init_value` to `end_value`, from step `transition_begin` on."""
+    """A straight line, flat before and after: `init_value + (end_value - init_value) · u`.
+
+    u = (step - transition_begin) / transition_steps, not below 0 and not above 1.
+    """
     return _between(end_value, init_value, _left(step, transition_begin, transition_steps))
 
 
@@ -138,7 +142,10 @@ def polynomial_schedule(
     transition_steps: Length,
     transition_begin: Wait = 0,
 ):
-    """`end + (init - end) · u^power`, u from 1 to 0 in `transition_steps`."""
+    """`end_value + (init_value - end_value) · u^power`, with u from 1 to 0 in `transition_steps`.
+
+    The decay begins at step `transition_begin`; `power` is a float >= 0.
+    """
     left = _left(step, transition_begin, transition_steps)
     return _between(end_value, init_value, _power(left, power))
 
@@ -155,8 +162,8 @@ def exponential_decay(
 ):
     """`init_value · decay_rate^((step - transition_begin) / transition_steps)`, up to `end_value`.
 
-    With `staircase` the exponent is rounded down. A rate above 1 grows, to the largest float at
-    most.
+    With `staircase` (a bool) the exponent is rounded down. `decay_rate` is above 0; one above 1
+    grows, to the largest float at most.
     """
     since = step - transition_begin
     return _exponential(since, init_value, transition_steps, decay_rate, staircase, end_value)
@@ -189,10 +196,11 @@ def linear_onecycle_schedule(
     div_factor: Positive = 25.0,
     final_div_factor: Positive = 1e4,
 ):
-    """Straight lines from `peak / div` to the peak, back, and on to `peak / div / final_div`.
+    """Straight lines from `peak / div` to the peak, back, and down to `peak / div / final_div`.
 
-    The lines meet at `pct_start` and `pct_final` of `transition_steps`, rounded down. (Smith,
-    arXiv:1708.07120.)
+    `peak_value` is a float, `div` is `div_factor` and `final_div` is `final_div_factor`, both > 0.
+    The lines meet at the fractions `pct_start` and `pct_final` of `transition_steps`, rounded down.
+    (Smith, arXiv:1708.07120.)
     """
     start = peak_value / div_factor
     top, bottom = _part(pct_start, transition_steps), _part(pct_final, transition_steps)
@@ -211,7 +219,9 @@ def cosine_onecycle_schedule(
 ):
     """Half cosines: up from `peak / div` to the peak, then down to `peak / div / final_div`.
 
-    The peak is at `pct_start` of `transition_steps`, rounded down. (Smith, arXiv:1708.07120.)
+    `peak_value` is a float, `div` is `div_factor` and `final_div` is `final_div_factor`, both > 0.
+    The peak is at the fraction `pct_start` of `transition_steps`, rounded down. (Smith,
+    arXiv:1708.07120.)
     """
     start, top = peak_value / div_factor, _part(pct_start, transition_steps)
     end = peak_value / (div_factor * final_div_factor)
@@ -220,7 +230,14 @@ def cosine_onecycle_schedule(
 
 @schedule
 def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: Milestones = None):
-    """`init_value` times the scale of each milestone `{step: scale}` that has been reached."""
+    """`init_value`, a float, times the scale of each milestone that has been reached.
+
+    `boundaries_and_scales` is a dict `{step: scale}`, or pairs.
+
+    >>> from tsunax.schedules import piecewise_constant_schedule
+    >>> piecewise_constant_schedule(1.0, {2: 0.5, 4: 0.1}).values(6)
+    array([1.  , 1.  , 0.5 , 0.5 , 0.05, 0.05], dtype=float32)
+    """
     value = init_value * jnp.ones(jnp.shape(step))
     for begin, scale in boundaries_and_scales:
         value = jnp.where(step >= begin, _finite(value * scale), value)
@@ -233,7 +250,12 @@ def piecewise_interpolate_schedule(
 ):
     """`piecewise_constant_schedule` with lines or half cosines from milestone to milestone.
 
-    `interpolate_type` is "linear" or "cosine".
+    `interpolate_type` is "linear" or "cosine". `boundaries_and_scales` is a dict `{step: scale}`:
+    at a step in it the value is the float `init_value` times all scales up to there.
+
+    >>> from tsunax.schedules import piecewise_interpolate_schedule
+    >>> piecewise_interpolate_schedule("linear", 1.0, {2: 0.5, 4: 0.1}).values(6).round(3)
+    array([1.   , 0.75 , 0.5  , 0.275, 0.05 , 0.05 ], dtype=float32)
     """
     points = [(0, init_value)]
     for begin, scale in boundaries_and_scales:
@@ -243,7 +265,7 @@ def piecewise_interpolate_schedule(
 
 @schedule
 def warmup_constant_schedule(step, init_value: Value, peak_value: Value, warmup_steps: Wait):
-    """A straight line from `init_value` to `peak_value` in `warmup_steps`; then `peak_value`."""
+    """`init_value + (peak_value - init_value) · min(1, step / warmup_steps)`."""
     return _through(step, [(0, init_value), (warmup_steps, peak_value)])
 
 
@@ -257,9 +279,15 @@ def warmup_cosine_decay_schedule(
     end_value: Value = 0.0,
     exponent: NotNegative = 1.0,
 ):
-    """A straight line up to `peak_value`, then half a cosine down to `end_value`.
+    """A straight line from `init_value` to `peak_value`, then half a cosine down to `end_value`.
 
-    `decay_steps` is the whole length, with the warm-up. A peak of 0 decays to 0.
+    The line takes `warmup_steps` steps; `decay_steps` is the length of both. After the warm-up it
+    is `end + (peak - end) · c^exponent`, with c from 1 to 0 along a cosine. A peak of 0 decays to
+    0. Raises HyperparameterError unless `warmup_steps < decay_steps`.
+
+    >>> from tsunax.schedules import warmup_cosine_decay_schedule
+    >>> warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6).values(8).round(3)
+    array([0.   , 0.5  , 1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
     """
     part = _power(_cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps)), exponent)
     end_value = jnp.where(peak_value == 0, 0.0, end_value)  # as optax's, which divides the two
@@ -279,28 +307,32 @@ def warmup_exponential_decay_schedule(
     staircase: bool = False,
     end_value: t.OptionalValue = None,
 ):
-    """A straight line up to `peak_value` in `warmup_steps`, then `exponential_decay` from there."""
+    """A straight line from `init_value` to `peak_value` in `warmup_steps`, then exponential decay.
+
+    The decay is `exponential_decay(peak_value, transition_steps, decay_rate, transition_begin,
+    staircase, end_value)` of the steps after the warm-up.
+    """
     since = step - (warmup_steps + transition_begin)
     decayed = _exponential(since, peak_value, transition_steps, decay_rate, staircase, end_value)
     return _warmed(step, init_value, peak_value, warmup_steps, decayed)
 
 
-# ----------------------------------------------------------------------------------------- not in optax
+# ------------------------------------------------------------------------------------- not in optax
 
 
 @schedule
 def inverse_time(step, init_value: Value, decay_rate: NotNegative, power: NotNegative = 1.0):
-    """`init_value / (1 + decay_rate · step)^power`. (ParameterSchedulers' Inv.)"""
+    """`init_value / (1 + decay_rate · step)^power`, of floats; Inv of ParameterSchedulers.jl."""
     return init_value / (1 + decay_rate * step) ** power
 
 
 @schedule
 def inverse_sqrt(step, peak_value: Value, warmup_steps: Wait, init_value: Value = 0.0):
-    """A straight line up to `peak_value`, then `peak · sqrt(warmup_steps / step)`.
+    """A straight line from `init_value` to `peak_value`, then `peak · sqrt(warmup_steps / step)`.
 
-    Noam's schedule counts from 1: with a model of width d it is
-    `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps), 1)`. (Vaswani et al.,
-    arXiv:1706.03762.)
+    The line takes `warmup_steps` steps. Noam's schedule counts from
+    1: with a model of width d it is `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps),
+    1)`. (Vaswani et al., arXiv:1706.03762.)
 
     >>> from tsunax.schedules import inverse_sqrt
     >>> inverse_sqrt(1.0, warmup_steps=4).values(17)[[0, 2, 4, 16]]
@@ -323,8 +355,9 @@ def warmup_stable_decay(
 ):
     """A straight line up to `peak_value`, a flat part, and a straight line down to `end_value`.
 
-    (Hu et al., MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al.,
-    arXiv:2405.18392.)
+    It starts at `init_value`; the parts take `warmup_steps`, `stable_steps` and `cooldown_steps`.
+    (Hu et al.,
+    MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al., arXiv:2405.18392.)
 
     >>> from tsunax.schedules import warmup_stable_decay
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
@@ -351,33 +384,33 @@ def triangle(step, low: Value, high: Value, period: Period):
 
 @schedule
 def triangle_halving(step, low: Value, high: Value, period: Period):
-    """`triangle` whose height `high - low` halves after each period."""
+    """`triangle(low, high, period)` whose height `high - low` halves after each `period` steps."""
     u, past = _cycle(step, period)
     return _between(low, high, _wave(u) * 0.5**past)
 
 
 @schedule
 def triangle_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
-    """`triangle` whose height `high - low` is multiplied by `decay_rate` at each step."""
+    """`triangle(low, high, period)`, its height times the float `decay_rate` at each step."""
     return _between(low, high, _wave(_cycle(step, period)[0]) * decay_rate**step)
 
 
 @schedule
 def sine(step, low: Value, high: Value, period: Period):
-    """`low + (high - low) · |sin(π step / period)|`: one hump in each period."""
+    """`low + (high - low) · |sin(π step / period)|`: one hump in each `period` steps."""
     return _between(low, high, _hump(_cycle(step, period)[0]))
 
 
 @schedule
 def sine_halving(step, low: Value, high: Value, period: Period):
-    """`sine` whose height `high - low` halves after each period."""
+    """`sine(low, high, period)` whose height `high - low` halves after each `period` steps."""
     u, past = _cycle(step, period)
     return _between(low, high, _hump(u) * 0.5**past)
 
 
 @schedule
 def sine_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
-    """`sine` whose height `high - low` is multiplied by `decay_rate` at each step."""
+    """`sine(low, high, period)`, its height times the float `decay_rate` at each step."""
     return _between(low, high, _hump(_cycle(step, period)[0]) * decay_rate**step)
 
 
@@ -386,7 +419,8 @@ def cosine_annealing(step, low: Value, high: Value, period: Period, restart: boo
     """Half a cosine from `high` towards `low` in `period` steps, repeated if `restart`.
 
     With restarts `low` itself is never reached: the last step of a period is 1/period before it.
-    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
+    (Loshchilov and Hutter, SGDR,
+    arXiv:1608.03983.)
     """
     u = _cycle(step, period)[0] if restart else _ramp(step, 0, period)
     return _between(low, high, _cosine(u))

@@ -49,7 +49,7 @@ Pieces = Annotated[Any, _check_pieces]
 def sequence(step, pieces: Pieces):
     """Pieces in a row, `[(schedule, length), ...]`, each counting from 0; the last has no end.
 
-    A piece is a schedule, any other function of the step, or a number.
+    `pieces` is a list. A piece is a schedule, another function of the step, or a number.
 
     >>> from tsunax.schedules import *
     >>> sequence([(linear_schedule(0.0, 1.0, 2), 2), (1.0, 2), lambda step: 0.5**step]).values(7)
@@ -82,13 +82,13 @@ def shift(step, schedule: Piece, offset: Offset):
 
 @schedule
 def reverse(step, schedule: Piece, period: Period):
-    """`schedule(period - step)`: back from its value at `period` to its first, which stays."""
+    """`schedule(period - step)`: from its value at step `period` back to that at 0, which stays."""
     return at(schedule, whole(period) - step)
 
 
 @schedule
 def symmetric(step, schedule: Piece, period: Period):
-    """A schedule up to the middle of `period`, and back the same way to its first value.
+    """`schedule(min(step, period - step))`: up to the middle of `period` steps, and back.
 
     >>> from tsunax.schedules import *
     >>> up = linear_schedule(0.0, 1.0, 2)
@@ -99,10 +99,13 @@ def symmetric(step, schedule: Piece, period: Period):
 
 
 def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
-    """A schedule with some parameters replaced by numbers, or by schedules of the same step.
+    """A `schedule` with some `parameters` replaced by numbers, or by schedules of the same step.
+
+    Raises TypeError for a parameter that the schedule does not have.
 
     >>> from tsunax.schedules import *
-    >>> compose(triangle(0.0, 1.0, 4), high=exponential_decay(1.0, 4, 0.5, staircase=True)).values(7)
+    >>> high = exponential_decay(1.0, 4, 0.5, staircase=True)
+    >>> compose(triangle(0.0, 1.0, 4), high=high).values(7)
     array([0.  , 0.5 , 1.  , 0.5 , 0.  , 0.25, 0.5 ], dtype=float32)
     """
     return schedule.factory(**{**schedule.arguments, **dict(schedule.static), **parameters})
@@ -111,9 +114,10 @@ def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
 def join_schedules(
     schedules: Sequence[Function], boundaries: Sequence[int] | np.ndarray
 ) -> Schedule:
-    """`sequence`, with the steps at which pieces begin in place of their lengths.
+    """`sequence` of a list of schedules, with ints for the steps at which all but the first begin.
 
-    Raises HyperparameterError for boundaries that are negative or not sorted.
+    `join_schedules([a, b], [100])` is `sequence([(a, 100), b])`. Raises HyperparameterError for
+    `boundaries` that are negative or not sorted, ValueError unless `schedules` has one more item.
     """
     bounds = [0, *boundaries]
     lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
@@ -123,7 +127,8 @@ def join_schedules(
 def sgdr_schedule(cosine_kwargs: Sequence[Mapping[str, Any]]) -> Schedule:
     """`sequence` of one `warmup_cosine_decay_schedule(**kwargs)` for each, `decay_steps` long.
 
-    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
+    `cosine_kwargs` is a list of dicts. Raises WrongTypeError for an empty one. (Loshchilov and
+    Hutter, SGDR, arXiv:1608.03983.)
     """
     return sequence([(warmup_cosine_decay_schedule(**x), x["decay_steps"]) for x in cosine_kwargs])
 

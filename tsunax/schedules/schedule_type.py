@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tsunax._core import Scalar, checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, remedy, told
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.rules import number_checks
 from tsunax.rules import number_table as _number_table
 
@@ -37,7 +37,9 @@ class Schedule:
     float32 (weakly typed, as optax's). Steps count from 0; negative steps count as 0. A schedule
     that ends stays at its last value. Iterating yields Python floats from step 0 on, without end.
     `==` and `hash` go by formula and numbers; `repr` is the call that makes the schedule. The
-    leaves of this pytree are the numbers, which may be traced.
+    leaves of this pytree are the numbers, which may be traced. The fields are `factory`, the
+    function that makes such schedules, its `arguments` by name, and its `static` flags and names. A
+    step that is no int raises WrongTypeError.
 
     >>> from tsunax.schedules import *
     >>> schedule = triangle(low=0.0, high=1.0, period=4)
@@ -59,6 +61,8 @@ class Schedule:
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps: float32 of shape (n,), from one call.
+
+        Raises HyperparameterError for an `n` that is no int >= 0.
 
         >>> from tsunax.schedules import *
         >>> linear_schedule(1.0, 0.0, transition_steps=4).values(6)
@@ -145,25 +149,9 @@ def whole(x: jax.Array) -> jax.Array:
     return jnp.round(x).astype(jnp.int32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("call",))
-@dataclass(frozen=True, repr=False)
-class _Function:
-    """A plain function of the step, as a pytree without leaves: it is part of the program."""
-
-    call: Callable
-
-    def __call__(self, step):
-        return self.call(step)
-
-    def __repr__(self):
-        return getattr(self.call, "__name__", repr(self.call))
-
-
 # -------------------------------------------------------------------------- what an argument may be
 
 # A check is a function (where, name, value) -> value as it is kept.
-
-
 Check: TypeAlias = Callable[[str, str, Any], Any]
 
 
@@ -206,14 +194,11 @@ def check_piece(where: str, name: str, value: Any) -> Any:
         return check_finite(where, name, value)
     if isinstance(value, Schedule):
         return value
-    try:
-        out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
-    except Exception as error:
-        raise HyperparameterError(name, where, told(error), "a number", remedy(error)) from error
+    out = number_checks.shape_at(where, name, value)
     if not checks.is_real(out) or out.shape:
         got = f"{trees.describe(out)} from the function"
         raise HyperparameterError(name, where, got, "one number for a step")
-    return _Function(value) if jax.tree_util.all_leaves([value]) else value
+    return jax.tree_util.Partial(value) if jax.tree_util.all_leaves([value]) else value
 
 
 def _check_flag(where: str, name: str, value: Any) -> bool:
@@ -230,7 +215,7 @@ def _or_schedule(check: Callable) -> Callable:
 _check_value = _or_schedule(check_finite)
 _check_optional = lambda where, name, x: None if x is None else _check_value(where, name, x)
 
-# The annotations of a formula name the checks of its arguments. A schedule may stand for any number.
+# The annotations of a formula name the checks of its arguments. A schedule may replace any number.
 Value = Annotated[Any, _check_value]
 OptionalValue = Annotated[Any, _check_optional]
 Positive = Annotated[Any, _or_schedule(in_range(above=0))]
@@ -260,9 +245,9 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     """A function that returns schedules, from `formula(step, ...) -> value`.
 
     The formula is plain JAX that works elementwise: `step` is an int32, never negative, and every
-    number is a float32 that may be traced. Arguments are finite numbers, or schedules of numbers; an
-    argument named `schedule` is passed on as a function of the step, and arguments with a bool as
-    default are flags. The formula is part of the program: write it once, in a module.
+    number is a float32 that may be traced. Arguments are finite numbers, or schedules of numbers;
+    an argument named `schedule` is passed on as a function of the step, and arguments with a bool
+    as default are flags. The formula is part of the program: write it once, in a module.
 
     >>> from tsunax.schedules import schedule
     >>> @schedule

@@ -31,14 +31,13 @@ def _optuna(part: str = "") -> Any:
     return library(f"optuna{part}", "tune()", extra="tune")
 
 
-# --------------------------------------------------------------------------------------- the journal
+# -------------------------------------------------------------------------------------- the journal
 
 
 class Journal:
     """The trials of a directory that have ended, and those to come; of one process at a time.
 
-    Without a directory they are kept in memory alone. Raises CheckpointError for a directory of
-    another sweep.
+    Without a directory they are kept in memory. CheckpointError for a directory of another sweep.
     """
 
     def __init__(self, folder: Path | None, about: dict[str, Any]):
@@ -170,7 +169,7 @@ def _distribution(entry: Any) -> Any:
     return kind(entry.low, entry.high, log=entry.log)
 
 
-# ---------------------------------------------------------------------------------------- the search
+# --------------------------------------------------------------------------------------- the search
 
 
 class Search:
@@ -228,8 +227,9 @@ def as_optuna(
 
         study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
 
-    Reports go to the study's pruner, other numbers of a result to the trial's `user_attrs`. Optuna
-    handles exceptions of the objective.
+    `objective`, `space` and `metric` are those of `tune`; an entry that is none of a space raises
+    WrongTypeError. Reports go to the study's pruner, other numbers of a result to the `user_attrs`
+    of the trial. Optuna handles exceptions of the objective.
     """
     space = spaces.checked(space, "as_optuna()")
 

@@ -37,17 +37,21 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of values, and what became of it."""
+    """One dict of `values`, and the result of the objective for it, after `seconds`.
+
+    `index` is the number of the trial, and `status` is "done", "failed" (with a `cause`) or
+    "pruned". `value` is the float that is compared (of a pruned trial the last one reported),
+    `metrics` are all numbers returned by name, and `reports` those on the way, by step.
+    """
 
     index: int
     values: dict[str, Any]
-    status: str  # "done", "failed", "pruned"
-    # what the best is sought of; of a pruned trial the last that it reported
+    status: str
     value: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     cause: Cause | None = None
     seconds: float = 0.0
-    reports: dict[int, float] = field(default_factory=dict)  # by step
+    reports: dict[int, float] = field(default_factory=dict)
 
 
 def ranked(value: float | None, mode: str) -> float:

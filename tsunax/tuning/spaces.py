@@ -44,28 +44,18 @@ class uniform:
 
     def at(self, u: float) -> float:
         """The value below which the part u of the space lies."""
-        return self.low + u * (self.high - self.low)
+        return _between(self, self.high, u)
 
 
 @dataclass(frozen=True)
-class log_uniform:
+class log_uniform(uniform):
     """A positive float between `low` and `high`, whose logarithm is uniform.
 
     >>> log_uniform(1e-4, 1.0).at(0.5)
     0.01...
     """
 
-    low: float
-    high: float
-    log: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _keep_bounds(self, float, positive=True)
-
-    def at(self, u: float) -> float:
-        """The value below which the part u of the space lies."""
-        found = math.exp(math.log(self.low) + u * math.log(self.high / self.low))
-        return min(max(found, self.low), self.high)
+    log = True
 
 
 @dataclass(frozen=True)
@@ -81,15 +71,19 @@ class integer:
     log: bool = False
 
     def __post_init__(self) -> None:
-        _keep_bounds(self, int, positive=self.log)
+        _keep_bounds(self, int)
 
     def at(self, u: float) -> int:
         """The value below which the part u of the space lies."""
-        if self.log:
-            found = math.exp(math.log(self.low) + u * math.log((self.high + 1) / self.low))
-        else:
-            found = self.low + u * (self.high - self.low + 1)
-        return min(max(math.floor(found), self.low), self.high)
+        return min(math.floor(_between(self, self.high + 1, u)), self.high)
+
+
+def _between(entry: uniform | integer, high: float, u: float) -> float:
+    """The number below which the part u of the range from `entry.low` to `high` lies."""
+    if not entry.log:
+        return entry.low + u * (high - entry.low)
+    found = math.exp(math.log(entry.low) + u * math.log(high / entry.low))
+    return min(max(found, entry.low), high)
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def sample(space: Mapping[str, Any], seed: int, trial: int) -> dict[str, Any]:
 
 
 def is_drawn(entry: object) -> bool:
-    return isinstance(entry, uniform | log_uniform | integer | choice)
+    return isinstance(entry, uniform | integer | choice)
 
 
 def random_bits(seed: int, trial: int, name: str, dtype: Any) -> int:
@@ -146,7 +140,7 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(laid, values, strict=True)) for values in itertools.product(*laid.values())]
 
 
-def checked(space: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
     if not isinstance(space, Mapping) or not space:
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
@@ -178,7 +172,7 @@ def _plain(value: Any, at: str) -> Any:
     raise WrongTypeError("value", at, trees.describe(value), expected, fix)
 
 
-def _keep_bounds(entry: Any, kind: type, positive: bool = False) -> None:
+def _keep_bounds(entry: Any, kind: type) -> None:
     """Check the bounds of an entry, and keep them as Python's own numbers."""
     where = f"{type(entry).__name__}()"
     for name in ("low", "high"):
@@ -189,6 +183,6 @@ def _keep_bounds(entry: Any, kind: type, positive: bool = False) -> None:
             raise WrongTypeError(name, where, trees.describe(x), expected)
         object.__setattr__(entry, name, x)
     low, high = entry.low, entry.high
-    if not (0 if positive else -math.inf) < low < high < math.inf:
-        expected = f"{'0 < ' * positive}low < high, both finite"
+    if not (0 if entry.log else -math.inf) < low < high < math.inf:
+        expected = f"{'0 < ' * entry.log}low < high, both finite"
         raise HyperparameterError("bounds", where, f"low={low}, high={high}", expected)

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Figure, StrPath, checks, durable_files, tables, trees
+from tsunax._core import StrPath, checks, durable_files, tables, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax.distributed import collectives
 from tsunax.distributed.ray import library as ray_library
@@ -36,10 +36,9 @@ from tsunax.errors import (
     ProcessError,
     TrialError,
     WrongTypeError,
-    suggests_names,
     unknown,
+    warn,
 )
-from tsunax.run import plots
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Trial
@@ -51,15 +50,19 @@ _SHOWN = 20  # trials in a table
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The trials of a sweep in their order; prints as a table, the best first."""
+    """The `trials` of a sweep, a tuple in their order; prints as a table, the best first.
+
+    `space` has the names of the hyperparameters, `mode` is "min" or "max": `result.best.value`.
+    """
 
     trials: tuple[Trial, ...]
     space: tuple[str, ...]
     mode: str = "min"
+    _repr_html_ = tables.folded
 
     @property
     def best(self) -> Trial:
-        """The trial with the best finite value. Raises TrialError if none has one."""
+        """The trial with the best finite value, a number; TrialError if none has one."""
         done = [trial for trial in self.trials if trial.status == "done"]
         if not done:
             failed = [trial for trial in self.trials if trial.cause]
@@ -101,14 +104,6 @@ class Result:
         lines = tables.aligned(rows, [0, len(self.space) + 1])
         return "\n".join([f"{len(self)} trials", *lines, *([f"... {more} more"] if more else [])])
 
-    def plot(self) -> Figure:
-        """A matplotlib Figure: the value over each name that varies; the best trial is marked."""
-        columns = {name: [t.values.get(name) for t in self.trials] for name in self.space}
-        varied = {name: x for name, x in columns.items() if len(set(map(spaces.label, x))) > 1}
-        values, states = [t.value for t in self.trials], [t.status for t in self.trials]
-        best = self.trials.index(self.best)
-        return plots.scatter(varied or columns, values, states, best=best)
-
 
 def _cell(x: Any) -> str:
     text = f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x)
@@ -122,10 +117,9 @@ class _Ending(Interrupt):
         raise KeyboardInterrupt
 
 
-@suggests_names
 def tune(
     objective: Callable[..., Any],
-    space: Mapping[str, Any],
+    space: Mapping[str, Any] | None = None,
     *,
     trials: int | None = None,
     backend: str = "random",
@@ -226,7 +220,9 @@ def tune(
                 raise
         finally:
             bar.close(said)
-    return ended()
+    if (found := ended()).trials and all(trial.cause for trial in found.trials):
+        warn(f"tune(): no trial ended with a number. The first: {found.trials[0].cause}")
+    return found
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
@@ -241,9 +237,10 @@ def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
     try:
         given |= _trials.own(objective, None, len)
         inspect.signature(objective).bind(**given)
-    except TypeError as error:
-        expected = "one that takes the names of the space as keywords"
-        raise HyperparameterError("objective", "tune()", str(error), expected) from None
+    except TypeError:
+        expected = f"one of {', '.join(space)} (the names of the space)"
+        got = trees.describe_call(objective)
+        raise HyperparameterError("objective", "tune()", got, expected) from None
 
 
 _Group = list[tuple[int, Any]]  # trials: number and values, None if they are to be proposed
@@ -330,7 +327,10 @@ class _Sweep:
 
 
 def read(directory: StrPath) -> Result:
-    """The trials of a directory so far, also while a sweep writes there. Raises CheckpointError."""
+    """The trials of a `directory` (a path) so far: `read("sweep").best`; also while a sweep writes.
+
+    Raises CheckpointError for a path without a sweep.
+    """
     about, trials = _study.read(durable_files.folder_of(directory, "directory", "read()"))
     return Result(tuple(trials), tuple(about["space"]), about["mode"])
 

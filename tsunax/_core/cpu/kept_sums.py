@@ -2,7 +2,7 @@
 
 A value with two readers has a sum of two cotangents. Along a residual stream, the gradient of the
 next norm and the next sum read each such sum. XLA:CPU computes the whole chain of sums again in
-each reader, so that work and compile time grow with the square of the depth. `keep_sums` passes each sum
+each reader: work and compile time grow with the square of the depth. `keep_sums` passes each sum
 through a conditional that always takes the same branch: XLA fuses nothing through it. It rewrites
 the jaxpr, so that it works for any model.
 
@@ -39,9 +39,9 @@ _NEVER = {"float32": (jnp.uint32, 0x7FE12345), "bfloat16": (jnp.uint16, 0x7FE1),
 def keep_sums(fn: Callable) -> Callable:
     """`fn`, which takes a gradient, with large sums of cotangents kept in memory on CPU.
 
-    >>> f = keep_sums(jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)))
-    >>> bool(jnp.all(f(jnp.arange(3.0)) == jax.grad(lambda x: jnp.sum(jnp.sin(x) * x))(jnp.arange(3.0))))
-    True
+    >>> f = keep_sums(jax.grad(lambda x: jnp.sum(x * x)))
+    >>> f(jnp.arange(3.0)).tolist()
+    [0.0, 2.0, 4.0]
     """
     return rewritten(fn, _equations)
 
@@ -88,6 +88,3 @@ def _through_cond(x):
     bits, never = _NEVER[x.dtype.name]
     first = jax.lax.bitcast_convert_type(jax.lax.slice_in_dim(x.reshape(-1), 0, 1)[0], bits)
     return jax.lax.cond(first != never, lambda x: x, lambda x: jnp.full_like(x, jnp.nan), x)
-
-
-__all__ = ["keep_sums"]

@@ -1,0 +1,47 @@
+"""The call of a loss function that a training step differentiates, seen by the models in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax._core import PyTree
+
+
+@dataclass
+class TrainingCall:
+    """The leaves of the model state that the loss function was given."""
+
+    model_state: list[Any]
+    moved: bool = False  # whether a model in train mode made other leaves of these
+
+    def note(self, before: PyTree, after: PyTree) -> None:
+        """Note that a model returned `after` for its state `before`.
+
+        States of equal shapes count as the same, because `jax.jit` and `jax.checkpoint` in a loss
+        function replace the arrays of their arguments by tracers.
+        """
+        before, after = jax.tree.leaves(before), jax.tree.leaves(after)
+        is_the_same = lambda a, b: len(a) == len(b) and all(map(lambda x, y: x is y, a, b))
+        shapes = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+        if before and shapes(before) == shapes(self.model_state):
+            self.moved |= not is_the_same(before, after)
+
+
+current: ContextVar[TrainingCall | None] = ContextVar("training_call", default=None)
+
+
+@contextlib.contextmanager
+def training_call(model_state: PyTree) -> Iterator[TrainingCall]:
+    """Within it, `current.get()` is this call."""
+    token = current.set(call := TrainingCall(jax.tree.leaves(model_state)))
+    try:
+        yield call
+    finally:
+        current.reset(token)
