@@ -64,6 +64,7 @@ from tsunax.rules.optimizers import sign_sgd as sign_sgd
 from tsunax.rules.optimizers import signum as signum
 from tsunax.rules.optimizers import simplified_ademamix as simplified_ademamix
 from tsunax.rules.optimizers import sm3 as sm3
+from tsunax.rules.optimizers import soap as soap
 from tsunax.rules.optimizers import sophia as sophia
 from tsunax.rules.optimizers import yogi as yogi
 from tsunax.rules.spikes import reject_spikes as reject_spikes

@@ -1,6 +1,6 @@
-"""optax's optimizers made live, by name, and six rules of Optimisers.jl that optax has otherwise.
+"""optax's optimizers made live, by name, `soap`, and six rules of Optimisers.jl.
 
-Each is optax's own optimizer: the same arguments and defaults, and the same trajectory up to
+All but these seven are optax's own: the same arguments and defaults, and the same trajectory up to
 rounding (docs/live-rules.md lists the rules that differ, and by how much).
 """
 
@@ -11,7 +11,7 @@ from typing import Final
 import optax
 import optax.contrib
 
-from tsunax.rules import _flux
+from tsunax.rules import _flux, _soap
 from tsunax.rules.live_factory import LiveFactory, live
 
 adabelief: Final = live(optax.adabelief)
@@ -65,6 +65,8 @@ schedule_free_adamw: Final = live(optax.contrib.schedule_free_adamw)
 schedule_free_sgd: Final = live(optax.contrib.schedule_free_sgd)
 simplified_ademamix: Final = live(optax.contrib.simplified_ademamix)
 sophia: Final = live(optax.contrib.sophia)
+
+soap: Final = live(_soap.soap)
 
 flux_adagrad: Final = live(_flux.flux_adagrad)
 flux_adamw: Final = live(_flux.flux_adamw)

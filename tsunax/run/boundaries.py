@@ -23,7 +23,7 @@ from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.rejections import Rejections
 from tsunax.run.row_log import RowLog
 from tsunax.run.rows import check_row
-from tsunax.run.run import Run, blamed
+from tsunax.run.run import OF_FIT, Run, blamed
 from tsunax.state import TrainState, donated
 from tsunax.states import States, training_states
 
@@ -150,8 +150,9 @@ class Boundaries:
 
         Not before the first row and the first evaluation, nor if a callback may log it later.
         """
-        options, names = self.options, self.run.history.names
-        is_early = not names or (options.evaluate is not None and self.evaluated < 0)
+        options, found = self.options, self.run.history.names
+        names = [*dict.fromkeys([*found, *OF_FIT])]  # rates come with the first rows or later
+        is_early = not found or (options.evaluate is not None and self.evaluated < 0)
         for metric, who in self.watched.items():
             is_evaluated = options.evaluate is not None and "/" in metric
             if metric in names or (is_early and not is_end):

@@ -1,0 +1,150 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, as a plain optax factory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from tsunax._core import PyTree, Scalar, checks
+
+
+class ScaleBySoapState(NamedTuple):
+    """The state of `soap`. A side of a matrix that has no basis has a `MaskedNode`."""
+
+    calls: Scalar  # int32; the first one sets the bases and moves nothing
+    mu: PyTree  # f32, means of the gradients
+    nu: PyTree  # f32, means of their squares in the bases
+    rows: PyTree  # f32, means of g gᵀ
+    columns: PyTree  # f32, means of gᵀ g
+    row_basis: PyTree  # their eigenvectors, one a column
+    column_basis: PyTree
+
+
+def _turned(x: jax.Array, bases: Any, back: bool = False) -> jax.Array:
+    """`x` in the bases of its rows and columns, or from there back."""
+    rows, columns = bases
+    if isinstance(rows, jax.Array):
+        x = (rows if back else rows.mT) @ x
+    if isinstance(columns, jax.Array):
+        x = x @ (columns.mT if back else columns)
+    return x
+
+
+def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) -> Any:
+    """The bases as they were (0), after an orthogonal iteration (1), or eigenvectors (2)."""
+    factors, treedef = jax.tree.flatten(factors)
+
+    def mapped(f, stacks):
+        from tsunax.rules.matrices import map_matrices
+
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        found = map_matrices(f, flat, mesh) if mesh else map(jax.vmap(f), flat)
+        return [y.reshape(x.shape) for x, y in zip(factors, found, strict=True)]
+
+    def iterated(bases):
+        both = [jnp.concatenate(pair, -2) for pair in zip(factors, bases, strict=True)]
+        return mapped(lambda x: jnp.linalg.qr(jnp.matmul(*jnp.split(x, 2)))[0], both)
+
+    largest_first = lambda x: jnp.linalg.eigh(x)[1][:, ::-1]
+    choices = [list, iterated, lambda _: mapped(largest_first, factors)]
+    return treedef.unflatten(jax.lax.switch(stage, choices, jax.tree.leaves(bases)))
+
+
+def soap(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.95,
+    b2: Any = 0.95,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.01,
+    mask: Any = None,
+    precondition_frequency: int = 10,
+    max_size: int = 10_000,
+):
+    """SOAP: Adam in the slowly changing eigenbasis of Shampoo's preconditioner.
+
+    For a matrix with gradient g, L ← b2·L + (1 − b2)·g gᵀ and R ← b2·R + (1 − b2)·gᵀ g. Adam (`b1`,
+    `b2`, `eps`) runs on Qᵀ g P, and its update u is turned back to Q u Pᵀ. At every
+    `precondition_frequency`-th update Q ← qr(L Q) and P ← qr(R P), the eigenvectors in the limit;
+    the devices of a mesh share these, as in `muon`. The first call sets the bases, and only
+    `weight_decay` moves the parameters. It is that of `adamw`, where `mask` is true.
+
+    The last two axes of an array are a matrix, the others count matrices. A side longer than
+    `max_size` has no basis; arrays with less than two axes are Adam's. The state has 2·rows² +
+    2·columns² numbers for each matrix beside Adam's, all float32. Raises HyperparameterError for a
+    number that is out of range or not finite. Vyas et al. 2024, arXiv:2409.11321.
+
+    >>> rule, params = soap(0.1, eps=1e-3, weight_decay=0.0), jnp.ones((2, 2))
+    >>> state = rule.init(params)
+    >>> g = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+    >>> for _ in range(2):
+    ...     updates, state = rule.update(g, state, params)
+    >>> f"{jnp.trace(updates):.2f}"  # -0.1 times the identity
+    '-0.20'
+    """
+
+    checks.check_count(precondition_frequency, "soap()", "precondition_frequency")
+
+    def side(p: Any, axis: int, start: Any) -> Any:
+        if p.ndim < 2 or p.shape[axis] > max_size:
+            return optax.MaskedNode()
+        n = p.shape[axis]
+        return jnp.broadcast_to(start(n), (*p.shape[:-2], n, n))
+
+    def init(params):
+        zeros = [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
+        starts = [lambda n: jnp.zeros((n, n)), jnp.eye]
+        sides = [
+            jax.tree.map(lambda p: side(p, axis, start), params)  # noqa: B023
+            for start in starts
+            for axis in (-2, -1)
+        ]
+        return ScaleBySoapState(jnp.zeros([], jnp.int32), *zeros, *sides)
+
+    def update(updates, state, params=None, *, device_mesh: Mesh | None = None, **extra):
+        del params, extra
+        leaves, treedef = jax.tree.flatten(updates)
+        mu, nu, *sides = map(treedef.flatten_up_to, state[1:])
+        bases = list(zip(*sides[2:], strict=True))
+        is_first, t = state.calls == 0, jnp.maximum(state.calls, 1)
+        with jax.default_matmul_precision("float32"):
+            g = [x.astype(jnp.float32) for x in leaves]
+            new_mu = optax.tree.update_moment(g, mu, b1, 1)
+            new_nu = optax.tree.update_moment(list(map(_turned, g, bases)), nu, b2, 2)
+            means = optax.tree.bias_correction(new_mu, b1, t)
+            squares = optax.tree.bias_correction(new_nu, b2, t)
+            found = [
+                _turned(_turned(m, q) / (jnp.sqrt(v) + eps), q, back=True)
+                for m, v, q in zip(means, squares, bases, strict=True)
+            ]
+            outer = [lambda x: x @ x.mT, lambda x: x.mT @ x]
+            factors = [
+                [
+                    optax.tree.update_moment(f(x), old, b2, 1)
+                    if isinstance(old, jax.Array)
+                    else old
+                    for x, old in zip(g, olds, strict=True)
+                ]
+                for f, olds in zip(outer, sides[:2], strict=True)
+            ]
+            stage = jnp.where(is_first, 2, jnp.where(t % precondition_frequency == 0, 1, 0))
+            bases = _new_bases(stage, factors, sides[2:], device_mesh)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(is_first, old, new), [new_mu, new_nu], [mu, nu]
+        )
+        updates = [
+            jnp.where(is_first, 0, u).astype(x.dtype) for u, x in zip(found, leaves, strict=True)
+        ]
+        fields = map(treedef.unflatten, (*kept, *factors, *bases))
+        return treedef.unflatten(updates), ScaleBySoapState(
+            optax.safe_increment(state.calls), *fields
+        )
+
+    return optax.chain(
+        optax.GradientTransformationExtraArgs(init, update),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
