@@ -642,6 +642,8 @@ def test_an_empty_directory(tmp_path):
     assert error_of(lambda: checkpoints.restore(state, step=3)) == (
         f"checkpoint at {tmp_path}: got step 3, expected one of none."
     )
+    with pytest.raises(CheckpointError, match="got none, expected at least one"):
+        checkpoints.restore(state, params_only=True)  # a path with a mistake, and no trained params
     missing = Checkpoints(tmp_path / "not there", read_only=True)
     assert missing.restore(state).step is None and not (tmp_path / "not there").exists()
 

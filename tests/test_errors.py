@@ -26,6 +26,7 @@ from tsunax.errors import (
     LossError,
     ParamsError,
     PatternError,
+    RowError,
     RuleError,
     StateError,
     TsunaxError,
@@ -707,6 +708,8 @@ USES = [
     row(0, "evaluate a loss", lambda: ts.evaluate(unnamed, good(), [X]), WrongTypeError, "eval_step: got unnamed(p, x), a loss function", "Give ts.eval_step(unnamed)."),
     row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError, "result at eval_step: got 1.0 (float)", "ts.eval_step(loss_fn)"),
     row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data: got float32[", "One batch: [batch]."),
+    row(0, "no evaluation to stop by", lambda: ts.fit(ts.train_step(loss_fn), setup(), [X], steps=1, progress=False, callbacks=ts.callbacks.early_stopping()), RowError, "metric at early_stopping(): got 'val/loss'", "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data})).", compiles=True),
+    row(0, "mask not used", lambda: ts.train_step(lambda params, batch, mask: loss_fn(params, batch), accumulate=3)(good(), X), LossError, "mask at loss_fn: got a loss that does not use it", "Return ts.Loss.mean(values, mask)."),
     row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError, "callback at fit(): got the class early_stopping", "Call it: early_stopping(...)."),
     row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError, "logger at fit(): got the class csv", "Call it: csv(...)."),
     row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError, "result at callback: got the function <lambda>", "a TrainState. Is it a factory? Call it."),
@@ -734,6 +737,7 @@ USES = [
     row(0, "metrics by position", lambda: ts.Loss.mean(X, {"acc": X}), LossError, "where at Loss.mean(): got dict with acc", "Write metrics={...}."),
     row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
     row(0, "setup of a module with statistics", lambda: setup(nnx.BatchNorm(4, rngs=nnx.Rngs(0))), ParamsError, "params at setup(): got BatchNorm", "First model = "),
+    row(0, "setup of a module's whole state", lambda: setup(nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))[1]), ParamsError, "params at setup(): got State", "batch statistics are not trained", "First model = "),
     row(0, "setup of linen's variables", lambda: setup({"params": good().params, "batch_stats": {"mean": X}}), ParamsError, "params at setup(): got dict with params, batch_stats", "or linen"),
     row(0, "setup of a module", lambda: setup(drops()), ParamsError, "First model = ts.models.nnx(module), or linen, then setup(rule, model.params, model_state=model.model_state)"),
     row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "or linen, then", "model.params"),
@@ -836,7 +840,23 @@ FAULTS = {  # of the user's own code: how to meet it, what is raised, and what i
     "if on an array": (lambda: step(branching), jax.errors.TracerBoolConversionError),
     "a Loss without total": (lambda: returns(lambda v: ts.Loss()), TypeError),
     "in a library": (lambda: step(library), ValueError),
+    "labels as floats": (lambda: step(labeled, batch=(X, X)), TypeError),
+    "labels with an axis": (lambda: step(labeled, batch=(X, np.zeros((8, 1), int))), ValueError),
+    "a list in the batch": (
+        lambda: step(lambda p, batch: loss_fn(p, batch[0] @ PARAMS["head"]["bias"]), batch=[[1.0]]),
+        TypeError,
+    ),
 }
+MEANINGS = {
+    "labels as floats": "for one-hot labels use ts.losses.softmax_cross_entropy",
+    "labels with an axis": "Integer labels have the shape (rows,)",
+    "a list in the batch": "give np.asarray(...)",
+}
+
+
+def labeled(params, batch):
+    x, labels = batch
+    return ts.losses.softmax_cross_entropy_with_integer_labels(apply(params, x), labels).mean()
 
 
 def library(params, batch):
@@ -854,6 +874,7 @@ def test_an_error_of_the_users_code_is_raised_as_it_is(name):
     assert re.match(r"raised by the loss function .+?; its batch: ", note), note
     assert ("print with jax.debug.print" in note) == (name == "if on an array")
     assert lint(f"x at y: got 1, expected 2. {note}.") == []
+    assert note.endswith(MEANINGS.get(name, ""))
     own = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tsunax/" in frame.f_code.co_filename]
     assert len(own) <= 1  # the entry that the user called
 

@@ -577,6 +577,13 @@ def test_rates_are_of_one_stretch_and_leave_compiling_out():
     assert np.nanmax(rates) <= 250, rates
 
 
+def test_rates_count_steps_and_not_calls_that_only_gather():
+    rule = ts.rules.accumulate(ts.rules.sgd(0.1), every=4)
+    _, history = fit(ts.train_step(loss_fn), ts.setup(rule, init()), even(), steps=40, log_every=1, steps_per_call=8)
+    rates, examples = history["steps_per_second"], history["examples_per_second"]
+    np.testing.assert_allclose(examples[-1], 4 * 8 * rates[-1], rtol=1e-6)  # four batches of eight rows a step
+
+
 @pytest.mark.medium
 def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
     other = lambda params, batch: loss_fn(params, batch)

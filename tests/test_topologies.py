@@ -149,7 +149,7 @@ def test_names_that_libtpu_does_not_know(devices):
 
 def test_without_libtpu(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
-    with pytest.raises(ts.errors.MissingLibraryError, match=re.escape("pip install 'tsunax[tpu]'")):
+    with pytest.raises(ts.errors.MissingLibraryError, match=re.escape("pip install 'jax[tpu]>=0.7.2'")):
         ts.devices.topology("v5e:2x4")
 
 

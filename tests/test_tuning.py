@@ -614,7 +614,7 @@ def test_as_a_trainable_of_ray(ray, tmp_path):
 def test_without_the_library(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "optuna", None)
     for options in (dict(backend="optuna"), dict(directory=tmp_path / "a")):
-        with pytest.raises(MissingLibraryError, match=r"optuna at tune.*pip install 'tsunax\[tune\]'"):
+        with pytest.raises(MissingLibraryError, match=r"optuna at tune.*pip install 'optuna>=4.6'"):
             tune(**options)
     assert not (tmp_path / "a").exists() and len(tune()) == 12
 

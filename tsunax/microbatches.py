@@ -77,8 +77,9 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
     if padding and mask is None:
-        fix = "Name `mask` in loss_fn, and the batch is padded; or drop the short last batch: "
-        fix, expected = f"{fix}ts.batches(..., drop_remainder=True).", "a multiple of"
+        fix = "Name `mask` in loss_fn and return ts.Loss.mean(values, mask): the batch is then "
+        fix += "padded. Or use ts.batches(..., drop_remainder=True)."
+        expected = "a multiple of"
         raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
 
     def apart(x: Any, fill: Any):

@@ -116,18 +116,18 @@ def _model_fix(params: Any) -> str:
     parts = "setup(rule, model.params, model_state=model.model_state)."
     if "tsunax.models.Model" in kinds:
         return f"Give its parts: {parts}"
-    is_flax = any(kind.startswith("flax.") and kind.endswith(".Module") for kind in kinds)
+    ends = (".Module", ".State")  # `nnx.split` gives a State
+    is_flax = any(kind.startswith("flax.") and kind.endswith(ends) for kind in kinds)
     is_flax |= isinstance(params, Mapping) and "batch_stats" in params
     return f"First model = ts.models.nnx(module), or linen, then {parts}" if is_flax else ""
 
 
 def _has_statistics(params: Any) -> bool:
-    if isinstance(params, Mapping):
-        return {"params", "batch_stats"} <= params.keys()
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(params, nnx.Module):
-        return False
-    return bool(jax.tree.leaves(nnx.state(params, nnx.BatchStat)))
+    if nnx is not None and isinstance(params, nnx.Module | nnx.State):  # a State is a Mapping, too
+        state = params if isinstance(params, nnx.State) else nnx.state(params)
+        return bool(jax.tree.leaves(nnx.filter_state(state, nnx.BatchStat)))
+    return isinstance(params, Mapping) and {"params", "batch_stats"} <= params.keys()
 
 
 def check_params(params: Any, flags: trees.Flags) -> None:

@@ -101,6 +101,13 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     return [bool(found & (2 << i)) for i in range(n)]
 
 
+def depends(fn: Callable, x: Any) -> bool:
+    """Whether an array of `fn(x)` depends on x. Traces `fn`."""
+    program = jax.make_jaxpr(fn)(x).jaxpr
+    union = Analysis(False, bool.__or__, lambda eqn, given: [any(given)] * len(eqn.outvars))
+    return any(union.run(program, [True]))
+
+
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 

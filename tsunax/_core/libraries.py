@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from tsunax.errors import MissingLibraryError
@@ -13,7 +14,7 @@ def library(name: str, where: str, extra: str = "") -> Any:
 
     >>> library("absent", "here", extra="plot")
     Traceback (most recent call last):
-    tsunax.errors.MissingLibraryError: absent at here: got no such ... pip install 'tsunax[plot]'
+    tsunax.errors.MissingLibraryError: absent at here: got no such ... pip install 'matplotlib>=3.9'
     """
     root = name.partition(".")[0]
     try:
@@ -21,5 +22,15 @@ def library(name: str, where: str, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         if (error.name or root).partition(".")[0] != root:
             raise
-        fix = f"pip install 'tsunax[{extra}]'" if extra else f"pip install {root}"
+        fix = f"pip install {_of_extra(extra) or root}"
         raise MissingLibraryError(root, where, "no such package", root, fix) from None
+
+
+def _of_extra(name: str) -> str:
+    """The requirement behind an extra of tsunax, quoted; "" if it is not installed as a package."""
+    try:
+        found = importlib.metadata.requires("tsunax") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    own = (text.partition(";")[0].strip() for text in found if f"extra == '{name}'" in text)
+    return " ".join(map(repr, own))

@@ -152,8 +152,8 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
         if rows % parts and (mesh.is_multi_process or not whole):
             of = " of this process" if mesh.is_multi_process else ""
             at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
-            fix = "Choose another batch_size, drop_remainder=True, or pad the batch and name "
-            fix += "`mask` in loss_fn."
+            fix = "Choose another batch_size or drop_remainder=True. Or name `mask` in loss_fn and "
+            fix += "return ts.Loss.mean(values, mask): the batch is then padded."
             raise DataError("batch", at, f"{rows} rows{of}", expected, fix)
         return _on(mesh, None if rows % parts else axis)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +125,15 @@ class LossFn:
         if not self.takes_batch and jax.tree.leaves(batch):
             got, fix = "a batch", "Let it take one, loss_fn(params, batch, ...); or give None."
             raise LossError("batch", trees.describe_call(self.fn), got, "none", fix)
+        call = lambda keywords: self.fn(params, *[batch][: self.takes_batch], **keywords)
         try:
-            out = self.fn(params, *[batch][: self.takes_batch], **keywords)
+            out = call(keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
                 error.add_note(_explaining().note(self.fn, batch, error))
             raise
+        if isinstance(mask, Tracer):
+            _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
         if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
             out = loss_of(out)
             if out.weight is None:
@@ -140,6 +144,16 @@ class LossFn:
                 raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
+
+
+def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> None:
+    """Raise LossError if the total does not depend on the mask: rows of padding would count."""
+    from tsunax._core.dataflow import depends
+
+    if not depends(lambda mask: loss(mask).total, mask):
+        got, fix = "a loss that does not use it", "Return ts.Loss.mean(values, mask)."
+        expected = "one in which masked rows do not count"
+        raise LossError("mask", "loss_fn", got, expected, fix)
 
 
 def _explaining() -> Any:

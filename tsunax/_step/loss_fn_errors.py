@@ -68,12 +68,27 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
         raise WrongTypeError(what, "", got, expected, fix) from None
 
 
+# what the messages of JAX, optax and flax mean in a loss function
+_MEANINGS = {
+    "numpy.integer": "Integer labels have the shape (rows,); for one-hot labels use "
+    "ts.losses.softmax_cross_entropy",
+    "indices and arr must have the same number": "Integer labels have the shape (rows,)",
+    "different trace level": "The loss function changes a flax module from outside: use "
+    "model = ts.models.nnx(module) and model.apply(params, ...)",
+    "'list'": "A list in a batch is a container: give np.asarray(...)",
+    "2- or 3- tuple": "model.apply returns (output, model_state)",
+    "'Model' object is not callable": "Call model.apply(params, ...)",
+}
+
+
 def note(fn, batch, error: Exception) -> str:
     """The note on an exception of the user's code: the function, and the shapes of its batch."""
     given = [f"{at} {trees.describe(x)}".strip() for at, x in trees.leaves_at("", batch)]
     shapes = trees.listed(given, 4) or "None"
     fix = ". It is compiled: return values as metrics, print with jax.debug.print"
     fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
+    meanings = (f". {meaning}" for text, meaning in _MEANINGS.items() if text in str(error))
+    fix = fix or next(meanings, "")
     return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
 
 

@@ -51,7 +51,7 @@ class Checkpoints:
 
     Args:
       path: the directory; made if it is not there. Relative ones are made absolute once. Or
-        "gs://bucket/run", with `pip install 'tsunax[gcs]'`.
+        "gs://bucket/run", with the extra `gcs`.
       every: what `due` goes by, in steps.
       keep_last: how many of the newest to keep; None: all.
       keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
@@ -268,8 +268,9 @@ class Checkpoints:
           partial: a pattern over the params: restore only these; everything else stays as in
             `like`.
           cast: let floats be restored in another float dtype.
-          resume: "auto" starts afresh (`step` None, `like` itself) where there is nothing at all;
-            "must" raises there; "never" raises if there is something.
+          resume: "auto" starts afresh (`step` None, `like` itself) if there is nothing at all;
+            "must", and "auto" with `params_only`, raises then; "never" raises if there is
+            something.
           params_only: restore params and model state; the optimizer starts anew. `like` may be a
             tree of params.
 
@@ -279,6 +280,8 @@ class Checkpoints:
         """
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
+        if resume == "auto" and params_only:
+            resume = "must"
         how = _matching.RestoreRequest(like, partial, cast, params_only)
         read = lambda at: _reading.read(self, at, how)
         return _reading.newest(self, like, step, resume, alike, read)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, checks, trees
-from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
+from tsunax.errors import RowError, StateError, WrongTypeError, message, unknown, warn
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
 from tsunax.run.feed import Feed
@@ -158,6 +158,13 @@ class Boundaries:
             if metric in names or (is_early and not is_end):
                 continue
             text = unknown("metric", who, metric, names)
+            if options.evaluate is None and "/" in metric:
+                fix = (
+                    "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
+                )
+                text = message(
+                    "metric", who, repr(metric), f"one of {trees.listed(names, 20)}", fix
+                )
             if is_end and not options.dry_run:
                 warn(text)
             elif is_evaluated or not self.may_log:

@@ -84,8 +84,9 @@ class Fit:
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
-        # per step over the last reads, without compiling and boundaries; 0: unknown
+        # per call over the last reads, without compiling and boundaries; 0: unknown
         self.seconds: float = 0.0
+        self.gathered: float = 0.0  # calls that only gathered, as those of `rules.accumulate` do
         self.read_at: float = 0.0  # when calls were read last; 0 before the first call
         self.idle: float = 0.0  # seconds that do not count
         self.idle_steps: int = 0  # done in them
@@ -260,7 +261,7 @@ class Fit:
             self.options.saver.poll()
 
     def measure(self) -> None:
-        """The seconds per step over the last reads, from the steps that are done by now."""
+        """The seconds per call over the last reads, from the steps that are done by now."""
         self.read_at = time.perf_counter()
         ready = (chunk.steps for chunk, infos in self.pending if info_columns.is_ready(infos))
         done = self.steps_read + sum(ready) - self.idle_steps
@@ -282,6 +283,7 @@ class Fit:
         is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.count + np.cumsum(verdicts > 0)
+        self.gathered += np.mean(verdicts < 0) * len(epochs)
         fatal = rejections.note(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
@@ -316,6 +318,8 @@ class Fit:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
         rejections.count = int(rejected[n - 1])
+        if len(due):
+            self.boundaries.look_for_watched(is_end=False)
         self.boundaries.bar.show(run.step, run.metrics)
         if fatal is not None:
             rejections.give_up(fatal, chunks, self.extra)
@@ -331,7 +335,8 @@ class Fit:
         columns = {name: x for name, x in columns.items() if name not in weights}
         if not self.seconds:
             return columns, {}
-        rates = {"steps_per_second": 1 / self.seconds}
+        taken = 1 - self.gathered / self.steps_read
+        rates = {"steps_per_second": taken / self.seconds}
         if weights:
             rates["examples_per_second"] = examples / self.seconds
         return columns, rates

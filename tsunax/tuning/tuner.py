@@ -194,6 +194,9 @@ def tune(
             raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     checks.check_count(trials, where, "trials")
     assert trials is not None
+    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
+        fix = "For a range, write ts.tuning.spaces.log_uniform(low, high)."
+        raise HyperparameterError("space", where, "constants alone", "an entry that varies", fix)
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
