@@ -300,7 +300,7 @@ def test_wrong_axes():
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[plot\]'"):
+    with pytest.raises(MissingLibraryError, match=r"pip install 'matplotlib>=3.9' .the extra 'plot'"):
         made().plot()
 
 

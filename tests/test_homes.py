@@ -345,7 +345,7 @@ def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     assert "expected store='orbax' in a bucket" in error_of(lambda: Checkpoints("gs://bucket/run", store="files"))
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     error = error_of(lambda: Checkpoints("gs://bucket/run"), MissingLibraryError)
-    assert error.endswith("expected gcsfs. pip install 'etils[epath-gcs]'")
+    assert error.endswith("expected gcsfs. pip install 'etils[epath-gcs]' (the extra 'gcs' of tsunax)")
     assert not os.listdir(tmp_path)
 
 

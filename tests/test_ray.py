@@ -35,5 +35,5 @@ def test_ray_train(ray, tmp_path):
 def test_without_ray(monkeypatch):
     for name in [*(name for name in sys.modules if name.startswith("ray.")), "ray", "ray.train", "ray.train.v2"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingLibraryError, match=r"pip install 'tsunax\[ray\]'"):
+    with pytest.raises(MissingLibraryError, match=r"pip install 'ray\[train,tune\]>=.*the extra 'ray'"):
         ts_ray.trainer(processes.losses, 2)

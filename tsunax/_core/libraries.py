@@ -14,7 +14,7 @@ def library(name: str, where: str, extra: str = "") -> Any:
 
     >>> library("absent", "here", extra="plot")
     Traceback (most recent call last):
-    tsunax.errors.MissingLibraryError: absent at here: got no such ... pip install 'matplotlib>=3.9'
+    tsunax.errors.MissingLibraryError: absent at here: got no such ... (the extra 'plot' of tsunax)
     """
     root = name.partition(".")[0]
     try:
@@ -22,7 +22,8 @@ def library(name: str, where: str, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         if (error.name or root).partition(".")[0] != root:
             raise
-        fix = f"pip install {_of_extra(extra) or root}"
+        named = f" (the extra {extra!r} of tsunax)" if extra else ""
+        fix = f"pip install {_of_extra(extra) or root}{named}"
         raise MissingLibraryError(root, where, "no such package", root, fix) from None
 
 
