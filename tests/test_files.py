@@ -60,7 +60,9 @@ BUCKETS = "Checkpoints", "fit(checkpoint=)", "restore_orbax"  # they take gs://,
 def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     if name in BUCKETS and importlib.util.find_spec("gcsfs") is None:
-        with pytest.raises(MissingLibraryError, match=r"expected gcsfs. pip install 'etils\[epath-gcs\]' .the extra 'gcs'"):
+        with pytest.raises(
+            MissingLibraryError, match=r"expected gcsfs. pip install 'etils\[epath-gcs\]' .the extra 'gcs'"
+        ):
             USES[name]("gs://bucket/a")
     refused = ["file:///tmp/a", Path("s3://bucket/a"), *([] if name in BUCKETS else ["gs://bucket/a"])]
     for url in refused:

@@ -193,7 +193,8 @@ def test_tensorboard_shows_nan(tmp_path):
 def test_without_tensorboardx_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(
-        MissingLibraryError, match=r"tensorboardX at tensorboard\(\): .*pip install 'tensorboardx>=2.6.4' .the extra 'loggers'"
+        MissingLibraryError,
+        match=r"tensorboardX at tensorboard\(\): .*pip install 'tensorboardx>=2.6.4' .the extra 'loggers'",
     ):
         loggers.tensorboard(tmp_path)
 

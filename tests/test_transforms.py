@@ -419,7 +419,9 @@ def test_other_mistakes(path):
         text = error_of(lambda odd=odd: restore(path, tree, transform=odd), WrongTypeError)
         assert text.startswith("transform at restore(): got ") and "expected {pattern: rearrange(" in text
     text = error_of(lambda: restore(path, tree, rename={"w": "v"}), WrongTypeError)
-    assert text.startswith("rename at restore(): got dict with w, expected a function of a name. Of a dict d: d.get")
+    assert text.startswith(
+        "rename at restore(): got dict with w, expected a function of a name. Of a dict d: lambda name: d.get(name, name)"
+    )
     assert "like at restore(): got none" in error_of(
         lambda: restore(path, transform={"w": torch_kernel}), WrongTypeError
     )

@@ -259,7 +259,7 @@ def fit(
                 options.saver = stack.enter_context(opening.opened(checkpoint))
         saver, fitting = options.saver, opening.begin(step, state, data, options)
         run = fitting.run
-        stack.callback(fitting.feed.close)
+        stack.callback(_closed, fitting)
         if goal.reached(run.step, fitting.feed.epoch):
             warn(opening.nothing_to_do(fitting))
             return run.state, run.history
@@ -292,6 +292,15 @@ def fit(
     if asked and not in_notebook():
         raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
     return run.state, run.history
+
+
+def _closed(fitting: Fit) -> None:
+    """Close the data; an interrupt while that waits has the state, too."""
+    try:
+        fitting.feed.close()
+    except BaseException as error:
+        with_state(error, fitting.run)
+        raise
 
 
 def _train(fitting: Fit, interrupt: Interrupt) -> None:

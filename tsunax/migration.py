@@ -23,7 +23,7 @@ import optax
 from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Where, tables, trees
-from tsunax._core.placement import beside
+from tsunax._core.placement import beside, offloaded
 from tsunax._step.members import members_of
 from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
@@ -161,6 +161,8 @@ def migrate(
     full = number_table.lower(fresh.opt_state, fresh.numbers)
     full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
     opt_state, numbers = number_table.hoist(full)
+    if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
+        opt_state = jax.tree.map(offloaded, opt_state)
     clock = beside(fresh.params, own(state.clock))
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
     _compare_fields(state, fresh, found)

@@ -189,7 +189,7 @@ def _check(members: Mapping[str, Any]) -> None:
     if not members:
         fix = "For example ts.States(generator=g, critic=c)."
         raise StateError("members", "States()", "none", "a training state by name", fix)
-    taken = {*dir(States), *States.__annotations__}
+    taken = {*dir(States), "clock", "tally", "carry", "members"}
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in taken:
             expected = "a name that can be an attribute, and is none of States'"

@@ -16,6 +16,7 @@ from tsunax._core import trees
 from tsunax.errors import DataError
 
 WHOLE = PartitionSpec()
+SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
 ALIGNED_FROM = 1 << 17  # bytes: below, a second copy costs less than the care to avoid it
 
 
@@ -210,6 +211,13 @@ def beside(params, tree):
         return x if here else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree)
+
+
+def offloaded(x):
+    """An array of a mesh in host memory; small ones stay."""
+    if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.size < SMALL:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
 
 def gather_params(params):

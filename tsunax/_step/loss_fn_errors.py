@@ -89,6 +89,7 @@ def note(fn, batch, error: Exception) -> str:
     fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
     meanings = (f". {meaning}" for text, meaning in _MEANINGS.items() if text in str(error))
     fix = fix or next(meanings, "")
+    fix = fix or (". Give the step or fit its data" if batch is None else "")
     return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
 
 

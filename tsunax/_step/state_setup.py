@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from tsunax import guard, reproduce
 from tsunax._core import checks, patterns, trees
@@ -124,7 +125,13 @@ def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     made = Analysis(False, operator.or_, lambda eqn, given: [any(given)] * len(eqn.outvars))
     program = jax.make_jaxpr(plan.init)(seen).jaxpr
     copies = made.run(program, [True] * len(program.invars))
-    no_moment = map(operator.or_, copies, accumulation.in_sums(opt_state))
+    # L-BFGS keeps the params and the gradient of the step before, to subtract them
+    is_pair = lambda x: isinstance(x, optax.ScaleByLBFGSState)
+    pairs = jax.tree.map(
+        lambda x: jax.tree.map(lambda _: is_pair(x), x), opt_state, is_leaf=is_pair
+    )
+    others = copies, accumulation.in_sums(opt_state), jax.tree.leaves(pairs)
+    no_moment = map(any, zip(*others, strict=True))
     low, out = plan.precision.moments, []
     for x, owner, other in zip(leaves, owners, no_moment, strict=True):
         is_moment = not other and x.dtype == np.float32

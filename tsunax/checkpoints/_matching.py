@@ -23,7 +23,7 @@ from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError
+from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, base
 
 # --------------------------------------------------------------------------------------- to a state
@@ -252,7 +252,10 @@ class RestorePlan:
 
 
 def restarted(state: TrainState, **parts) -> TrainState:
-    """A state whose optimizer starts at restored params."""
+    """A state whose optimizer starts at restored params. Raises StateError for shapes."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+        fix = "Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh)."
+        raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
     state = state.replace(**parts)
     old = averages_of(state)
     anew = {name: trees.offloaded_like(x.of(base(state)), x) for name, x in old.items()}
@@ -270,9 +273,9 @@ def placed(value, like, kind: str):
     if isinstance(like, np.generic):
         return value.astype(like.dtype)[()]
     if isinstance(like, np.ndarray):
-        return value.astype(like.dtype, copy=False)
+        return leaves.in_dtype(value, like.dtype, "restore()")
     sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
-    value = value if of_key else value.astype(like.dtype, copy=False)
+    value = value if of_key else leaves.in_dtype(value, like.dtype, "restore()")
     if sharding is not None and not sharding.is_fully_addressable:
         # each process makes its part, and nobody waits
         made = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)

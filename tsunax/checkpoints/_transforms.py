@@ -44,9 +44,12 @@ class Transform:
         return _moved(x, *_solved(self.file, self.leaf, self.sizes, x.shape))
 
     def inverse(self, x: Any) -> Any:
-        """The array of the file for `x`, a leaf. Raises ValueError for another shape."""
+        """The array of the file for `x`, a leaf.
+
+        Raises ValueError for another shape, CheckpointError for numbers too large for the dtype.
+        """
         x = _moved(x, *_solved(self.leaf, self.file, self.sizes, x.shape))
-        return x.astype(self._dtype_of(x.dtype.name), copy=False)
+        return leaves.in_dtype(x, self._dtype_of(x.dtype.name), "save()")
 
     def stored(self, leaf: Leaf) -> Leaf:
         """The description of the array in the file, from that of the leaf; raises as `inverse`."""
@@ -105,6 +108,7 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
     is_odd = len(sides) != 2 or any(odd for side in sides for *_, odd in side)
     is_odd = is_odd or names[0] != names[1] or len(set(names[0])) < len(names[0])
     is_odd = is_odd or not set(sizes) <= set(names[0])
+    is_odd = is_odd or any(x != "..." and not x.isidentifier() for x in names[0])
     if is_odd or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side):
         got, expected = f"{pattern!r} with {sizes}", "each name once on both sides of '->'"
         expected += ", and the length of all names but one in parentheses"
@@ -164,10 +168,14 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
     flags = patterns.select(where, tree) if where is not None else (True,) * len(names)
     if rename is not None and not callable(rename):
         got = trees.describe(rename)
-        raise WrongTypeError("rename", call, got, "a function of a name", "Of a dict d: d.get.")
+        fix = "Of a dict d: lambda name: d.get(name, name)."
+        raise WrongTypeError("rename", call, got, "a function of a name", fix)
     found: list[Any] = names if rename is None else [rename(name) for name in names]
-    if odd := [x for x in found if not isinstance(x, str)]:
-        raise WrongTypeError("result of rename", "", trees.describe(odd[0]), "a name")
+    for name, x in zip(names, found, strict=True):
+        if not isinstance(x, str):
+            raise WrongTypeError(
+                f"result of rename for {name!r}", call, trees.describe(x), "a name"
+            )
     given = {} if transform is None else transform
     if not isinstance(given, Mapping) or any(type(x) is not Transform for x in given.values()):
         got, expected = trees.describe(transform), "{pattern: rearrange(…)} or {pattern: cast(…)}"
@@ -182,7 +190,8 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
                 plan[i] = _mapped(leaves.leaf_of(path, x), name, how)
             except ValueError as error:
                 faults.append(f"{show('tree', path)}: {error}")
-    _matching.refuse(f"leaves that do not fit in {call}", faults, "")
+    fix = "Change the pattern of transform=, or its sizes."
+    _matching.refuse(f"leaves that do not fit in {call}", faults, fix)
     return plan
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
+from tsunax._step.state_fields import COUNTS
 from tsunax.checkpoints import _blocks, _host_copies, _matching, _orbax, _safetensors, leaves
 from tsunax.checkpoints._transforms import Mapped, Transform, cast, planned, rearrange
 from tsunax.checkpoints.checksums import Bounds
@@ -290,7 +291,7 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool, call:
             raise WrongTypeError("like", call, "none", expected)
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
-    has_state = "clock" in source.leaves and rename is None
+    has_state = rename is None and _has_state(source, like)
     takes_params = isinstance(like, TrainState) and (where is not None or not has_state)
     tree = like.params if takes_params else like
     is_params = has_state and (takes_params or not leaves.tree_of(like).states)
@@ -298,6 +299,16 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool, call:
     plan = planned(tree, where, rename, transform, call, prefix)
     found = _filled(source, tree, plan, cast, (prefix,) if where is None else ())
     return _matching.restarted(like, params=found) if takes_params else found
+
+
+def _has_state(source: _Source, like) -> bool:
+    """Whether the file has a training state, and no arrays by the names of `like` alone."""
+    clock = source.leaves.get("clock")
+    if clock is None or clock.dtype != "int32" or clock.shape[-1:] != (len(COUNTS),):
+        return False
+    names = {"/".join(name) for name, _, _ in trees.leaves_with_names(like)}
+    is_plain = not isinstance(like, TrainState) and names <= source.leaves.keys()
+    return not is_plain and any(name.startswith(_PARAMS) for name in source.leaves)
 
 
 def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: tuple[str, ...]):

@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
-from tsunax.errors import WrongTypeError
+from tsunax.errors import CheckpointError, WrongTypeError
 from tsunax.state import TrainState
 from tsunax.states import COUNTED
 
@@ -206,3 +206,15 @@ def joined(keys: tuple[str, ...]) -> str:
 
 def show(root: str, path: Keys) -> str:
     return root + "".join(path)
+
+
+def in_dtype(value: Any, dtype: Any, where: str) -> Any:
+    """`value.astype(dtype)`. Raises CheckpointError if a finite number becomes infinite or NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = value.astype(dtype, copy=False)
+    if not isinstance(value, np.ndarray) or found is value or not trees.is_inexact(found):
+        return found
+    if bad := np.count_nonzero(np.isfinite(value) & ~np.isfinite(found)):
+        got = f"{bad} of {value.size} numbers that are too large for {found.dtype}"
+        raise CheckpointError("array", where, got, "a dtype that has room for them")
+    return found

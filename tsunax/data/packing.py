@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 
-from tsunax._core import trees
+from tsunax._core import checks, trees
 from tsunax.data import order
 from tsunax.data.batching import Batches, Positioned
 from tsunax.errors import DataError, WrongTypeError
@@ -48,6 +48,7 @@ def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
     >>> packed.values.tolist(), packed.segments.tolist()
     ([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], [[1, 1, 1, 0, 0], [1, 1, 1, 1, 2]])
     """
+    checks.check_count(length, "pack()", "length")
     arrays = _checked(sequences, length, "pack()")
     counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
     # how much room rows have, in order; the rows with so much
@@ -85,7 +86,7 @@ def pad(sequences: Sequence[ArrayLike], lengths: Sequence[int]) -> dict[int, Pad
     >>> {n: x.values.tolist() for n, x in pad([[1, 2, 3], [4], [5, 6]], [2, 4]).items()}
     {2: [[4, 0], [5, 6]], 4: [[1, 2, 3, 0]]}
     """
-    lengths = sorted(lengths)
+    lengths = sorted(np.ravel(lengths).tolist())
     arrays = _checked(sequences, lengths[-1] if lengths else 0, "pad()")
     found: dict[int, list[np.ndarray]] = {n: [] for n in lengths}
     for x in arrays:
@@ -104,6 +105,10 @@ def _checked(sequences: Sequence[ArrayLike], length: int, where: str) -> list[np
     arrays = [np.asarray(x) for x in sequences]
     if not arrays:
         raise DataError("sequences", where, "none", "one at least")
+    if not arrays[0].ndim:
+        raise DataError(
+            "sequences[0]", where, trees.describe(arrays[0]), "an array with a first axis"
+        )
     kind = lambda x: (x.shape[1:], x.dtype)
     for i, x in enumerate(arrays):
         at = f"sequences[{i}]"

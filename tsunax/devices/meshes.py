@@ -34,7 +34,6 @@ __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
 T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
-SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
 
 
 def mesh(
@@ -158,6 +157,9 @@ def shard(
 
 def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str | None]:
     """For each leaf of a state "pinned_host", or None for the memory of the devices."""
+    if isinstance(host, bytes) or not all(isinstance(name, str) for name in host):
+        expected = "names of parts of the state, such as 'moments'"
+        raise WrongTypeError("host", "shard()", trees.describe(host), expected)
     known: set[str] = set()
 
     def of(s):
@@ -167,7 +169,7 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
             name = "moments" if like == "rule" else field.name
             if leaves and like in ("rule", "trained", "average"):
                 known.add(name)
-            flags += [name in host and np.prod(np.shape(x)) >= SMALL for x in leaves]
+            flags += [name in host and np.prod(np.shape(x)) >= placement.SMALL for x in leaves]
         return flags or False
 
     is_state = lambda x: isinstance(x, TrainState)
@@ -316,7 +318,7 @@ class _Choice:
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
         parts, shape = math.prod(self.mesh.shape[name] for name in names), np.shape(leaf)
-        if parts == 1 or np.prod(shape) < SMALL:
+        if parts == 1 or np.prod(shape) < placement.SMALL:
             return spec
         entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
         axes = range(len(shape))
@@ -373,15 +375,20 @@ def describe_sharding(tree: PyTree) -> Placement:
     for at, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
         elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
-        if not isinstance(x, jax.Array) or elsewhere != "host":
+        is_shape = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
+        if not (is_shape or isinstance(x, jax.Array)) or elsewhere != "host":
             rows.append((at, kind, elsewhere, 0))
             continue
-        x = jax.random.key_data(x) if trees.is_key(x) else x
-        parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
+        if is_shape:  # also of devices that are not here
+            n = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            parts = [(str(device), n) for device in x.sharding.device_set]
+        else:
+            x = jax.random.key_data(x) if trees.is_key(x) else x
+            parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
         for device, n in parts:
             held[device] = held.get(device, 0) + (0 if trees.is_offloaded(x) else n)
         on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
-        total += x.nbytes
+        total += math.prod(x.shape) * x.dtype.itemsize
         most = max((n for _, n in parts), default=0)
         rows.append((at, kind, _words(x), most))
     return Placement(tuple(rows), held, total, on_host)
