@@ -375,16 +375,16 @@ def describe_sharding(tree: PyTree) -> Placement:
     for at, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
         elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
-        is_shape = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
-        if not (is_shape or isinstance(x, jax.Array)) or elsewhere != "host":
+        sharding: Any = getattr(x, "sharding", None)
+        if sharding is None or elsewhere != "host":
             rows.append((at, kind, elsewhere, 0))
             continue
-        if is_shape:  # also of devices that are not here
-            n = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            parts = [(str(device), n) for device in x.sharding.device_set]
-        else:
+        if isinstance(x, jax.Array):
             x = jax.random.key_data(x) if trees.is_key(x) else x
             parts = [(str(shard.device), shard.data.nbytes) for shard in x.addressable_shards]
+        else:  # a shape, perhaps on devices that are not here
+            n = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            parts = [(str(device), n) for device in sharding.device_set]
         for device, n in parts:
             held[device] = held.get(device, 0) + (0 if trees.is_offloaded(x) else n)
         on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
@@ -394,7 +394,7 @@ def describe_sharding(tree: PyTree) -> Placement:
     return Placement(tuple(rows), held, total, on_host)
 
 
-def _words(x: jax.Array) -> str:
+def _words(x: Any) -> str:
     """The sharding of an array in words."""
     if not isinstance(x.sharding, NamedSharding):
         devices = x.sharding.device_set

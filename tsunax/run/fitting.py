@@ -283,7 +283,7 @@ class Fit:
         is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.count + np.cumsum(verdicts > 0)
-        self.gathered += np.mean(verdicts < 0) * len(epochs)
+        self.gathered += float(np.mean(verdicts < 0)) * len(epochs)
         fatal = rejections.note(verdicts, steps, epochs, infos)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
