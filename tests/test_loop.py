@@ -893,11 +893,11 @@ def test_shapes_that_change():
     for batch in grow:
         expected, _ = STEP(expected, batch)
     assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(DataError, match=r"16 shapes .* ts\.batches"):
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         cheap = lambda state, batch: (state + 1, {})
         fit(cheap, jnp.zeros(()), [np.ones(n) for n in range(1, 30)], steps=29)
-    assert [str(warning.message).partition(":")[0] for warning in seen] == [f"batch at step {i}" for i in (2, 4, 8)]
+    assert [str(warning.message).partition(":")[0] for warning in seen] == [f"batch at step {i}" for i in (2, 4, 8, 16)]
 
 
 def short():
