@@ -43,11 +43,10 @@ def clock(monkeypatch):
 class View:
     """Keeps the facts."""
 
+    seconds = 1.0, 1.0
+
     def __init__(self):
         self.facts, self.notes, self.closed = [], [], 0
-
-    def interval(self, elapsed):
-        return 1.0
 
     def draw(self, facts):
         self.facts.append(copy.copy(facts))
@@ -212,8 +211,10 @@ def test_lines(clock, capsys):
 
 
 def test_lines_of_a_long_run_become_rare():
-    lines = progress._Lines()
-    assert [lines.interval(t) for t in (0, 60, 600, 3600, 1e6)] == [5, 5, 10, 60, 60]
+    bar, waits = progress.Progress(progress._Lines(), total=None, start=0), []
+    for bar.elapsed in (0, 60, 600, 3600, 1e6):
+        waits.append(bar.wait)
+    assert waits == [5, 5, 10, 60, 60]
 
 
 SCRIPT = """

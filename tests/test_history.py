@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from tsunax.errors import RowError, TsunaxError, WrongTypeError
 from tsunax.run import history as history_module
-from tsunax.run.history import History
-from tsunax.run.rows import check_names, check_row
+from tsunax.run.history import History, check_names, check_row
 
 NAN = float("nan")
 

@@ -121,9 +121,9 @@ def test_the_largest_where_memory_is_the_peak_of_several_phases(parts, limit, mo
     largest = min((limit - fixed) // row for fixed, row in parts)
     if largest < 1:
         return
-    size, report = by_analysis(bytes_of, limit, mode=mode, max_trials=60)
+    size, report = by_analysis(bytes_of, limit, mode=mode)
     assert size == (largest if mode == "binsearch" else 1 << (largest.bit_length() - 1))
-    assert len(report.trials) <= 25  # the default of max_trials
+    assert len(report.trials) <= 25
 
 
 def test_steps_of_memory_are_followed_to_the_last_row():
@@ -144,13 +144,6 @@ def test_the_margin_stays_free():
     size, report = find(memory=1000 << 20, margin=0.1)
     assert (size, report.limit) == (800, 900 * MIB)
     assert find(memory=1000 << 20)[0] == 850
-
-
-def test_the_last_trial_is_no_excuse_for_a_size_that_nobody_saw():
-    for most in range(1, 6):
-        bytes_of = lambda n: 100 * MIB + MIB * n
-        size, report = by_analysis(bytes_of, 1000 * MIB, mode="binsearch", max_trials=most)
-        assert len(report.trials) <= most and bytes_of(size) <= 1000 * MIB
 
 
 # ----------------------------------------------------------------------------------------------------------- real steps
@@ -278,7 +271,6 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
         (lambda: ANY(max_size=0), HyperparameterError, ["max_size", "got 0"]),
         (lambda: ANY(max_size=4, multiple_of=8), HyperparameterError, ["max_size", "got 4", "≥ 8"]),
         (lambda: ANY(multiple_of=-8), HyperparameterError, ["multiple_of", "-8"]),
-        (lambda: ANY(max_trials=0), HyperparameterError, ["max_trials"]),
         (lambda: ANY(mode="linear"), HyperparameterError, ["mode", "'linear'", "'power' or 'binsearch'"]),
         (lambda: ANY(margin=1.0), HyperparameterError, ["margin", "1.0"]),
         (lambda: ANY(margin=-0.1), HyperparameterError, ["margin"]),
@@ -345,10 +337,9 @@ def test_rates_and_losses_are_those_of_a_loop_by_hand():
 
 
 @pytest.mark.medium
-def test_a_linear_range_and_the_suggestions():
+def test_the_suggestions():
     step, state, data, _ = regression()
-    rate, report = find_learning_rate(step, state, data, low=0.001, high=0.2, points=50, mode="linear", smooth=0.0)
-    np.testing.assert_allclose(report.rates, np.linspace(0.001, 0.2, 50), rtol=1e-5)
+    rate, report = find_learning_rate(step, state, data, low=0.001, high=0.2, points=50, smooth=0.0)
     lines = [np.polyfit(np.arange(11), report.losses[i - 5 : i + 6], 1)[0] for i in range(5, 45)]
     assert report.used == 50 and rate == report.steepest == pytest.approx(report.rates[5 + int(np.argmin(lines))])
     assert report.tenth == pytest.approx(report.rates[np.argmin(report.losses)] / 10)
@@ -408,7 +399,6 @@ def test_the_plot_shows_the_curve_and_both_rates():
         (dict(low=0.0), HyperparameterError, ["low and high"]),
         (dict(points=5), HyperparameterError, ["points", "≥ 10"]),
         (dict(points=10.5), WrongTypeError, ["points"]),
-        (dict(mode="log"), HyperparameterError, ["mode", "'log'"]),
         (dict(smooth=1.0), HyperparameterError, ["smooth"]),
         (dict(stop=0.5), HyperparameterError, ["stop"]),
         (dict(data=iter([1])), WrongTypeError, ["data", "read again"]),

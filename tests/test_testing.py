@@ -10,7 +10,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import medium_if
 from tsunax import testing
-from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import CheckError, DataError, HyperparameterError, LossError, StateError, WrongTypeError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
@@ -219,7 +219,7 @@ WRONG = {
         WrongTypeError,
         "donate=False",
     ),
-    "rows": (lambda: testing.check_accumulation(STEP, make(), X[:15]), WrongTypeError, "got 15 rows, expected a mul"),
+    "rows": (lambda: testing.check_accumulation(STEP, make(), X[:15]), LossError, "got 15 rows, expected a mul"),
     "precision": (lambda: testing.check_precision(STEP, make(), X), StateError, "precision at check_precision.*None"),
     "at": (lambda: testing.check_resume(STEP, make(), data(), at=9), WrongTypeError, "at at check_resume.*got 9"),
     "iterator": (lambda: testing.check_fused(STEP, make(), iter([X])), WrongTypeError, "can be read again"),

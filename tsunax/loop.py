@@ -47,8 +47,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     As `for batch in batches: state, info = step(state, batch)`, without going back to Python in
     between; `batches` has a first axis of k. `step` is any function
     `(state, batch, **extra) -> (state, info)` that can be traced. The state given to a `TrainStep`
-    is donated. Raises StateError unless all arrays of `batches` have one first axis, and for a
-    state that a step has consumed.
+    is donated. StateError for arrays without one first axis, and for a consumed state.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -67,7 +66,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     home = placement.state_sharding(state)
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.replicate(extra, home))
-    return state, _stacked(state, infos, slice(k))
+    return state, infos.stacked(state, slice(k))
 
 
 def run_epoch(
@@ -97,20 +96,12 @@ def run_epoch(
     while (chunk := take()) is not None:
         done += chunk.steps
         state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
-        infos = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos)
-        parts.append(infos)
-    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return state, _stacked(state, whole, slice(None))
+        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+    return state, jax.tree.map(lambda *x: jnp.concatenate(x), *parts).stacked(state)
 
 
 def _loop_of(step: Step) -> fused_loop.Fused:
     return fused_loop.fused(step, isinstance(step, TrainStep) and step.donate)
-
-
-def _stacked(state: PyTree, infos: fused_loop.Infos, rows: Any) -> PyTree:
-    """Infos as a step would give them: those of some rows, or of one."""
-    infos = jax.tree.map(lambda x: x[rows], infos)
-    return infos.stacked(state)
 
 
 def iterate(
@@ -136,8 +127,7 @@ def iterate(
     goal = Goal("iterate()", steps, epochs, has_data=data is not None)
     check_step("iterate()", step, state)
     checks.check_count(steps_per_call, "iterate()", "steps_per_call")
-    left = goal.left(0)
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), left, goes_on=True)
+    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0), goes_on=True)
     loop, calls = _loop_of(step), 0
     alike = agreement.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
@@ -147,7 +137,7 @@ def iterate(
         if chunk is not None:
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             calls += chunk.steps
-            sent = yield state, _stacked(state, infos, chunk.steps - 1)
+            sent = yield state, infos.stacked(state, chunk.steps - 1)
             if sent is not None:
                 check_step("iterate()", step, sent)
                 state = sent
@@ -189,27 +179,22 @@ def fit(
         trace; its state may be any pytree, for example `States`, several states as one run.
       data: `batches(...)`, or any iterable of batches; None for a step whose data come from the
         state: it is called as `step(state)`, or with None for a batch, and there are no epochs. A
-        new state (`state.calls == 0`) begins with
-        the first batch, a trained one goes on where `batches` and `prefetch` are.
+        new state (`state.calls == 0`) begins at the first batch, a trained one where the data are.
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
         a number of steps), at the end, and once before the first step if a callback or `keep_best`
         waits for a name with a slash.
       callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at
-        multiples of n steps; a plain function at every boundary, including each multiple of
-        `log_every`.
-      logger: `f(row, step=)`, or several; for example `wandb.log`. Called on the first process
-        only.
+        multiples of n steps; a plain function at every boundary, `log_every` included.
+      logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
         resume. A state that is further than the newest checkpoint goes on instead, with a warning.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
-      fast_forward: whether data that cannot be put to its place (a list, a generator) may be read
-        again up to there.
-      progress: whether to show it on stderr: a bar on a terminal, a line that is redrawn in
-        notebooks, else lines.
+      fast_forward: whether data without a position (a list, a generator) may be read up to it.
+      progress: whether to show it on stderr: a bar on a terminal, a line in notebooks, else lines.
       log_every: a row of the history every so many steps; the first and the last step have one too.
       steps_per_call: steps in one call of the compiled loop; "auto" follows the time that a step
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
@@ -227,8 +212,7 @@ def fit(
     the failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, data and changes by
-    callbacks, and all of them raise ProcessError if one differs. The numbers of `evaluate` are
-    those of process 0.
+    callbacks: all raise ProcessError if one differs. Numbers of `evaluate` are those of process 0.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for
     data that gives no batch or ends before the goal; NonFiniteError.

@@ -6,8 +6,7 @@
     best = ts.populations.member(runs, np.argmin(losses))
 
 Every array of the state has a leading axis of members: `train_step`, `eval_step`, `fit` and
-`evaluate` read it off the clock and map over it (`program.py`). All members get the same batch, or
-with `each` one of their own.
+`evaluate` map over it (`program.py`). All members get the same batch, or with `each` their own.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     if not callable(make):
         raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
-    expected = f"make({', '.join(['key', *values])})"
-    checks.check_takes("make", where, make, expected, None, **values)
+    checks.check_takes("make", where, make, f"make({', '.join(['key', *values])})", None, **values)
     values = {k: np.asarray(x) if isinstance(x, list | tuple) else x for k, x in values.items()}
     for name, x in values.items():
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
@@ -97,7 +95,12 @@ def select(runs: _State, indices: ArrayLike) -> _State:
 
 def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _State:
     where = "member()" if what == "member" else "select()"
-    n, at = _members(runs, where), np.asarray(indices)
+    if (n := members_of(runs)) is None:
+        fix = "Make one: ts.population(...)."
+        raise StateError("runs", where, trees.describe(runs), "a population", fix)
+    if trees.is_gone(runs.clock):
+        raise StateError("runs", where, "a population that a step took", "what the step returned")
+    at = np.asarray(indices)
     fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
     if not fits or at.min() < -n or at.max() >= n:
         got = f"{at.min()} ... {at.max()}" if fits and ndim else trees.describe(indices)
@@ -108,13 +111,3 @@ def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _Stat
 @jax.jit
 def _gathered(runs: Any, at: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
-
-
-def _members(runs: Any, where: str) -> int:
-    n = members_of(runs)
-    if n is None:
-        fix = "Make one: ts.population(...)."
-        raise StateError("runs", where, trees.describe(runs), "a population", fix)
-    if trees.is_gone(runs.clock):
-        raise StateError("runs", where, "a population that a step took", "what the step returned")
-    return n

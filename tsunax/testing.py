@@ -17,11 +17,11 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -35,13 +35,11 @@ from tsunax._step.members import members_of
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_fields import averages_of, frozen_flags
 from tsunax.data.batching import Data
-from tsunax.devices.meshes import mesh as all_devices
-from tsunax.devices.meshes import shard
+from tsunax.devices import meshes
 from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import freeze
 from tsunax.insight.description import describe
 from tsunax.loop import fit
-from tsunax.loss import rows_of
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
@@ -73,8 +71,8 @@ def check_accumulation(
 
     Returns the largest relative difference, a float; raises CheckError if it is more than
     `tolerance`, as for models that mix rows (batch norm, contrastive losses) and losses that
-    average averages, and WrongTypeError for a batch that `n` does not divide. `extra` are arguments
-    for `step`. Randomness drawn per row differs by construction: give a `state` without a key.
+    average averages. `extra` are arguments for `step`. Randomness drawn per row differs by
+    construction: give a `state` without a key.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
@@ -84,16 +82,14 @@ def check_accumulation(
     """
     where = "check_accumulation()"
     _check(step, state, where)
-    if rows_of(batch) % n:
-        raise WrongTypeError("batch", where, f"{rows_of(batch)} rows", f"a multiple of {n}")
     with warnings.catch_warnings():  # it is compared here
         warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")
         steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
         one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
     _check_taken([_all_finite(one)], where, batch)
-    title, sizes = f"accumulate={n}", _sizes_of_noise(one[1], "grads")
-    worst = _compared(title, many[0], one[0], tolerance, "loss")
-    return max(worst, _compared(title, many[1], one[1], tolerance, "grads", sizes=sizes))
+    worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
+    parts = many[1], one[1], tolerance, "grads", _sizes_of_noise(one[1])
+    return max(worst, _compared(f"accumulate={n}", *parts))
 
 
 def check_precision(
@@ -111,14 +107,12 @@ def check_precision(
     if plan.precision is None:
         raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
     title = f"precision {plan.precision.compute}"
+    own = {"params": with_rest(state, base(state)), "masters": None, "loss_scale": None}
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    params = with_rest(state, base(state))
-    wide = dataclasses.replace(state, params=params, masters=None, loss_scale=None, plan=plan)
-    full = _gradient(step, wide, batch, extra)
+    full = _gradient(step, dataclasses.replace(state, plan=plan, **own), batch, extra)
     low = _gradient(step, _settled(step, state, batch, extra), batch, extra)
     _check_taken([_all_finite(full)], where, batch)
-    sizes = _sizes_of_noise(full[1], "grads")
-    return _compared(title, low[1], full[1], tolerance, "grads", sizes)
+    return _compared(title, low[1], full[1], tolerance, "grads", _sizes_of_noise(full[1]))
 
 
 def check_sharding(
@@ -138,18 +132,17 @@ def check_sharding(
     """
     where = "check_sharding()"
     _check(step, state, where)
-    mesh = all_devices() if mesh is None else mesh
+    mesh = meshes.mesh() if mesh is None else mesh
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
-    single, ones = _run_steps(step, _copy(state), batch, extra, steps)
-    spread, many = _run_steps(step, shard(_copy(state), mesh), batch, extra, steps)
-    _check_taken(_taken_steps(ones, state), where, batch)
+    single, ones = _run_steps(step, _copy(state), batch, extra, steps, where)
+    spread, many = _run_steps(step, meshes.shard(_copy(state), mesh), batch, extra, steps)
+    ends = spread.params, single.params, tolerance * steps, "params", sizes
     losses = [
         _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
         for i, (one, found) in enumerate(zip(ones, many, strict=True), 1)
     ]
-    ends = spread.params, single.params
-    return max(*losses, _compared(title, *ends, tolerance * steps, "params", sizes=sizes))
+    return max(*losses, _compared(title, *ends))
 
 
 def check_resume(
@@ -187,9 +180,9 @@ def check_resume(
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
         found, again = run(_copy(state), steps, checkpoint=path, resume="must")
-    title = f"a run resumed at step {at}"
-    _compared(title, found, expected, 0.0, "state")
-    _compared(f"losses of {title}", _finite_losses(again, where), losses, 0.0, "losses")
+    _compared(f"a run resumed at step {at}", found, expected, 0.0, "state")
+    again = _finite_losses(again, where)
+    _compared(f"losses of a run resumed at step {at}", again, losses, 0.0, "losses")
 
 
 def check_fused(
@@ -232,8 +225,7 @@ def check_frozen(
     _check(step, state, here)
     before = freeze(_copy(_settled(step, state, batch, extra)), where)
     held = _copy(before)
-    after, infos = _run_steps(step, before, batch, extra, STEPS)
-    _check_taken(_taken_steps(infos, state), here, batch)
+    after, _ = _run_steps(step, before, batch, extra, STEPS, here)
     frozen = frozen_flags(held)
     owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
     owners = [*range(len(frozen))] * (1 + len(averages_of(held))) + owners
@@ -266,28 +258,21 @@ def check_population(
     CheckError if it is more than 3 · `tolerance`: batched matrix products round differently from
     single ones. `make`, `n` and `values` are those of `ts.population`; `step` a train_step.
     """
-    where = "check_population()"
-    runs = population(make, n, key=0, **values)
+    runs, where = population(make, n, key=0, **values), "check_population()"
     _check(step, runs, where)
-    runs, infos = _run_steps(step, runs, batch, {}, STEPS)
-    _check_taken(_taken_steps(infos, runs), where, batch)
-    worst, sizes, keys = 0.0, None, jax.random.split(jax.random.key(0), n)
-    for i in range(n):
-        one = make(keys[i], **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
+    runs, _ = _run_steps(step, runs, batch, {}, STEPS, where)
+    worst, sizes = 0.0, None
+    for i, key in enumerate(jax.random.split(jax.random.key(0), n)):
+        one = make(key, **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
         sizes = _without_digits(step, one, batch, {}) if sizes is None else sizes
         one, _ = _run_steps(step, one, batch, {}, STEPS)
-        pair = member(runs, i).params, one.params
-        found = _compared(f"member {i}", *pair, tolerance * STEPS, "params", sizes=sizes)
-        worst = max(worst, found)
+        pair = member(runs, i).params, one.params, tolerance * STEPS, "params", sizes
+        worst = max(worst, _compared(f"member {i}", *pair))
     return worst
 
 
 def check_coordinates(
-    make: Function,
-    widths: Sequence[int],
-    batch: PyTree,
-    steps: int = STEPS,
-    tolerance: float = 0.25,
+    make: Function, widths: Sequence[int], batch: PyTree, steps: int = 3, tolerance: float = 0.25
 ) -> dict[str, float]:
     """Check that training moves what a model computes as much at any width (µP).
 
@@ -306,11 +291,9 @@ def check_coordinates(
         step, state, outputs = make(width)
         _check(step, state, where)
         before = outputs(state.params, batch)
-        state, infos = _run_steps(step, state, batch, {}, steps)
-        _check_taken(_taken_steps(infos, state), where, batch)
+        state, _ = _run_steps(step, state, batch, {}, steps, where)
         for name, x in outputs(state.params, batch).items():
-            change = float(np.mean(np.abs(x - before[name])))
-            sizes.setdefault(name, []).append(max(change, 1e-30))
+            sizes.setdefault(name, []).append(max(np.mean(np.abs(x - before[name])), 1e-30))
     logs = np.log(np.asarray(widths, float))
     powers = {name: float(np.polyfit(logs, np.log(x), 1)[0]) for name, x in sizes.items()}
     for name, power in powers.items():
@@ -384,34 +367,24 @@ def check_recompiles(
     for batch in batches:
         state, _ = anew(state, batch, **extra)
     if (found := len(anew.traces)) > most:
-        reasons = retrace_reasons(anew.traces)
-        raise CheckError(
-            "traces", f"{len(batches)} batches", found, f"at most {most}", "; ".join(reasons)
-        )
+        reasons = "; ".join(retrace_reasons(anew.traces))
+        raise CheckError("traces", f"{len(batches)} batches", found, f"at most {most}", reasons)
     return found
-
-
-# Checks of arguments
 
 
 def _check(step: Any, state: Any, where: str) -> None:
     if not isinstance(step, TrainStep):
         raise WrongTypeError("step", where, trees.describe(step), "a train_step")
     check_state(state, where)
-    _check_live(state, where)
+    _begin(state, math.inf, where)
 
 
-def _check_live(state: Any, where: str) -> None:
+def _begin(state: Any, steps: float, where: str) -> int:
+    """The step of a live state. Raises HyperparameterError if it is not before `steps`."""
     if any(map(trees.is_gone, jax.tree.leaves(state))):
         raise StateError(donated(where))
-
-
-def _begin(state: Any, steps: Any, where: str) -> int:
-    """The step of a live state. Raises HyperparameterError if it is not before `steps`."""
-    _check_live(state, where)
-    if not isinstance(state, TrainState):
-        return 0
-    if (at := int(np.max(state.step))) >= steps:
+    at = int(np.max(state.step)) if isinstance(state, TrainState) else 0
+    if at >= steps and isinstance(state, TrainState):
         raise HyperparameterError("steps", where, steps, f"one beyond {at}, where the state is")
     return at
 
@@ -440,19 +413,18 @@ def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
     return losses
 
 
-# Comparing
-
-
 def _copy(state):
     return jax.tree.map(own, state)
 
 
-def _run_steps(step: Any, state: Any, batch: Any, extra: Any, steps: int) -> tuple[Any, list[Any]]:
-    """The state after some steps with one batch, and their infos."""
+def _run_steps(step, state, batch, extra, steps: int, where: str = "") -> tuple[Any, list[Any]]:
+    """The state after some steps with one batch, and their infos. With `where` checked."""
     infos = []
     for _ in range(steps):
         state, info = step(state, batch, **extra)
         infos.append(info)
+    if where:
+        _check_taken(_taken_steps(infos, state), where, batch)
     return state, infos
 
 
@@ -500,17 +472,16 @@ def _largest(x: Any) -> float:
     return float(np.max(np.abs(trees.on_host(x).astype(np.complex128)), initial=0))
 
 
-def _sizes_of_noise(grads: Any, root: str) -> dict[str, float]:
+def _sizes_of_noise(grads: Any, root: str = "grads") -> dict[str, float]:
     """The largest size of all gradients, by the names of those that are rounding noise."""
     sizes = {name: _largest(x) for name, x in trees.leaves_at(root, grads)}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
 
-def _without_digits(step: TrainStep, state: TrainState, batch: Any, extra) -> dict[str, float]:
-    """An infinite size, by the names of params whose gradient is rounding noise."""
-    grads = _gradient(step, state, batch, extra)[1]
-    return dict.fromkeys(_sizes_of_noise(grads, "params"), np.inf)
+def _without_digits(*call: Any) -> dict[str, float]:
+    """An infinite size, by the names of params whose gradient in a step is rounding noise."""
+    return dict.fromkeys(_sizes_of_noise(_gradient(*call)[1], "params"), np.inf)
 
 
 def _all_finite(tree: Any) -> bool:
@@ -518,19 +489,15 @@ def _all_finite(tree: Any) -> bool:
 
 
 def _compared(
-    where: str,
-    got: Any,
-    expected: Any,
-    tolerance: float,
-    root: str,
-    sizes: Mapping[str, float] = MappingProxyType({}),
+    where: str, got: Any, expected: Any, tolerance: float, root: str, sizes: Any = None
 ) -> float:
-    """The largest relative difference of two trees (to `sizes`, if given), or CheckError."""
+    """The largest relative difference of two trees (to sizes by name, if given), or CheckError."""
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    found, theirs = [(0.0, "", "")], dict(trees.leaves_at(root, expected))
-    for name, x in trees.leaves_at(root, got):
-        far, text = _distance(x, theirs[name], tolerance == 0, sizes.get(name))
+    found, sizes = [(0.0, "", "")], sizes or {}
+    both = zip(trees.leaves_at(root, got), trees.leaves_at(root, expected), strict=True)
+    for (name, x), (_, y) in both:
+        far, text = _distance(x, y, tolerance == 0, sizes.get(name))
         found.append((far, name, text))
     worst, name, text = max(found, key=lambda x: x[0])
     if worst > tolerance:
@@ -553,6 +520,6 @@ def _distance(x: Any, y: Any, exact: bool, size: float | None) -> tuple[float, s
     if exact or not np.isfinite(gap).all():
         at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
         return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
-    size = _largest(np.where(np.isfinite(b), b, 0)) if size is None else size
+    size = _largest(b[np.isfinite(b)]) if size is None else size
     far = float(np.max(gap, initial=0)) / size if size else np.inf * (not same.all())
     return far, f"a difference of {far:.2g} of its largest element"

@@ -51,7 +51,9 @@ def _is_var(v: Any) -> bool:
 def _equation(eqn: Any, live: list[bool]) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
-        return _of_dot(eqn)
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        return 2.0 * _factor(out) * math.prod((*out.shape, *(x.shape[i] for i in contracted)))
     if name == "conv_general_dilated":
         return _of_convolution(eqn)
     programs = programs_in(eqn)
@@ -61,15 +63,8 @@ def _equation(eqn: Any, live: list[bool]) -> float:
         return max(_counted(branch, live) for branch in programs)
     fits = lambda program: name != "while" and len(program.outvars) == len(live)
     total = sum(_counted(program, live if fits(program) else None) for program in programs)
-    if name == "shard_map":  # written for one device
-        return total * math.prod(eqn.params["mesh"].shape.values())
-    return total
-
-
-def _of_dot(eqn: Any) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    return 2.0 * _factor(out) * math.prod((*out.shape, *(x.shape[axis] for axis in contracted)))
+    # a shard_map is written for one device
+    return total * math.prod(eqn.params["mesh"].shape.values()) if name == "shard_map" else total
 
 
 def _of_convolution(eqn: Any) -> float:
@@ -92,9 +87,6 @@ def _factor(aval: Any) -> int:
     return 4 if aval.dtype.kind == "c" else 1
 
 
-# -------------------------------------------------------------------------------- compiled programs
-
-
 @dataclass(frozen=True)
 class Collective:
     """Communication of one kind in a compiled program, for one run of it on one device."""
@@ -105,16 +97,13 @@ class Collective:
 
 
 _KINDS = (
-    "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast "
-    "ragged-all-to-all"
+    "all-(?:reduce|gather)|reduce-scatter|(?:ragged-)?all-to-all|collective-(?:permute|broadcast)"
 )
-_CALL = re.compile(rf" = (.+?) ({'|'.join(_KINDS.split())})(-start)?\(")
+_CALL = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
 _CHAIN = re.compile(r'channel_id=(\d+).* frontend_attributes=\{[^}]*chain_id="(\d+)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(
-    r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
-)
+_CALLED = re.compile(r"(body|condition|calls|to_apply|(?:true|false)_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
@@ -179,7 +168,6 @@ def donated_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
     found = filter(None, (re.search(pattern, line) for line in computations[entry]))
     names = {int(x[1]): x[2].replace("\\'", "'").replace('\\"', '"') for x in found}
     head = text.partition("\n")[0]
-    at = head.find("input_output_alias={")
-    table = head[at : head.find("entry_computation_layout", at)] if at >= 0 else ""
+    table = head.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
     aliased = {int(n) for n in re.findall(r"\}: \((\d+),", table)}
     return frozenset(names.values()), frozenset(names[n] for n in aliased if n in names)

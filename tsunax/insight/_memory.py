@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax._core import PyTree, checks, placement, trees
+from tsunax._core import checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
@@ -47,11 +47,6 @@ class Need:
         return self.state + self.batch + self.temporary + self.results + self.runtime
 
 
-def shapes_of(tree: PyTree) -> PyTree:
-    """The shapes of arrays, in the dtypes that JAX would give them."""
-    return jax.eval_shape(lambda x: x, tree)
-
-
 def mesh_of(state: Any) -> Any:
     """The mesh on which a state lies, or None."""
     places = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
@@ -75,7 +70,7 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What a step takes beside its state, as shapes that lie where it would put the arrays."""
     mesh = mesh_of(state)
-    batch, extra = shapes_of((batch, extra))
+    batch, extra = jax.eval_shape(lambda x: x, (batch, extra))  # in the dtypes that JAX gives
     if mesh is None or mesh.size == 1:
         return batch, extra
 
@@ -93,14 +88,12 @@ def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
     found = compiled.memory_analysis()
     if found is None:
         raise DeviceError("memory analysis", "the compiled step", "none of this backend", "one")
-    taken, scratch = sum(map(bytes_on_one, jax.tree.leaves(batch))), 0
+    taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
     offloaded = sum(map(bytes_on_one, filter(trees.is_offloaded, jax.tree.leaves(state))))
     apart = getattr(found, "host_argument_size_in_bytes", 0)  # 0 on a CPU: among the others
-    given = found.argument_size_in_bytes + apart
-    if device_of_state(state).platform == "cpu":
-        scratch = CPU_SCRATCH
+    scratch = CPU_SCRATCH if device_of_state(state).platform == "cpu" else 0
     return Need(
-        state=max(0, given - taken - offloaded),
+        state=max(0, found.argument_size_in_bytes + apart - taken - offloaded),
         batch=taken,
         temporary=found.temp_size_in_bytes,
         results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
@@ -165,20 +158,3 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         raise DeviceError("memory", where, got, "a number", fix)
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
-
-
-def with_rows(example: Any, size: int) -> Any:
-    """The shapes of a batch of `size` rows like the example."""
-    resized = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) if x.shape else x
-    return jax.tree.map(resized, shapes_of(example))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ended.
-
-    >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED")), is_out_of_memory(ValueError("axis"))
-    (True, False)
-    """
-    text = str(error)
-    ended = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ended)

@@ -1,7 +1,6 @@
 """Find the equation that made the first value that is not finite, by walking back.
 
-    bad result -> the equation that gave it -> its bad operands -> ... -> the first one whose
-    operands were all finite
+    bad result -> its equation -> its bad operands -> ... -> the first one of finite operands
 
 Only what leads to the bad result counts: not an infinity that a mask puts in and `where` takes out
 again, nor log(0) in a branch that is not taken. A constant that is infinite by intent (-inf in a
@@ -57,9 +56,7 @@ def origin(program: Any, arguments: Sequence[Any], place: int, where: Any) -> Or
 class _Run:
     """One run of a program, with every value that it computed."""
 
-    def __init__(
-        self, jaxpr, consts, arguments, outer: Callable[[int, Any], Origin], trips=(), sources=()
-    ):
+    def __init__(self, jaxpr, consts, arguments, outer: Callable, trips=(), sources=()):
         self.jaxpr, self.outer, self.trips, self.sources = jaxpr, outer, trips, sources
         self.argument_of = {v: i for i, v in enumerate(jaxpr.invars)}
         self.constants = set(jaxpr.constvars)
@@ -115,8 +112,7 @@ class _Run:
             return None
         name = eqn.primitive.name
         if name == "select_n":
-            chosen = np.asarray(self.value(eqn.invars[0])).astype(int)
-            found = found & where & (chosen == i - 1)
+            found = found & where & (np.asarray(self.value(eqn.invars[0])).astype(int) == i - 1)
         elif name in ("reshape", "squeeze", "expand_dims"):
             found = found & where.reshape(found.shape)
         elif name == "transpose":
@@ -134,8 +130,6 @@ class _Run:
             if (found := bad(self.value(x))) is not None:
                 new &= ~found
         return bool(new.any())
-
-    # ------------------------------------------------------------------------------- inner programs
 
     def inside(self, eqn: Any, v: Any, where: Any) -> Origin | None:
         """The origin within the program of an equation; None where there is none to look into."""
@@ -172,7 +166,6 @@ class _Run:
             return self.of(eqn.invars[i], whole)
 
         def walk(trip: int, place: int, where: Any) -> Origin:
-            """Within one trip of the loop."""
             trips, sources = (*self.trips, (eqn, order[trip])), (eqn.source_info, *self.sources)
             ask = lambda i, places: outer(i, places, trip)
             inner = _Run(body.jaxpr, body.consts, before[trip], ask, trips, sources)

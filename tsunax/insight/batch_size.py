@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,22 +74,17 @@ class SizeReport:
         return "\n".join([f"{self.what} {self.found}, {within}", *lines])
 
 
-def _search(
-    sizes: Sequence[int], at: int, attempt: Callable[[int], SizeTrial], limit: int, most: int
-) -> list[SizeTrial]:
-    """Trials of ascending sizes, along a line through those that were closest to the limit.
-
-    `at` is the place of the first one.
-    """
+def _search(sizes: Sequence[int], at: int, attempt, limit: int) -> list[SizeTrial]:
+    """Trials of ascending sizes from place `at` on, along a line through those near the limit."""
     trials: list[SizeTrial] = []
     known: dict[int, float] = {}  # bytes by size
     lo, hi = -1, len(sizes)  # what fits, what does not
     line = None
-    while len(trials) < most:
+    while True:
         trials.append(trial := attempt(sizes[at]))
         lo, hi = (at, hi) if trial.fits else (lo, at)
         if hi - lo == 1:
-            break
+            return trials
         error = math.inf
         if (need := trial.need) is not None:
             error = math.inf if line is None else abs(line(trial.size) - need.total)
@@ -112,7 +108,6 @@ def _search(
             middle = math.sqrt(below * above) if above > 4 * below else (below + above) / 2
             at = bisect.bisect_right(sizes, middle if above else 2 * below) - 1
             at = min(max(at, lo + 1), hi - 1)
-    return trials
 
 
 def _line(known: dict[int, float], pair: list[int]) -> Callable[[int], float] | None:
@@ -132,7 +127,6 @@ def find_batch_size(
     mode: str = "power",
     max_size: int | None = None,
     multiple_of: int = 1,
-    max_trials: int = 25,
     memory: int | None = None,
     margin: float = 0.05,
     **extra: Any,
@@ -144,8 +138,7 @@ def find_batch_size(
 
     The real step is compiled at a few sizes, and XLA says what each program needs: rule,
     accumulation, precision and sharding are in it, and nothing is executed or allocated. The sizes
-    follow a line through the trials: two or three are enough if memory grows evenly. The size that
-    is returned was compiled, and did fit.
+    follow a line through the trials: two or three if memory grows evenly. What is returned did fit.
 
     Args:
       step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`; for `States`
@@ -153,17 +146,14 @@ def find_batch_size(
       state: arrays, or shapes (`jax.eval_shape(lambda: ts.setup(rule, params))`).
       example: a batch of any number of rows, or its shapes.
       mode: "power" tries 1, 2, 4, ... times `multiple_of`, and `max_size`; "binsearch" all sizes.
-      max_size, multiple_of, max_trials: hold in both modes. Sizes are multiples of `multiple_of`,
-        and of the step's `accumulate` times the parts into which a mesh cuts rows; they count the
-        rows of all devices and processes.
+      max_size, multiple_of: hold in both modes. Sizes are multiples of `multiple_of`,
+        and of the step's `accumulate` times the parts into which a mesh cuts rows; of all devices.
       memory: bytes for state and step on one device. Default: what the device gives
         to this process less what others hold there; on a CPU what is free on this machine.
-      margin: the part of it that stays free, for batches on their way, evaluation, and what XLA
-        does not count.
+      margin: the part that stays free, for batches on their way, evaluation, what XLA leaves out.
       extra: arguments for the step, as in `step(state, batch, **extra)`.
 
-    Raises DoesNotFitError if the smallest size does not fit; HyperparameterError and WrongTypeError
-    for invalid arguments.
+    Raises DoesNotFitError if the smallest size does not fit; HyperparameterError, WrongTypeError.
 
     >>> import jax, jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -183,8 +173,8 @@ def find_batch_size(
     if mode == "power":
         sizes = [unit << i for i in range((most // unit).bit_length())]
         sizes = sorted({*sizes, most // unit * unit}) if max_size else sizes
-    arguments = state, example, extra
-    return _found("batch size", where, step, arguments, sizes, max_trials, memory, margin)
+    how = where, step, (state, example, extra), sizes, memory, margin
+    return _found("batch size", *how)
 
 
 def find_accumulation(
@@ -194,7 +184,6 @@ def find_accumulation(
     batch_size: int,
     *,
     multiple_of: int = 1,
-    max_trials: int = 25,
     memory: int | None = None,
     margin: float = 0.05,
     **extra: Any,
@@ -202,8 +191,8 @@ def find_accumulation(
     """The fewest micro-batches with which a batch of `batch_size` rows fits: `(n, report)`.
 
     The dual of `find_batch_size`: the batch, and so the course of training, is given. Then
-    `step = dataclasses.replace(step, accumulate=n)`. `state`, `example`, `max_trials`, `memory`,
-    `margin`, `extra` and errors (DoesNotFitError, HyperparameterError) as there; `multiple_of`
+    `step = dataclasses.replace(step, accumulate=n)`. `state`, `example`, `memory`, `margin`,
+    `extra` and errors (DoesNotFitError, HyperparameterError) as there; `multiple_of`
     divides the rows of a micro-batch, and the sizes of the report are micro-batches.
 
     >>> import jax, jax.numpy as jnp
@@ -225,17 +214,13 @@ def find_accumulation(
     sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
     if not sizes:
         raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
-    arguments = state, example, extra
-    how = "accumulate", where, step, arguments, sizes, max_trials, memory, margin
-    return _found(*how, whole=batch_size)
+    how = where, step, (state, example, extra), sizes, memory, margin, batch_size
+    return _found("accumulate", *how)
 
 
-def _found(
-    what, where, step, arguments, sizes, max_trials, memory, margin, whole: int | None = None
-) -> tuple[int, SizeReport]:
+def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> Any:
     """The largest of these sizes that fits; with `whole`, the micro-batches that it is cut into."""
     state, example, extra = arguments
-    checks.check_count(max_trials, where, "max_trials")
     if odd := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
         raise WrongTypeError("example", where, trees.describe(odd[0]), "one batch")
     step = fused_loop.lowerable(step, state)
@@ -249,26 +234,27 @@ def _found(
     total = min(map(int, collectives.words(where, str(total))))
     limit = int(total * (1 - margin))
     source += f", {margin:.0%} of it kept free" if margin else ""
+    shapes = jax.eval_shape(lambda x: x, example)
 
     def attempt(size: int) -> SizeTrial:
         """One size by what XLA says; keeps no traceback, which would keep arrays."""
-        cut, rows = step, size
-        if whole is not None:
-            cut, rows = dataclasses.replace(step, accumulate=whole // size), whole
+        cut = dataclasses.replace(step, accumulate=whole // size) if whole else step
+        rows = lambda x: jax.ShapeDtypeStruct((whole or size, *x.shape[1:]), x.dtype)
+        batch = jax.tree.map(lambda x: rows(x) if x.shape else x, shapes)
         began, need = time.perf_counter(), None
         try:
-            need = _memory.need_of(cut, state, _memory.with_rows(example, rows), extra)
-        except Exception as error:  # autotuning runs out of memory, too
-            if not _memory.is_out_of_memory(error):
+            need = _memory.need_of(cut, state, batch, extra)
+        except (MemoryError, RuntimeError) as error:  # autotuning runs out of memory, too
+            said = re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE)
+            if not said and not isinstance(error, MemoryError):
                 raise
         fits = need is not None and need.total <= limit
         fits = not any(collectives.words(where, "" if fits else "no"))  # all go on together
         return SizeTrial(size, fits, need, time.perf_counter() - began)
 
     first = len(sizes) if whole else bisect.bisect_right(sizes, _FIRST * sizes[0])
-    trials = _search(sizes, first - 1, attempt, limit, max_trials)
-    best = max((t.size for t in trials if t.fits), default=None)
-    if best is None:
+    trials = _search(sizes, first - 1, attempt, limit)
+    if (best := max((t.size for t in trials if t.fits), default=None)) is None:
         one = min(trials, key=lambda t: t.size)
         needs = f"needs {trees.bytes_str(one.need.total)}" if one.need else "could not be compiled"
         expected = f"at most {trees.bytes_str(limit)} ({source})"

@@ -5,9 +5,8 @@ describe(step, state, batch)   compiles, executes nothing
 
 from __future__ import annotations
 
-import math
 import textwrap
-import time
+import timeit
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -43,9 +42,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    # "trained", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its
-    # gradient
-    status: str
+    status: str  # trained, frozen, 2 of 8 frozen (members), not trained, overwritten (by gradients)
     sharding: str  # "" on one device
 
 
@@ -83,7 +80,11 @@ class Description:
         return self.flops / (seconds_per_step * peak * self.devices)
 
     def __repr__(self) -> str:
-        return "\n".join([*_summary(self), "", *_rows(self.leaves)])
+        lines = [f"a step on {f'{self.devices} x ' * (self.devices > 1)}{self.device}"]
+        for name, text in _facts(self):
+            first, rest = f"  {name:<8}  ", " " * (12 if name else 14)
+            lines += textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=rest)
+        return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
 def describe(
@@ -92,18 +93,15 @@ def describe(
     """Describe the cost and effects of a step from its compiled program, without executing it.
 
     FLOPs are counted over the whole step, gradient and rule included, with loops (`accumulate=`, a
-    scan over layers) as often as they run, and what `remat` computes again. The loops
-    of `run_steps` and `fit` cost this much a step. Memory, donation and communication are those of
-    the compiled program.
+    scan over layers) as often as they run, and what `remat` computes again. Loops of `fit` and
+    `run_steps` cost this much a step. The rest is read off the compiled program.
 
     Args:
-      step: a `train_step`; for `States` the function `(run, batch) -> (run, info)` that `fit`
-        takes, compiled with the run donated.
+      step: a `train_step`; for `States` the function that `fit` takes, with the run donated.
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
 
-    `recompiles` says why this step was traced again since it was made, by `fit` too: the leaf with
-    another shape, dtype or weak type, the other rule, selection or precision, or where the trees
-    differ. Equal steps, of one function, share the loop of `fit` and its traces.
+    `recompiles` says why this step was traced again, by `fit` too: a leaf of another shape, dtype
+    or weak type, another rule, selection, precision or tree. Equal steps share the loop of `fit`.
 
     Raises WrongTypeError for another step, and the errors of the step itself for these arguments.
 
@@ -135,11 +133,10 @@ def describe(
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
     donates = getattr(step, "donate", True)
     donated, failed = _donation(state, text) if donates else (0, ())
-    traces = []
+    traces: list[Any] = list(getattr(step, "traces", ()))
     if isinstance(step, TrainStep):
         shared: Any = fused_loop.fused(step, donates).step  # the first one of equal steps
-        looped = [trace for trace in shared.traces if trace.kind == "loop" and shared is not step]
-        traces = [*step.traces, *looped]
+        traces += [x for x in shared.traces if x.kind == "loop" and shared is not step]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         memory=None if analysis is None else _memory.need_in(compiled, state, shapes),
@@ -159,20 +156,17 @@ def describe(
 def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     """FLOP/s of the best square matrix product of `dtype` on `device`: `2 n³ / seconds`, a float.
 
-    The matrices grow from 1024 to 16384 until a product takes 10 ms; each size has half a second.
+    The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.
     """
-    product = jax.jit(lambda x: x @ x)
-    best, n, fastest = 0.0, 512, 0.0
-    while fastest < 0.01 and n < 16384:
-        n *= 2
+    product, best = jax.jit(lambda x: x @ x), 0.0
+    for n in (1024, 2048, 4096, 8192, 16384):
         x = jax.device_put(jnp.ones((n, n), dtype), device)
-        jax.block_until_ready(product(x))
-        fastest, end = math.inf, time.perf_counter() + 0.5
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            jax.block_until_ready(product(x))
-            fastest = min(fastest, time.perf_counter() - start)
+        once = lambda x=x: jax.block_until_ready(product(x))
+        once()  # compiles
+        fastest = min(timeit.repeat(once, number=1, repeat=20))
         best = max(best, 2 * n**3 / fastest)
+        if fastest > 0.01:
+            break
     return best
 
 
@@ -181,19 +175,15 @@ def _donation(state: TrainState | States, text: str) -> tuple[int, tuple[str, ..
     known, aliased = _cost.donated_in(text)
     is_one = isinstance(state, TrainState)
     fields = ("params", *state._moving) if is_one else ()
+    root, moving = ("moving", split(state)[0]) if is_one else ("state", state)
     total, failed = 0, []
-    moving = split(state)[0] if is_one else state
-    for path, x in jax.tree_util.tree_flatten_with_path(moving)[0]:
-        size = _memory.bytes_on_one(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(moving):
+        size, name = _memory.bytes_on_one(x), root + jax.tree_util.keystr(path)
         total += size
-        name = ("moving" if is_one else "state") + jax.tree_util.keystr(path)
         if size and name in known and name not in aliased:
             at, path = (f".{fields[path[0].idx]}", path[1:]) if is_one else ("", path)
             failed.append(trees.access_str(f"state{at}", path))
     return total, tuple(failed)
-
-
-# --------------------------------------------------------------------------------------- the leaves
 
 
 def _leaves(at: str, state: TrainState) -> list[Leaf]:
@@ -210,21 +200,10 @@ def _sharding(x) -> str:
     return str(getattr(sharding, "spec", sharding)).replace("PartitionSpec", "P")
 
 
-# ----------------------------------------------------------------------------------------- in words
-
-
 def _si(x: float, unit: str) -> str:
     sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     n, letter = next(((n, c) for n, c in sizes if x >= n), (1, ""))
     return f"{x / n:.3g} {letter}{unit}"
-
-
-def _summary(d: Description) -> list[str]:
-    lines = [f"a step on {d.device if d.devices == 1 else f'{d.devices} x {d.device}'}"]
-    for name, text in _facts(d):
-        indents = f"  {name:<8}  ", " " * (12 if name else 14)
-        lines += textwrap.wrap(text, 80, initial_indent=indents[0], subsequent_indent=indents[1])
-    return lines
 
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
@@ -250,10 +229,8 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
-    """The table: a row for each leaf."""
-    rows = [["leaf", "shape", "status", "sharding"]]
-    for leaf in leaves[:MOST_ROWS]:
-        rows.append([leaf.path, f"{leaf.dtype}{list(leaf.shape)}", leaf.status, leaf.sharding])
+    cells = lambda x: [x.path, f"{x.dtype}{list(x.shape)}", x.status, x.sharding]
+    rows = [["leaf", "shape", "status", "sharding"], *map(cells, leaves[:MOST_ROWS])]
     filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
     more = len(leaves) - MOST_ROWS
     rest = [f"... {more} more leaves, in .leaves"] if more > 0 else []

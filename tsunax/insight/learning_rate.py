@@ -1,5 +1,4 @@
-"""A search before a run for the learning rate at which the loss falls fastest: a hundred steps on a
-copy, in one compiled loop.
+"""The learning rate at which the loss falls fastest: a hundred steps on a copy, before a run.
 
 The state, its key and the place of the data are afterwards what they were, bit by bit.
 """
@@ -33,11 +32,10 @@ class RangeTest:
 
     `rates`, `losses` (NaN for a rejected step) and `smoothed` are float arrays [points], of which
     the first `used` come before the loss diverged. `steepest` is the rate of the fastest fall,
-    `tenth` a tenth of that at the minimum; `name` and `mode` are as given.
+    `tenth` a tenth of that at the minimum; `name` is as given.
     """
 
     name: str
-    mode: str
     rates: np.ndarray
     losses: np.ndarray
     smoothed: np.ndarray
@@ -46,9 +44,8 @@ class RangeTest:
     tenth: float
 
     def __repr__(self) -> str:
-        low, high = self.rates[0], self.rates[-1]
         n = len(self.rates)
-        found = f"{self.name} from {low:.2g} to {high:.2g} in {n} steps"
+        found = f"{self.name} from {self.rates[0]:.2g} to {self.rates[-1]:.2g} in {n} steps"
         found += f", diverged at {self.rates[self.used]:.2g}" if self.used < n else ""
         tenth = f"a tenth of the minimum's {self.tenth:.2g}"
         return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
@@ -59,8 +56,7 @@ class RangeTest:
         axes = figure.subplots()
         curve = self.rates[: self.used], self.smoothed[: self.used]
         plots.draw(axes, "averaged loss", {"averaged loss": curve})
-        if self.mode == "exponential":
-            axes.set_xscale("log")
+        axes.set_xscale("log")
         found = {"steepest (returned)": self.steepest, "minimum / 10": self.tenth}
         for i, (name, rate) in enumerate(found.items(), 1):
             axes.axvline(rate, color=f"C{i}", linewidth=1, label=f"{name}: {rate:.2g}")
@@ -75,7 +71,6 @@ class _Ramp:
 
     step: TrainStep
     name: str
-    mode: str
 
     @property
     def masks(self) -> bool:
@@ -88,8 +83,7 @@ class _Ramp:
 
     def rate(self, ramp, calls):
         low, slope, first = ramp
-        i = (calls - first).astype(jnp.float32)
-        return low * jnp.exp(slope * i) if self.mode == "exponential" else low + slope * i
+        return low * jnp.exp(slope * (calls - first).astype(jnp.float32))
 
 
 def find_learning_rate(
@@ -100,7 +94,6 @@ def find_learning_rate(
     low: float = 1e-8,
     high: float = 1.0,
     points: int = 100,
-    mode: str = "exponential",
     smooth: float = 0.9,
     stop: float = 4.0,
     name: str = "learning_rate",
@@ -114,14 +107,12 @@ def find_learning_rate(
 
     on a copy of the state, in the compiled loop of `run_steps`. The losses end where their
     exponential average (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is
-    rejected. `rate` is where they fall most steeply: the slope at each rate is that of a line
-    through the points around it, a sixth of the range wide, so `rate` is never in the first or last
-    twelfth of the range. The report also has a tenth of the rate at the minimum of the average.
+    rejected. `rate` is where they fall most steeply, by a line through the points around each rate,
+    a sixth of the range wide: never in its first or last twelfth. `report.tenth` is another choice.
 
     Args:
       data: as for `fit`; read anew after its end, and put back to its place. No iterator.
       points: of the range, 10 or more.
-      mode: "exponential" rates, or "linear" ones.
       name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
       extra: arguments for the step.
 
@@ -140,7 +131,6 @@ def find_learning_rate(
     where = "find_learning_rate()"
     if not isinstance(step, TrainStep):
         raise WrongTypeError("step", where, trees.describe(step), "a train_step")
-    checks.check_choice(mode, where, "mode", ("exponential", "linear"))
     checks.check_count(points, where, "points", least=10)
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
@@ -154,26 +144,24 @@ def find_learning_rate(
     if members_of(state) is not None:
         raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
     state = jax.tree.map(own, state)
-    ramp_of = _Ramp(step, name, mode)
-    slope = math.log(high / low) if mode == "exponential" else high - low
-    first = np.asarray(state.calls).astype(np.int32)
-    ramp = (np.float32(low), np.float32(slope / (points - 1)), first)
-    each = jax.vmap(lambda i: ramp_of.rate(ramp, first + i))(jnp.arange(points))
+    ramp_of, first = _Ramp(step, name), np.asarray(state.calls).astype(np.int32)
+    ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first
+    rates = np.asarray(ramp_of.rate(ramp, first + jnp.arange(points)), np.float64)
     end = lambda losses: _cut(losses, smooth, stop)
     losses = _losses(ramp_of, state, data, points, {**extra, "ramp": ramp}, end)
-    return _suggested(name, mode, np.asarray(each, np.float64), losses, *end(losses), where)
+    return _suggested(name, rates, losses, *end(losses))
 
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, end) -> np.ndarray:
     """Losses in f64 up to their divergence; NaN for rejected steps."""
-    loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", float("inf"))
+    loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", math.inf)
     losses = np.zeros(0)
     try:
         while len(losses) < points and end(losses)[1] == len(losses):
             if (chunk := feed.take(points - len(losses), state, len(losses))) is None:
                 continue
             state, infos = loop(state, chunk.feed, chunk.n, extra)
-            seen = jax.tree.map(lambda x, n=chunk.steps: x[:n], infos).stacked(None)
+            seen = infos.stacked(None, slice(chunk.steps))
             bad = False if seen["verdict"] is None else np.asarray(seen["verdict"]) > 0
             part = np.where(bad, np.nan, np.asarray(seen["loss"], np.float64))
             losses = np.concatenate([losses, part])
@@ -194,9 +182,7 @@ def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, in
     return smoothed, len(losses)
 
 
-def _suggested(
-    name, mode, rates, losses, smoothed, used: int, where: str
-) -> tuple[float, RangeTest]:
+def _suggested(name: str, rates, losses, smoothed, used: int) -> tuple[float, RangeTest]:
     half = min(len(rates) // 12 + 1, (used - 1) // 2)
     weights = np.arange(-half, half + 1.0)  # of a symmetric line: it has no lag
     slopes = np.correlate(losses[:used], weights, "valid") if half > 0 else np.zeros(1)
@@ -206,7 +192,8 @@ def _suggested(
         if used > 2:
             got = f"a loss that never falls, up to {at}"
             fix = "Other low= and high=, or a larger batch."
-        raise HyperparameterError(name, where, got, "one that falls somewhere", fix)
+        expected = "one that falls somewhere"
+        raise HyperparameterError(name, "find_learning_rate()", got, expected, fix)
     steepest = float(rates[half + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
-    return steepest, RangeTest(name, mode, rates, losses, smoothed, used, steepest, tenth)
+    return steepest, RangeTest(name, rates, losses, smoothed, used, steepest, tenth)

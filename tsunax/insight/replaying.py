@@ -1,12 +1,12 @@
 """Replay a rejected step with checks, and report where its first NaN or inf came from.
 
-It computes what the step computes, keeps every value, and walks back from a bad result to what made
-it so: see `insight/_origin.py`.
+It keeps every value of the step, and walks back from a bad result: see `insight/_origin.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +122,8 @@ def replay(
     def move(state, batch, extra):  # whatever its verdict: a rule may be what makes the first one
         return _moved(free.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0])
 
-    n = step.accumulate
-    found = _searched(look, ("loss", "gradient of params"), given, n)
-    if found := found or _searched(move, MOVED, given, n, _moved(state)):
+    found = _searched(look, ("loss", "gradient of params"), given, step.accumulate)
+    if found := found or _searched(move, MOVED, given, step.accumulate, _moved(state)):
         return found
     large = guard.locate(jax.jit(look)(*given)[1])
     if large == "gradient norm":
@@ -142,24 +141,21 @@ def _moved(state: TrainState) -> tuple:
     return trained_part(state), state.model_state, averages, state.opt_state
 
 
-def _searched(
-    f: Callable, names: tuple[str, ...], given: tuple, n: int, before: Any = None
-) -> ReplayReport | None:
+def _searched(f: Callable, names, given: tuple, n: int, before: Any = ()) -> ReplayReport | None:
     """A report on the first result of `f(*given)` that turned bad; None if all are finite.
 
     `f` cuts its batch into n micro-batches, and returns trees of these names.
     """
-    program, shapes = jax.make_jaxpr(f, return_shape=True)(*given)
-    values = jax.tree.leaves(jax.jit(f)(*given))
-    was = jax.tree.leaves(before) if before is not None else [None] * len(values)
-    for i, (path, _) in enumerate(jtu.tree_leaves_with_path(shapes)):
-        bad, old = _origin.bad(values[i]), _origin.bad(was[i])
-        if bad is not None and old is not None:
-            bad = bad & ~old
+    results = jtu.tree_leaves_with_path(jax.jit(f)(*given))
+    was = itertools.chain(jax.tree.leaves(before), itertools.repeat(None))
+    for i, ((path, x), old) in enumerate(zip(results, was, strict=False)):
+        bad, was_bad = _origin.bad(x), _origin.bad(old)
+        if bad is not None and was_bad is not None:
+            bad = bad & ~was_bad
         if bad is not None and bad.any():
             name = trees.access_str(names[path[0].idx], path[1:])
-            found = _origin.origin(program, jax.tree.leaves(given), i, bad)
-            return _report(given, n, name, f"{name} is {_what(values[i])}", found)
+            found = _origin.origin(jax.make_jaxpr(f)(*given), jax.tree.leaves(given), i, bad)
+            return _report(given, n, name, f"{name} is {_what(x)}", found)
     return None
 
 
@@ -189,12 +185,10 @@ def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin
         line, code = source_line(origin.sources, above=__file__)
         said = "a constant" if origin.constant else _what(origin.value)
         at = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{at}"
-        made += f": `{code}`" if code else ""
+        made = f"{origin.primitive} gave {said}{at}{code and f': `{code}`'}"
     places = [f"micro-batch {micro} of {n}"] if micro is not None else []
-    places += [f"trip {i} of a loop" for i in trips]
-    text = f"The {what}. The first such value: {made}"
-    text += f" ({', '.join(places)})." if places else "."
+    places = ", ".join([*places, *(f"trip {i} of a loop" for i in trips)])
+    text = f"The {what}. The first such value: {made}{places and f' ({places})'}."
     primitive = "" if argument else origin.primitive
     return ReplayReport(text, result, argument, micro, primitive, line, code, in_gradient, trips)
 

@@ -1,6 +1,4 @@
-"""What `fit` is made of: settings, feed, the compiled loop, history, callbacks, loggers, progress,
-pictures.
+"""What `fit` is made of: settings, feed, the compiled loop, history, callbacks, loggers, pictures.
 
-The loop itself stands in `loop.py`. Nothing here must know how a step computes, or how a checkpoint
-is written.
+The loop itself stands in `loop.py`. How a step computes, or a checkpoint is written, is not known.
 """

@@ -40,8 +40,8 @@ class Alike:
         self._speaks = spread is not None and collectives.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
-        # then its settings say what will come
-        self._is_known = self._data is not None and self._data.is_of_arrays
+        is_known = self._data is not None and self._data.is_of_arrays  # by its settings
+        self._compares = self._speaks and not is_known  # the batches, one after the other
         if self.spans:
             check_local_members(state, where)
         if self._data is not None and collectives.process_count() > 1:
@@ -79,11 +79,8 @@ class Alike:
         collectives.compare(self.where, settings, collectives.LAST)
 
     def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
-        """Compare how the next batches look (None after the last) of data of another kind.
-
-        What comes `then` is said too: an error, if one is known already.
-        """
-        if not self._speaks or self._is_known:
+        """Compare how the next batches of other data look (None at the end); `then`: an error."""
+        if not self._compares:
             return
         found = "none, the data have ended"
         if shapes := ", ".join(trees.describe(x) for x in jax.tree.leaves(batch)):
@@ -115,10 +112,7 @@ class Alike:
         return first
 
     def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:
-        """Why the run stops, if a callback of any process said so; a clock may say so to one only.
-
-        Raises ProcessError if callbacks did not change the state alike on all processes.
-        """
+        """Why the run stops, on any process. ProcessError if callbacks changed the state unlike."""
         everyone = self._everyone(place, (stopped, has_changed))
         if self._speaks and any(changed for _, changed in everyone):
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}

@@ -18,12 +18,11 @@ from tsunax.errors import RowError, StateError, WrongTypeError, message, unknown
 from tsunax.run import callbacks, evaluation, progress
 from tsunax.run.agreement import Alike
 from tsunax.run.feed import Feed
+from tsunax.run.history import check_row
 from tsunax.run.info_columns import logged_step, most_calls
 from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.rejections import Rejections
-from tsunax.run.row_log import RowLog
-from tsunax.run.rows import check_row
-from tsunax.run.run import OF_FIT, Run, blamed
+from tsunax.run.run import OF_FIT, RowLog, Run, blamed
 from tsunax.state import TrainState, donated
 from tsunax.states import States, training_states
 
@@ -57,14 +56,11 @@ class Boundaries:
     @property
     def may_log(self) -> bool:
         """Whether a callback of the user's may log such a name."""
-        return any(map(callbacks.may_log, self.options.callbacks))
+        known = callbacks.Watching, callbacks.time_limit, callbacks.At
+        return not all(isinstance(f, known) for f in self.options.callbacks)
 
     def look_for_names(self) -> None:
-        """Raise RowError before step 1 for an awaited name that `evaluate` does not return.
-
-        That takes a call of it, of one batch if it calls `ts.evaluate`, and none if a callback of
-        the user's might log the name.
-        """
+        """Raise RowError before step 1 for an awaited name that `evaluate` does not return."""
         options, known = self.options, self.run.history.names
         waits = {k: who for k, who in self.watched.items() if "/" in k and k not in known}
         if not waits or options.evaluate is None or options.dry_run or self.may_log:
@@ -101,9 +97,8 @@ class Boundaries:
                 if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
                     self.call_back(name, callback)
         self.look_for_watched(is_end)
-        at, changed = f"step {run.step}", self.has_changed
-        run.stopped = self.alike.boundary(at, run.stopped, run.state, changed)
-        self.has_changed = False
+        said = run.stopped, run.state, self.has_changed
+        run.stopped, self.has_changed = self.alike.boundary(f"step {run.step}", *said), False
         if is_end and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         if run.stopped:
@@ -119,37 +114,24 @@ class Boundaries:
         due = is_end or saver.due(run.step) or ("epoch" in events and options.saves_epochs)
         if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
             with options.clock("checkpoint"):
-                self.save()
-
-    def save(self) -> None:
-        """Save state, data position, history and memory of callbacks: all that resuming needs."""
-        run = self.run
-        self.saved = run.step, self.feed.place()
-        known = run.history.plain(), self.memory, self.log.numbers_at(run.step), self.script
-        self.options.saver._save(run.state, *self.saved, *known)
+                self.saved = run.step, self.feed.place()
+                known = run.history.plain(), self.memory, log.numbers_at(run.step), self.script
+                saver._save(run.state, *self.saved, *known)
 
     def is_best(self) -> bool:
-        """Whether an evaluation or a callback gave `keep_best` one of its best values at this step.
-
-        Every save has the metrics of training; those of an evaluation would be lost between two
-        saves.
-        """
+        """Whether `keep_best` got one of its best values at this step, which no later save has."""
         best, run = self.options.saver.keep_best, self.run
         if best is None or best.metric in run.taken:
             return False
-        if (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
-            return False
         # what callbacks log may differ between processes, and all of them save together
-        if jax.process_count() > 1 and best.metric not in self.agreed:
+        is_alike = jax.process_count() == 1 or best.metric in self.agreed
+        if not is_alike or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
         known = zip(*run.history.series(best.metric), strict=True)
         return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
 
     def look_for_watched(self, is_end: bool) -> None:
-        """Raise RowError if nobody gives a metric that is waited for; at the end a warning.
-
-        Not before the first row and the first evaluation, nor if a callback may log it later.
-        """
+        """Raise RowError for an awaited metric that nobody can give any more; at the end warn."""
         options, found = self.options, self.run.history.names
         names = [*dict.fromkeys([*found, *OF_FIT])]  # rates come with the first rows or later
         is_early = not found or (options.evaluate is not None and self.evaluated < 0)
@@ -172,8 +154,7 @@ class Boundaries:
 
     def evaluate(self) -> None:
         run = self.run
-        found = self.evaluated_row()
-        found = self.alike.numbers(f"evaluate at step {run.step}", found)
+        found = self.alike.numbers(f"evaluate at step {run.step}", self.evaluated_row())
         self.evaluated, self.agreed = run.step, frozenset(found)
         self.log.add(found, run.step)
         run.history.mark("evaluate", run.step)

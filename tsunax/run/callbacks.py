@@ -3,8 +3,7 @@
 A callback is any `f(run) -> None | state`. These are frozen values that print as the call that
 makes them. What they remember lies in `run.memory`, a dict that is saved as JSON with the run. The
 loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`; a
-callback with `callback.events` is called at those alone. Those that watch a metric look at each new
-value once.
+callback with `callback.events` is called at those alone. A new value of a metric is seen once.
 """
 
 from __future__ import annotations
@@ -42,14 +41,6 @@ def _real(where: str, name: str, value, below: float = math.inf) -> None:
 def _function(where: str, name: str, fn) -> None:
     if not callable(fn):
         raise WrongTypeError(name, where, trees.describe(fn), "a function")
-
-
-# Watching
-
-
-def may_log(callback: object) -> bool:
-    """Whether a callback may log names that others wait for."""
-    return not isinstance(callback, (Watching, time_limit, At))
 
 
 @dataclass(frozen=True)
@@ -169,14 +160,12 @@ class early_stopping(Watching):
     A value improves if it is more than `min_delta` better than the best so far; only such a value
     becomes the best. The first number always improves. NaN and ±inf stop the run at once. `mode` is
     "min" (the default if the name contains "loss") or "max"; HyperparameterError for another name
-    without it. `fit` raises RowError for a metric that nobody can give later, and warns at the end
-    of a run that never had it.
+    without it. `fit` raises RowError for a metric that nobody can give, or warns at the end.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max')
 
-    As in Keras and Lightning. Flux's `early_stopping` moves its bar on a creep and forgets its best
-    on a NaN.
+    As in Keras and Lightning. Flux's moves its bar on a creep and forgets its best on a NaN.
     """
 
     def __call__(self, run: Run) -> None:
@@ -227,9 +216,8 @@ class patience:
 class time_limit:
     """Stop after `seconds` of training, counted over resumed runs too.
 
-    It looks at every boundary, so a run goes over by up to `log_every` steps. For an hour:
-    `fit(..., callbacks=time_limit(3600))`. Raises WrongTypeError or HyperparameterError unless
-    `seconds` is a finite number ≥ 0.
+    It looks at every boundary, so a run goes over by up to `log_every` steps. An hour is
+    `time_limit(3600)`. WrongTypeError or HyperparameterError unless `seconds` is finite and ≥ 0.
     """
 
     seconds: float
@@ -256,11 +244,9 @@ class plateau(Watching):
     It does so after `patience` values of the metric without improvement (`min_delta` and `mode` as
     in `early_stopping`; NaN is none), down to `min_learning_rate`; a lower rate stays. Groups with
     rates of their own each get the factor, inside `where` only. A rate that follows a schedule
-    leaves it: from then on it is what it was, times `factor`. As Keras's ReduceLROnPlateau, without
-    cooldown.
+    leaves it: from then on it is what it was, times `factor`. ReduceLROnPlateau without cooldown.
 
-    Raises as `early_stopping` does, and HyperparameterError at the start for a state without a live
-    learning rate.
+    Raises as `early_stopping`, and HyperparameterError at the start without a live learning rate.
 
     >>> plateau(factor=0.1, patience=3).metric
     'val/loss'
@@ -346,8 +332,7 @@ def thaw_at(step: int, where: Where = "**") -> At:
 def freeze_at(step: int, where: Where) -> At:
     """`ts.freeze(state, where)` at a step.
 
-    The first freeze compiles once more, unless the state is from `setup(..., freezable=True)`.
-    Raises as `At`.
+    The first one compiles once more, but after `setup(..., freezable=True)`. Raises as `At`.
     """
     return At(step, freeze, where, {})
 

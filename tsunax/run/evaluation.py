@@ -20,7 +20,7 @@ from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike
-from tsunax.run.rows import flat
+from tsunax.run.history import flat
 from tsunax.state import TrainState
 
 # whether `evaluate` takes the first batch only: `fit` looks at the names
@@ -55,8 +55,7 @@ def evaluate(
     {'loss': 2.33333...}
     """
     if isinstance(data, Mapping):
-        parts = {name: evaluate(eval_step, state, part, **extra) for name, part in data.items()}
-        return {f"{name}/{inner}": x for name, part in parts.items() for inner, x in part.items()}
+        return flat({k: evaluate(eval_step, state, part, **extra) for k, part in data.items()})
     fix = "Of a loss function: ts.eval_step(loss_fn)."
     if not callable(eval_step) or isinstance(eval_step, TrainStep):
         if isinstance(eval_step, TrainState):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,6 @@ class Chunk(NamedTuple):
 
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
-    """The epoch of each step."""
     if all(isinstance(chunk.epochs, int) for chunk in chunks):
         return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
     return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
@@ -75,15 +75,13 @@ class Feed:
         interval: float,
         left: float = float("inf"),
         *,
-        # a new state begins with the first batch, a trained one goes on in the middle of an epoch;
-        # else as a `for`
+        # a new state begins with the first batch, a trained one goes on where it was; else as `for`
         goes_on: bool = False,
         crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
-        tells: bool = True,  # the data given where they are after each call, not at `sync` alone
         last: int | None = None,  # epochs in all: no call goes beyond
     ):
         data = NoData() if data is None else data
-        self._step, self._crosses, self._tells = step, crosses, tells
+        self._step, self._crosses = step, crosses
         self._last = NO_LIMIT if last is None else last
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
         self._repeated: Any = None  # copies of the only batch, on the device
@@ -130,27 +128,22 @@ class Feed:
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
-        data, length = self.source.data, float("inf")
-        if isinstance(data, Data | list | tuple):
-            with contextlib.suppress(TypeError):  # a stream does not know its length
-                length = len(data)
+        data = self.source.data
+        is_known = isinstance(data, Data | list | tuple)  # a stream does not know its length
+        length = operator.length_hint(data, sys.maxsize) if is_known else sys.maxsize
         if not self._ended and self._block is None and self.source.position >= length:
             self._ended = self.source.take(1) is None
         ended, self._ended = self._ended, False
         return ended
 
-    def take(
-        self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT, until: float = 1
-    ) -> Chunk | None:
+    def take(self, n: int, state, step: int, limit=NO_LIMIT, until: float = 1) -> Chunk | None:
         """The next batches, n at most and all of one shape; None at the end of an epoch.
 
-        For `until` steps nobody looks at the place of the data: that far more may be read than is
-        given.
+        For `until` steps nobody looks at the place of the data: so far may be read ahead.
         """
         chunk = self._take(n, state, step, limit, until)
         self._ended, self._has_begun = chunk is None, True
-        if self._tells:
-            self._tell()
+        self._tell()
         return chunk
 
     def _tell(self) -> None:
@@ -192,7 +185,7 @@ class Feed:
 
     def _of_block(self, block: _Block, n: int, state, limit: int, epochs: Any) -> Chunk:
         batches, count = block.next(n)
-        if block.is_empty:
+        if block.at == block.count:
             self._block = None
         feed, sent = self._placed(fused_loop.Stacked(batches), count, state, limit)
         return Chunk(feed, sent, count, epochs, block.bytes)
@@ -223,7 +216,7 @@ class Feed:
         if self._repeated is None:
             leaves, treedef = jax.tree.flatten(self.source.next())
             size = self._known(treedef, leaves, step, 0)[0]
-            feed = fused_loop.Stacked(treedef.unflatten([_repeated(x, size) for x in leaves]))
+            feed = fused_loop.Stacked(treedef.unflatten([with_room(x[None], size) for x in leaves]))
             self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
         n = min(n, self._repeated.size, self._last - epoch)
         self.source.again(n)
@@ -231,8 +224,7 @@ class Feed:
         return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)
 
     def _placed(self, feed, n: int, state, limit: int) -> tuple[Any, Any]:
-        home = self._home_of(state)
-        return place(feed, n, home, limit, step=self._step, whole=self._is_whole)
+        return place(feed, n, self._home_of(state), limit, step=self._step, whole=self._is_whole)
 
     @property
     def _is_whole(self) -> bool:
@@ -281,11 +273,7 @@ class Feed:
         return self._home
 
     def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
-        """For how many batches of this shape a call has room, and the bytes of one.
-
-        The leaves have `stacked` axes before those of a batch. Raises DataError for a batch that
-        does not fit the first one.
-        """
+        """The room of a call for such batches (behind `stacked` axes), and the bytes of one."""
 
         def form(x: Any) -> tuple[Any, Any]:  # a string has neither: check_batch refuses it
             return getattr(x, "shape", ())[stacked:], getattr(x, "dtype", None)
@@ -295,13 +283,13 @@ class Feed:
             like = lambda x, of: x if of[1] is None else jax.ShapeDtypeStruct(*of)
             one = treedef.unflatten(map(like, leaves, shapes))
             check_batch(one, f"step {step}")
+            bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
             if self._first is not None and self._is_rest(one, step):
                 size = 2  # one in an epoch
             else:
                 self._first = one if self._first is None else self._first
                 room = ((), REPEATED_BYTES) if self._repeats else (leaves, BUFFER_BYTES)
-                size = self.size = buffer_size(one, *room, self._setting, self._interval)
-            bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
+                size = self.size = buffer_size(bytes, *room, self._setting, self._interval)
             self._sizes[treedef, shapes] = size, bytes
         size, bytes = self._sizes[treedef, shapes]
         self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
@@ -313,9 +301,9 @@ class Feed:
         if difference := trees.first_difference(one, self._first, "batch"):
             raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
         kinds = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (one, self._first)]
-        rows_only = kinds[0] == kinds[1]
         if isinstance(innermost(self.source.data), Interleaved):
             return False  # its shapes are a few, and known to the user
+        rows_only = kinds[0] == kinds[1]
         if len(self._sizes) >= SHAPES:
             got = f"shape number {SHAPES + 1}"
             fix = "pad to a few sizes, ts.data.pad and ts.data.interleave"
@@ -325,8 +313,8 @@ class Feed:
             raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
         if not rows_only or len(self._sizes) in (2, 4, 8):
             listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
-            new, first = listed(one), listed(self._first)
-            warn(f"{where}: {new} after {first}, which compiles the step once more")
+            text = f"{listed(one)} after {listed(self._first)}, which compiles the step once more"
+            warn(f"{where}: {text}")
         is_ours = isinstance(self.source.data, Batches)
         return rows_only and is_ours and check_batch(one) < check_batch(self._first)
 
@@ -339,10 +327,7 @@ class Feed:
         return place if settings is None else {**place, "settings": settings}
 
     def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
-        """Go on from such a place.
-
-        Raises DataError for data that cannot, unless it is read again up to there.
-        """
+        """Go on from such a place, or raise DataError for data that cannot."""
         if place is None:
             return
         settings, now = place.get("settings"), _settings_of(self.source.data)
@@ -392,54 +377,32 @@ class _Block:
         leaves = self.leaves if n == self.count else [x[i : i + self.size] for x in self.leaves]
         return self.treedef.unflatten(leaves), n
 
-    @property
-    def is_empty(self) -> bool:
-        return self.at == self.count
-
 
 def with_room(x, size: int):
-    """An array with a first axis of `size`; what is beyond its own is never read."""
+    """An array with a first axis of `size`: its last row is repeated."""
     if len(x) == size:
         return x
     if isinstance(x, jax.Array):
         return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
     out = placement.aligned_empty((size, *x.shape[1:]), x.dtype)
-    out[: len(x)], out[len(x) :] = x, 0  # what memory held there may overflow in JAX's dtype
+    out[: len(x)], out[len(x) :] = x, x[-1:]
     return out
 
 
-def _repeated(x, n: int):
-    """An array n times, along a new first axis."""
-    if isinstance(x, jax.Array):
-        return jnp.broadcast_to(x, (n, *x.shape))
-    out = placement.aligned_empty((n, *x.shape), x.dtype)
-    out[:] = x
-    return out
-
-
-def buffer_size(
-    batch: PyTree,
-    leaves: Sequence[Any],
-    bytes: int,
-    steps_per_call: int | str | None,
-    interval: float,
-) -> int:
-    """How many batches a call has room for: at least 2, because a loop of one is another program.
+def buffer_size(size: int, leaves: Sequence[Any], bytes: int, setting: Any, interval: float) -> int:
+    """How many batches of `size` bytes a call has room for; at least 2: a loop of one is unrolled.
 
     A function of sizes and settings alone: the clock may choose how many are filled, not this.
     """
-    if isinstance(steps_per_call, int):
-        return max(2, steps_per_call)
-    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    if isinstance(setting, int):
+        return max(2, setting)
     # arrays on a device are stacked by a program of that many operands
     most = 8 if any(isinstance(x, jax.Array) for x in leaves) else MOST
-    return int(max(2, min(bytes // max(int(size), 1), most, interval)))
+    return int(max(2, min(bytes // max(size, 1), most, interval)))
 
 
-def place(
-    feed: PyTree, n: int, home: Any, limit: int = NO_LIMIT, *, step: Any = None, whole: bool = False
-) -> tuple[Any, Any]:
-    """Stacked batches, in memory of ours, where the state lives.
+def place(feed: PyTree, n: int, home, limit=NO_LIMIT, *, step: Any = None, whole=False) -> Any:
+    """Stacked batches, in memory of ours, where the state lives, and how many are to be read.
 
     Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
     `whole` on every process stays so. On one device jit places them: that is the fastest way.

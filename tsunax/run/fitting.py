@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,7 @@ from tsunax.run.boundaries import Boundaries
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.rejections import Rejections
-from tsunax.run.row_log import RowLog
-from tsunax.run.run import OF_FIT, OF_ROWS, Run
+from tsunax.run.run import OF_FIT, OF_ROWS, RowLog, Run
 from tsunax.step import StepInfo
 
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
@@ -46,28 +45,17 @@ class Fit:
     """A run of `fit` under way."""
 
     def __init__(
-        self,
-        step: Step,
-        state: PyTree,
-        data: Iterable[PyTree] | None,
-        options: Options,
-        history: History,
-        memory: dict[str, Any],
-        start: int,
+        self, step: Step, state, data, options: Options, history: History, memory: dict, start: int
     ) -> None:
         self.step: Step = step
         self.options: Options = options
         interval = min(options.intervals, default=float("inf"))
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
-        given = options.steps_per_call, interval, left
-        last = options.goal.epochs
-        self.feed: feed.Feed = feed.Feed(
-            step, data, state, *given, goes_on=True, crosses=crosses, tells=False, last=last
-        )
-        self.loop: fused_loop.Fused = fused_loop.fused(
-            step, not isinstance(step, TrainStep) or step.donate
-        )
+        given, last = (options.steps_per_call, interval, left), options.goal.epochs
+        self.feed = feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses, last=last)
+        donates = not isinstance(step, TrainStep) or step.donate
+        self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
         self.run: Run = Run(state, start, self.feed.epoch, history)
         self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
         self.signal: int = 0  # that ended the run: the same on all processes
@@ -104,8 +92,6 @@ class Fit:
             home = placement.state_sharding(self.run.state)
             self.given, self.extra = given, placement.replicate(given, home)
 
-    # What the loop in loop.py asks
-
     def begin(self) -> None:
         """Compare the processes of the run, and hold its first boundary."""
         place, state = self.feed.source.state(), agreement.small(self.run.state)
@@ -129,12 +115,11 @@ class Fit:
         return self.next[1] - step - self.ahead
 
     def take(self, left: float) -> list[feed.Chunk]:
-        """The batches of the next calls, `left` at most; none at the end of an epoch.
+        """The batches of the next calls, for `left` steps at most; none at the end of an epoch.
 
-        How many steps a call makes is the least of: the setting, or what the clock says
-        (`per_call`); the steps to a boundary (`left`); the room of a call (`feed.buffer_size`); the
-        rest of an epoch or block. How many calls: those of `CALL_SECONDS`, of batches that lie
-        there; a Ctrl-C waits for them.
+        The steps of a call are the least of: the setting, or what the clock says (`per_call`);
+        `left`; the room of a call (`feed.buffer_size`); the rest of an epoch or block. The calls
+        are those of `CALL_SECONDS`, of batches that lie there: a Ctrl-C waits for them.
         """
         ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
@@ -143,12 +128,9 @@ class Fit:
         if self.pending and not info_columns.is_ready(self.pending[-1][1]):
             self.clock.cause = "device"  # it was at work meanwhile: nobody waited for data
         self.clock.lap("device")
-        if self.alike.spans:
-            chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
-        if chunk is None:
-            return []
-        if self.alike.spans or not self.seconds:
-            return [chunk]
+        chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
+        if chunk is None or self.alike.spans or not self.seconds:
+            return [] if chunk is None else [chunk]
         steps = min(CALL_SECONDS / self.seconds, left) - chunk.steps
         return [chunk, *self.feed.rest(most, int(steps), self.run.state, limit)]
 
@@ -215,7 +197,6 @@ class Fit:
         self.boundary([*dict.fromkeys([*events, "epoch"])])
 
     def end(self, interrupt: Interrupt) -> None:
-        """The last boundary."""
         self.read(0)
         run, options = self.run, self.options
         self.signal = self.signal or self.alike.signal(interrupt.asked)
@@ -240,13 +221,8 @@ class Fit:
                 self.read(0)
             self.log.flush()
 
-    # Numbers
-
     def read(self, leave: int) -> None:
-        """Wait for all calls but the last `leave`, and make rows of their numbers.
-
-        After `read(0)` nothing is under way, and `run` is exact.
-        """
+        """Make rows of all calls but the last `leave`. After `read(0)` nothing is under way."""
         cut = len(self.pending) - leave
         pending, self.pending = self.pending[:cut], self.pending[cut:]
         for _, part in itertools.groupby(pending, lambda call: info_columns.form_of(call[1])):
@@ -271,9 +247,7 @@ class Fit:
             self.seconds = max(clock - since, 1e-9) / (done - before)
         self.stretch.append((clock, done))
 
-    def rows(
-        self, chunks: Sequence[feed.Chunk], infos: PyTree, named: dict[str, np.ndarray]
-    ) -> None:
+    def rows(self, chunks: Sequence[feed.Chunk], infos: PyTree, named: dict[str, Any]) -> None:
         """Give the numbers of these steps to history, loggers and progress: every `log_every`."""
         run, every, rejections = self.run, self.options.log_every, self.rejections
         epochs = feed.epochs_of(chunks)
@@ -288,7 +262,8 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named
-        columns, rates = self.rates(columns | {"epoch": epochs, "rejected": rejected}, infos)
+        columns |= {"epoch": epochs, "rejected": rejected}
+        rates = self.rates(columns, infos)
         held = self.held.of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held}
         if taken := [name for name in info_columns.own_names(infos) if name in reserved]:
@@ -324,19 +299,14 @@ class Fit:
         if fatal is not None:
             rejections.give_up(fatal, chunks, self.extra)
 
-    def rates(
-        self, columns: dict[str, np.ndarray], infos: PyTree
-    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """The columns without the weights of steps, and the steps and examples of a second."""
+    def rates(self, columns: dict[str, Any], infos: PyTree) -> dict[str, float]:
+        """The steps and examples of a second. Takes the weights of steps out of the columns."""
         is_population = self.rejections.is_population
         is_weight = lambda name: name == "weight" or (is_population and name.startswith("weight/"))
-        weights = list(filter(is_weight, columns)) if isinstance(infos, StepInfo) else []
-        examples = float(sum(np.mean(columns[name]) for name in weights))
-        columns = {name: x for name, x in columns.items() if name not in weights}
+        names = list(filter(is_weight, columns)) if isinstance(infos, StepInfo) else []
+        examples = [np.mean(columns.pop(name)) for name in names]
         if not self.seconds:
-            return columns, {}
+            return {}
         taken = 1 - self.gathered / self.steps_read
-        rates = {"steps_per_second": taken / self.seconds}
-        if weights:
-            rates["examples_per_second"] = examples / self.seconds
-        return columns, rates
+        counts = {"steps": taken} | ({"examples": float(sum(examples))} if examples else {})
+        return {f"{name}_per_second": n / self.seconds for name, n in counts.items()}

@@ -7,8 +7,7 @@ How many steps go into a call may follow the clock, and must not change a bit of
 compiles the body of a loop apart from the same step alone: it fuses other operations, and the last
 digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well, and a scan of one is
 unrolled. So all calls run one program, a `while_loop` whose trip count is an argument: over a
-buffer of batches with room for the most that a call may take, of which the first n are read. Single
-steps run through it, too.
+buffer with room for the most batches of a call, of which n are read. Single steps use it, too.
 
 It costs the room: a call of one step sends a buffer of two batches (a loop of one is unrolled),
 infos have a row for each batch of the buffer, and a reverse-mode gradient cannot go through a
@@ -17,8 +16,7 @@ buffer followed the number of steps, or if `run_steps` took the short way for k 
 early after too many rejected steps in a row, since the host learns of them late.
 
 What a `TrainStep` only reads stays outside of the loop. A function of the user's may change that,
-too (`adjust` in it, or a leaf that is not trained): such leaves go around with the others, and come
-out beside them.
+too (`adjust` in it, or a leaf that is not trained): such leaves go around beside the others.
 
 It knows nothing of epochs.
 """
@@ -36,18 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import (
-    Device,
-    Extra,
-    Function,
-    PyTree,
-    Scalar,
-    Step,
-    TreeDef,
-    checks,
-    placement,
-    trees,
-)
+from tsunax._core import Extra, Function, PyTree, Scalar, Step, TreeDef, checks, placement, trees
 from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
@@ -119,7 +106,7 @@ class Gathered:
     first: Scalar  # int32
     rows: int = field(metadata={"static": True})
     size: int = field(metadata={"static": True})
-    spread: Device = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
+    spread: Any = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
 
     def at(self, i: Scalar) -> PyTree:
         batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
@@ -157,10 +144,11 @@ class Infos:
         infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
         return infos, dict(zip(self.named, columns, strict=True))
 
-    def stacked(self, state: PyTree) -> PyTree:
-        """The infos as a step would give them, on the device, with the numbers of a state."""
-        columns = (self.table[..., i] for i in range(self.table.shape[-1]))
-        infos = self._whole(columns, iter(self.others), jax.lax.bitcast_convert_type)
+    def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
+        """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
+        table, others = self.table[rows], (x[rows] for x in self.others)
+        columns = (table[..., i] for i in range(table.shape[-1]))
+        infos = self._whole(columns, others, jax.lax.bitcast_convert_type)
         infos = _with_numbers(infos, numbers_of(state))
         return infos.info if isinstance(infos, Told) else infos
 
@@ -205,8 +193,6 @@ class Fused:
                 with leaves_apart(shardings is not None):
                     new, info = run(state, batch, given)
                 _check_same(state, new)
-                if kind is None:
-                    return new, [], Infos.of(jax.tree.map(jnp.asarray, info))
                 # those of the state after the call
                 info = _with_numbers(info, dict.fromkeys(training_states(state)))
                 _, new, after = split_any(new)
@@ -275,9 +261,7 @@ class Fused:
             raise StateError("result", "step", trees.describe(out), "two things: (state, info)")
         return out
 
-    def __call__(
-        self, state: PyTree, feed: PyTree, n: np.ndarray | jax.Array, extra: Extra
-    ) -> tuple[Any, Infos]:
+    def __call__(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> tuple[Any, Infos]:
         calls = Calls(self, state, extra)
         infos = calls(feed, n)
         return calls.state, infos
@@ -290,15 +274,15 @@ class Calls:
         self._kind, moving, still = split_any(state)
         self._extra = extra
         if self._kind is not None:
-            shardings, moving, still = loop.programs.place_state(state, moving, still)
+            placed = loop.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
-            shardings, moving, still = place_state(moving)
-        self._moving, self._still = moving, still
+            placed = place_state(moving)
+        shardings, self._moving, self._still = placed
         self._program = loop.programs[shardings]
 
-    def __call__(self, feed: PyTree, n: np.ndarray | jax.Array) -> Infos:
+    def __call__(self, feed: PyTree, n: Any) -> Infos:
         given = self._kind, self._moving, self._still, feed, n, self._extra
         try:
             self._moving, more, infos = self._program(*given)
@@ -314,7 +298,6 @@ class Calls:
 
     @property
     def state(self) -> Any:
-        """The state after the calls so far."""
         return assemble_any(self._kind, self._moving, self._still)
 
 

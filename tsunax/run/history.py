@@ -11,14 +11,15 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Figure, tables
-from tsunax.errors import RowError, unknown
-from tsunax.run.rows import check_names, check_row, families
+from tsunax._core import Figure, tables, trees
+from tsunax.errors import RowError, WrongTypeError, unknown
+from tsunax.run import plots
 
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
 MOST = 50_000  # rows that a history keeps
@@ -166,8 +167,8 @@ class History:
         for name, (rows, values) in self._columns.items():
             at = np.array(rows)
             stays = kept[at]
-            thin = _array("q", new[at[stays]]), _array("d", np.array(values)[stays])
-            self._columns[name] = thin
+            values = _array("d", np.array(values)[stays])
+            self._columns[name] = _array("q", new[at[stays]]), values
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` the row, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
@@ -187,8 +188,7 @@ class History:
             rows, values = self._columns[name]
             if rows[-1] == newest:
                 del rows[-1], values[-1]
-            if not rows:
-                del self._columns[name]
+        self._columns = {name: column for name, column in self._columns.items() if column[0]}
         if any(rows[-1] == newest for rows, _ in self._columns.values()):
             return None
         return self._steps.pop()
@@ -196,8 +196,8 @@ class History:
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note an event at a step, an int: `history.mark("data", 1200, "new shards")`.
 
-        The loop uses the names "evaluate", "rejected", "thaw", "restart", "stop" and others. Beyond
-        10,000 marks, every second one of the most frequent `name` is dropped.
+        The loop uses "evaluate", "rejected", "thaw", "restart", "stop" and others. Beyond 10,000
+        marks, every second one of the most frequent `name` is dropped.
         """
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
@@ -241,11 +241,8 @@ class History:
         in each panel, and the legend names at most sixteen of them.
 
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
-        itself. Raises MissingLibraryError without matplotlib, and RowError for unknown names and a
-        history without rows.
+        itself. MissingLibraryError without matplotlib, RowError for unknown names or no rows.
         """
-        from tsunax.run import plots
-
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -274,14 +271,10 @@ class History:
 
     def plain(self) -> dict[str, Any]:
         """The history as lists, strings and NumPy arrays; `History.of` reads it back."""
-        columns = [
-            [name, np.array(rows, np.int64), np.array(values, np.float64)]
-            for name, (rows, values) in self._columns.items()
-        ]
-        rows = {"step": self["step"], "columns": columns}
-        closing = [self._closing[0], list(self._closing[1])]
-        marks, time = [list(mark) for mark in self.marks], dict(self.time)
-        return {"rows": rows, "marks": marks, "closing": closing, "time": time}
+        columns = [[name, *map(np.array, column)] for name, column in self._columns.items()]
+        rows, (step, names) = {"step": self["step"], "columns": columns}, self._closing
+        plain = {"rows": rows, "marks": [*map(list, self.marks)], "time": dict(self.time)}
+        return plain | {"closing": [step, list(names)]}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
@@ -302,7 +295,7 @@ class History:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
         rows = [["", "last", "min", "max", "rows"]] if self.names else []
-        for kind, members in families(self.names).items():
+        for kind, members in plots.families(self.names).items():
             columns = [self._columns[name][1] for name in members]
             label = f"{kind}/0…{len(members) - 1}" if len(members) > 1 else kind
             newest = sorted(values[-1] for values in columns)
@@ -313,3 +306,63 @@ class History:
         table = tables.aligned(rows, right=range(1, 5))
         head = f"History({len(self):,} rows{span}{marks})"
         return "\n".join([head, *(f"  {line}" for line in table)])
+
+
+def check_names(row: Iterable[Any], where: str = "row") -> None:
+    """Raise unless every name can be a column header and a TensorBoard tag.
+
+    WrongTypeError for what is no string; RowError for one that is empty, not printable, or "step".
+    """
+    for name in row:
+        if not isinstance(name, str):
+            raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
+        if name == "step" or not name or not name.isprintable():
+            expected = "a printable name like 'loss' or 'val/loss', not 'step'"
+            raise RowError("name of a number", where, ascii(name), expected)
+
+
+def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
+    """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
+
+    Waits for values on a device. Raises as `check_names` does; WrongTypeError for no row or no real
+    number; RowError for an array of more than one.
+
+    >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
+    {'loss': 0.5, 'hits': 3, 'ok': 1}
+    >>> check_row({"confusion": np.ones((2, 2))}, "evaluate")
+    Traceback (most recent call last):
+    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. ...
+    """
+    if not isinstance(row, Mapping):
+        raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
+    check_names(row, where)
+    plain = (float, int)
+    return {name: x if type(x) in plain else _number(name, x, where) for name, x in row.items()}
+
+
+def _number(name: str, x: Any, where: str) -> float:
+    if trees.is_traced(x):
+        fix = "Return it as a metric: inside jit it has no value yet."
+        raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
+    is_array = isinstance(x, (int, float)) or hasattr(x, "__array__")
+    value: Any = np.asarray(x) if is_array else None
+    is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if value is None or not is_a(np.floating, np.integer, np.bool_):
+        raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
+    if value.ndim:
+        fix = "Reduce it, or log its parts."
+        raise RowError(repr(name), where, trees.describe(x), "one number", fix)
+    return float(value) if is_a(np.floating) else int(value)
+
+
+def flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
+    """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
+    out = {}
+    for name, x in found.items():
+        if isinstance(x, Mapping):
+            out |= flat(x, f"{root}{name}/")
+        elif np.ndim(x):
+            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
+        else:
+            out[root + name] = float(x)
+    return out

@@ -13,7 +13,7 @@ from tsunax._core import PyTree, trees
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError, StateError
 from tsunax.run import fused_loop
-from tsunax.run.rows import flat
+from tsunax.run.history import flat
 from tsunax.run.run import OF_FIT
 from tsunax.state import donated
 from tsunax.states import COUNTED, numbers_of
@@ -22,9 +22,8 @@ from tsunax.step import StepInfo
 
 def form_of(infos: PyTree) -> tuple[Any, ...]:
     """What the infos of two calls must share to become rows together: structure and shapes."""
-    if isinstance(infos, fused_loop.Infos):
-        static = infos.treedef, infos.dtypes, infos.named  # its structure, without a walk
-        return *static, *[x.shape[1:] for x in infos.others]
+    if isinstance(infos, fused_loop.Infos):  # without a walk
+        return infos.treedef, infos.dtypes, infos.named, *[x.shape[1:] for x in infos.others]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
 
@@ -57,8 +56,7 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
     """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
     if isinstance(infos, fused_loop.Told):  # the clock of the run says it
-        in_a_row = infos.clock[..., 3]
-        return np.min(in_a_row.reshape(n, -1), 1)
+        return np.min(infos.clock[..., 3].reshape(n, -1), 1)
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
     found = [np.asarray(x.verdict) for x in parts if x.verdict is not None]
@@ -107,11 +105,8 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         flat = np.reshape(x, (len(x), -1))
         if np.ndim(x) == 1:
             yield name, x
-        elif flat.shape[1] <= MOST_OF_A_METRIC:  # a metric for each class
+        elif flat.shape[1] <= 100:  # a metric for each class
             yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
-
-
-MOST_OF_A_METRIC = 100  # numbers of an array that become columns
 
 
 def counts_of(state: PyTree) -> np.ndarray:
@@ -148,9 +143,8 @@ class HeldNumbers:
     def of(self, state: PyTree) -> dict[str, float]:
         numbers = numbers_of(state)
         if self._start is None or any(x is not self._numbers[at] for at, x in numbers.items()):
-            now: dict[str, float] = {}
-            for at, x in numbers.items():
-                now |= {} if x is None else flat(x.named(None), at)
+            named = {at: x.named(None) for at, x in numbers.items() if x is not None}
+            now = {k: x for at, part in named.items() for k, x in flat(part, at).items()}
             start = now if self._start is None else self._start
             self._told = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}
             self._numbers, self._start = numbers, start

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tsunax.errors import SaveError, WrongTypeError, told
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
 Row = Mapping[str, float]
+_STEP = re.compile(r'(?:\{"step": )?(\d+)')  # a row begins with it, in both kinds of files
 
 
 def _path(where: str, path) -> Path:
@@ -67,16 +69,12 @@ class _TextFile:
             if first is not None and path.exists():
                 # a last line without its end was being written when the process died
                 lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-                steps = ((line, self._step_of(line)) for line in lines)
-                _write(path, (f"{line}\n" for line, step in steps if step is None or step < first))
+                found = ((line, _STEP.match(line)) for line in lines)
+                _write(path, (f"{line}\n" for line, row in found if not row or int(row[1]) < first))
             self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         except OSError as error:
             where, expected = f"{type(self).__name__}()", "a path that can be written"
             raise SaveError("path", where, told(error), expected) from error
-
-    def _step_of(self, line: str) -> int | None:
-        """The step of a row; None for a line that is no row."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the file, if it is open; the next row opens it again."""
@@ -139,10 +137,6 @@ class csv(_TextFile):
         assert self._file is not None
         self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
 
-    def _step_of(self, line: str) -> int | None:
-        first = line.partition(",")[0]
-        return None if first == "step" else int(first)
-
 
 def _csv_line(fields: Iterable[Any]) -> str:
     _csv.writer(text := io.StringIO(), lineterminator="\n").writerow(fields)
@@ -170,9 +164,6 @@ class jsonl(_TextFile):
         numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": step, **numbers}) + "\n")
 
-    def _step_of(self, line: str) -> int | None:
-        return json.loads(line).get("step")
-
 
 @dataclass(eq=False)
 class tensorboard:
@@ -180,8 +171,7 @@ class tensorboard:
 
     Show them with `tensorboard --logdir=directory`. The settings of the run are the text
     "settings". Characters that a tag must not contain become "_". Raises WrongTypeError for a
-    directory that is no path, and MissingLibraryError if tensorboardX is not installed, both when
-    it is constructed.
+    directory that is no path, and MissingLibraryError without tensorboardX, both when it is made.
     """
 
     directory: StrPath
@@ -196,13 +186,12 @@ class tensorboard:
         self.close()
         first = settings.get("rows_from")
         # its own name has seconds: a run of less would be overwritten by the next
-        options = dict(flush_secs=10, filename_suffix=f".{time.time_ns()}")
-        directory = os.fspath(self.directory)
-        self._writer = self._library.SummaryWriter(directory, purge_step=first, **options)
-        if table := "".join(f"| {name} | {value} |\n" for name, value in settings.items()):
-            self._writer.add_text(
-                "settings", f"| name | value |\n| --- | --- |\n{table}", first or 0
-            )
+        options = dict(flush_secs=10, filename_suffix=f".{time.time_ns()}", purge_step=first)
+        self._writer = self._library.SummaryWriter(os.fspath(self.directory), **options)
+        if settings:
+            table = [("name", "value"), ("---", "---"), *settings.items()]
+            text = "".join(f"| {name} | {value} |\n" for name, value in table)
+            self._writer.add_text("settings", text, first or 0)
 
     def __call__(self, row: Row, step: int) -> None:
         if self._writer is None:

@@ -42,9 +42,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         restored = Restored(state) if saver is None else saver.resumed(state, options.resume)
     is_in_hand = restored.step is not None and restored.state is state
     before = restored.script if isinstance(restored.script, dict) else {}
-    script = {}
-    if saver is not None:
-        script = script_settings.script_of(step, state, data, options.extra)
+    script = {} if saver is None else script_settings.script_of(step, state, data, options.extra)
     state = restored.state
     for member in training_states(state).values():
         check_values(member, "fit()")
@@ -73,8 +71,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
     if options.goal.epochs and any_emitted(state) is not None:
         total = None  # a step is several calls, and it is not known which of them are left out
-    shown = options.progress if jax.process_index() == 0 else False
-    bar = progress.progress(shown, total, start)
+    bar = progress.progress(jax.process_index() == 0 and options.progress, total, start)
     bar.seconds = options.clock.seconds
     fitting.boundaries.bar, fitting.run.note = bar, bar.note
     if saver is not None and restored.step is not None:
@@ -83,10 +80,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
 
 
 def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
-    """What a logger is told at the start: the settings of the run, and the hyperparameters.
-
-    `closed` is the step of a row that the history has no longer, see `History.reopen`.
-    """
+    """What a logger is told at the start; `closed` is the result of `History.reopen`."""
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}

@@ -22,9 +22,7 @@ from tsunax.state import TrainState, check_state
 class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
-    def __init__(
-        self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
-    ) -> None:
+    def __init__(self, where: str, steps: int | None, epochs: int | None, has_data=True) -> None:
         for name, value in {"steps": steps, "epochs": epochs}.items():
             if value is not None:
                 checks.check_count(value, where, name)
@@ -73,6 +71,7 @@ class Options:
 
     def __post_init__(self) -> None:
         where, every = "fit()", self.evaluate_every
+        wrong = lambda name, x, expected: WrongTypeError(name, where, trees.describe(x), expected)
         if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
             every = self.evaluate_epochs = int(found[1] or 1)
         elif isinstance(every, str):
@@ -92,22 +91,18 @@ class Options:
                 raise WrongTypeError("evaluate", where, got, "a function")
             self.evaluate_steps = self.evaluate_epochs = None
         elif not callable(self.evaluate):
-            got = trees.describe(self.evaluate)
-            raise WrongTypeError("evaluate", where, got, f"f(state) -> {{name: number}}. {example}")
+            raise wrong("evaluate", self.evaluate, f"f(state) -> {{name: number}}. {example}")
         else:
             checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
         if not checks.is_one_of(self.resume, ("auto", "must", "never")):
-            got, expected = trees.describe(self.resume), "'auto', 'must' or 'never'"
-            raise WrongTypeError("resume", where, got, expected)
+            raise wrong("resume", self.resume, "'auto', 'must' or 'never'")
         if self.resume == "must" and self.saver is None:
             got, expected = "'must' without checkpoint=", "a path to resume from"
             raise WrongTypeError("resume", where, got, expected)
         if self.history is not None and not isinstance(self.history, History):
-            got, expected = trees.describe(self.history), "a ts.loop.History, to go on with"
-            raise WrongTypeError("history", where, got, expected)
+            raise wrong("history", self.history, "a ts.loop.History, to go on with")
         if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
-            expected = "{name: arrays}, with str names"
-            raise WrongTypeError("extra", where, trees.describe(self.extra), expected)
+            raise wrong("extra", self.extra, "{name: arrays}, with str names")
         self.callbacks = _functions("callback", self.callbacks)
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
         for f in self.callbacks:
@@ -126,7 +121,7 @@ class Options:
 
     @functools.cached_property
     def intervals(self) -> list[int]:
-        """A boundary lies at every multiple of these."""
+        """A boundary lies at every multiple of these, and at `places`."""
         found = [f.every for f in self.callbacks if is_every(f)]
         found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
         found += [self.saver.every] if self.saver is not None and self.saver.every else []
@@ -134,7 +129,6 @@ class Options:
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """And at these steps."""
         return [place for f in self.callbacks for place in getattr(f, "at", ())]
 
     def deciding(self) -> dict[str, Any]:
@@ -146,8 +140,7 @@ class Options:
 
     @property
     def listens_to_epochs(self) -> bool:
-        is_asked = self.evaluate_epochs or self.saves_epochs
-        return bool(is_asked) or any(map(is_bare, self.callbacks))
+        return bool(self.evaluate_epochs or self.saves_epochs) or any(map(is_bare, self.callbacks))
 
     @property
     def saves_epochs(self) -> bool:

@@ -6,11 +6,10 @@ state of pyplot is read or written, and nothing is shown.
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,29 @@ import numpy as np
 from tsunax._core import Figure
 from tsunax._core.libraries import library
 from tsunax.errors import RowError
-from tsunax.run.rows import families
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
-_LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
+LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 _MOST = 12  # names in a legend
 _LEGEND: Any = {"fontsize": 8, "title_fontsize": 8, "edgecolor": "none"}
+
+
+def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
+    """Names by kind: of `least` members or classes, `loss/0`, `loss/1`, ..., they are one kind.
+
+    >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
+    {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
+    """
+    names = list(names)
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition("/")
+        kinds.setdefault(head if number.isdecimal() else name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for kind, members in kinds.items():
+        is_one = len(members) >= least and kind not in names
+        found |= {kind: members} if is_one else {name: [name] for name in members}
+    return found
 
 
 def _base(name: str) -> str:
@@ -37,7 +53,7 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Series by name, by panel: the given names, else the loss, metrics, the learning rate."""
     if not history.names:
         raise RowError("history", "plot()", "no rows", "at least one", "Nothing was logged yet.")
-    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in _LEFT_OUT
+    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in LEFT_OUT
     chosen = [names] if isinstance(names, str) else names or list(filter(is_shown, history.names))
     panels: dict[str, dict[str, Any]] = {}
     for name in chosen or history.names:
@@ -47,7 +63,6 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
-    """`History.plot`."""
     panels = _panels(history, names)
     moves = lambda columns: any(len(np.unique(values)) > 1 for _, values in columns.values())
     still = {base: part for base, part in panels.items() if not names and not moves(part)}
@@ -114,13 +129,13 @@ def _mark(rows: Sequence[Any], marks: Sequence[tuple[int, str, str]], along) -> 
 def new_figure(width: float, height: float) -> Any:
     matplotlib = library("matplotlib.figure", "plot()", "plot")
     figure = matplotlib.Figure(figsize=(width, height), dpi=150, layout="constrained")
-    figure._repr_png_ = functools.partial(_png, figure)  # IPython asks for it
+
+    def png() -> bytes:
+        figure.savefig(file := io.BytesIO(), format="png")
+        return file.getvalue()
+
+    figure._repr_png_ = png  # IPython asks for it
     return figure
-
-
-def _png(figure) -> bytes:
-    figure.savefig(file := io.BytesIO(), format="png")
-    return file.getvalue()
 
 
 def _whole_ticks(axis: Any, values: np.ndarray) -> None:

@@ -20,9 +20,7 @@ import jax
 from tsunax._core import checks
 from tsunax.run.history import CAUSES
 from tsunax.run.loggers import short
-from tsunax.run.rows import families
-
-_ASIDE = {"epoch", "grad_norm", "update_norm", "loss_scale", "dropped", "rejected"}
+from tsunax.run.plots import LEFT_OUT, families
 
 
 def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
@@ -53,14 +51,10 @@ def _memory() -> list[str]:
     return [f"{used / 2**30:.1f}/{limit / 2**30:.0f} GiB" for used, limit in sorted(found)[-1:]]
 
 
-# Views
-
-
 class _Lines:
     """A plain line every 5 seconds; of a run of hours, one a minute."""
 
-    def interval(self, elapsed: float) -> float:
-        return min(max(5.0, elapsed / 60), 60.0)
+    seconds: tuple[float, float] = 5.0, 60.0  # from one to the next, the least and the most
 
     def draw(self, bar: Progress) -> None:
         percent = f"{bar.step / bar.total:.0%}" if bar.total else ""
@@ -77,10 +71,7 @@ class _Lines:
 class _Silent(_Lines):
     """What `progress=False` shows."""
 
-    def interval(self, elapsed: float) -> float:
-        return math.inf
-
-    def draw(self, bar: Progress) -> None: ...
+    seconds = math.inf, math.inf
 
     def note(self, text: str) -> None: ...
 
@@ -88,11 +79,8 @@ class _Silent(_Lines):
 class _Notebook(_Lines):
     """One line, redrawn in place; notes are printed."""
 
-    def __init__(self) -> None:
-        self.handle: Any = None
-
-    def interval(self, elapsed: float) -> float:
-        return 0.2
+    seconds = 0.2, 0.2
+    handle: Any = None
 
     def draw(self, bar: Progress) -> None:
         from IPython.display import display
@@ -111,6 +99,8 @@ class _Notebook(_Lines):
 class _Terminal(_Lines):
     """Two lines at the bottom of a terminal; what the user prints scrolls by above them."""
 
+    seconds = 0.1, 0.1
+
     def __init__(self, console) -> None:
         from rich.live import Live
 
@@ -118,22 +108,16 @@ class _Terminal(_Lines):
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
-    def interval(self, elapsed: float) -> float:
-        return 0.1
-
     def draw(self, bar: Progress) -> None:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+        from rich import console, progress_bar, table, text
 
-        drawn = [ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
-        first = Table.grid(padding=(0, 2, 0, 0))
-        first.add_row(Text(bar.count, style="bold"), *drawn, Text(bar.pace, style="dim"))
-        results = Text(bar.results, no_wrap=True, overflow="ellipsis")
-        ended = [Text(bar.reason, style="yellow")] if bar.reason else []
+        drawn = [progress_bar.ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
+        first = table.Table.grid(padding=(0, 2, 0, 0))
+        first.add_row(text.Text(bar.count, style="bold"), *drawn, text.Text(bar.pace, style="dim"))
+        results = text.Text(bar.results, no_wrap=True, overflow="ellipsis")
+        ended = [text.Text(bar.reason, style="yellow")] if bar.reason else []
         self.live.start()
-        self.live.update(Group(first, results, *ended), refresh=True)
+        self.live.update(console.Group(first, results, *ended), refresh=True)
 
     def note(self, text: str) -> None:
         self.live.console.print(text, markup=False, highlight=False, emoji=False)
@@ -142,14 +126,8 @@ class _Terminal(_Lines):
         self.live.stop()
 
 
-# Progress
-
-
 class Progress:
-    """A run as its view shows it.
-
-    `show` after every call of the step, `note` for a line above, `close` at the end.
-    """
+    """A run as its view shows it: `show` after a call, `note` for a line above, `close`."""
 
     def __init__(self, view: Any, total: int | None, start: int, unit: str = "step") -> None:
         self.view: Any = view
@@ -166,7 +144,12 @@ class Progress:
         self._newest = 0.0
         self.seconds: Mapping[str, float] = dict.fromkeys(CAUSES, 0.0)  # so far, of a run
         self._began = time.perf_counter()
-        self._next = self._began + view.interval(0.0)
+        self._next = self._began + self.wait
+
+    @property
+    def wait(self) -> float:
+        least, most = self.view.seconds
+        return min(max(least, self.elapsed / 60), most)
 
     @property
     def count(self) -> str:
@@ -196,7 +179,7 @@ class Progress:
     def results(self) -> str:
         """The loss, what evaluation gave, then other metrics."""
         is_aside = lambda name: name.endswith("_per_second") or "learning_rate" in name
-        names = [x for x in self.numbers if x.split("/")[0] not in _ASIDE and not is_aside(x)]
+        names = [x for x in self.numbers if x.split("/")[0] not in LEFT_OUT and not is_aside(x)]
         names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
         found = summary({name: self.numbers[name] for name in names})
         if rejected := self.numbers.get("rejected"):
@@ -230,21 +213,13 @@ class Progress:
         self.rate = (self.step - before) / (until - since) if until > since else None
         self.elapsed = now - self._began
         self.view.draw(self)
-        self._next = time.perf_counter() + self.view.interval(self.elapsed)
+        self._next = time.perf_counter() + self.wait
 
 
 def progress(
     progress: bool = True, total: int | None = None, start: int = 0, unit: str = "step"
 ) -> Progress:
-    """The progress display of a run of `total` steps (None: unknown) from step `start`.
-
-    True draws on a terminal and in notebooks and writes lines elsewhere, False is silent. Raises
-    WrongTypeError for anything else.
-
-    >>> bar = progress(False, total=100)
-    >>> bar.show(10, {"loss": 0.5}), bar.close()
-    (None, None)
-    """
+    """The progress display of a run of `total` steps (None: unknown) from step `start`."""
     checks.check_flags("fit()", progress=progress)
     return Progress(_view() if progress else _Silent(), total, start, unit)
 

@@ -53,13 +53,8 @@ class Rejections:
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
         return [(at[:-1], states[at], x) for at, x in infos.items() if is_rejected(x)]
 
-    def note(
-        self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
-    ) -> int | None:
-        """Mark rejected calls, warn of the first, the tenth, the hundredth.
-
-        Which one was one too many, if any.
-        """
+    def note(self, verdicts, steps, epochs, infos: PyTree) -> int | None:
+        """Mark rejected calls, warn of the first, the tenth, ...; which one was one too many."""
         run, count = self.run, self.count
         if not np.any(verdicts > 0):
             self.in_a_row = 0
@@ -79,16 +74,13 @@ class Rejections:
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
                 what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
-                is_one = isinstance(run.state, TrainState)
-                whose = "the state" if is_one else "what was rejected"
+                whose = "the state" if isinstance(run.state, TrainState) else "what was rejected"
                 warn(f"{what}. {count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None
 
-    def keep(
-        self, verdicts: np.ndarray, steps: np.ndarray, chunks: Sequence[Chunk], infos: PyTree
-    ) -> None:
+    def keep(self, verdicts, steps, chunks: Sequence[Chunk], infos: PyTree) -> None:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
         state, before = self.run.state, self.calls
         self.calls += len(verdicts)
@@ -105,18 +97,15 @@ class Rejections:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
         run = self.run
         assert run.info is not None
-        limit = f"max_bad={self.max_bad}"
-        if getattr(self.step, "on_nonfinite", None) == "raise":
-            limit = "on_nonfinite='raise'"
-        elif self.max_bad > 1:
-            limit = f"the last of {self.max_bad} in a row, {limit}"
+        last = f"the last of {self.max_bad} in a row, " if self.max_bad > 1 else ""
+        raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
+        limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
         known, after = self._is_known(run.info), ""
         why = _why(self._rejected_parts(run.info)) or "not finite"
         # of several processes none has the batch
         if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
-            why = step_errors.rejection_reason(
-                self.step, run.state, run.info, _batch_of(i, chunks)[0], extra
-            )
+            batch, _ = _batch_of(i, chunks)
+            why = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
             after = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
         what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         when = "after" if isinstance(run.state, States) else "before"  # another member has moved
@@ -125,7 +114,6 @@ class Rejections:
 
 
 def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
-    """What was rejected and why, in words."""
     told = (f"{at}{at and ': '}{guard.explain(int(x.verdict), s.opt_state)}" for at, s, x in parts)
     return "; ".join(told)
 

@@ -1,11 +1,11 @@
-"""What a callback sees of a run of `fit`, and the rejected calls that a run keeps."""
+"""What a callback sees of a run of `fit`; the rejected calls that it keeps; its newest row."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
-from tsunax.run.history import History
-from tsunax.run.rows import check_row
+from tsunax.run.history import Clock, History, check_row
 from tsunax.state import TrainState, check_state
 
 # names that rows have of themselves; no metric may be called so
@@ -37,9 +36,8 @@ class Rejected:
     def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
         """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
 
-        From the state that the run ended in, as `error.state`. A rejected step leaves a state as it
-        was; where others were applied since, StateError, or with `exact=False` the batch and the
-        keys of that call with later params.
+        From the state that the run ended in, as `error.state`: a rejected step leaves it as it was.
+        If others were applied since, StateError, or with `exact=False` that call with later params.
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
@@ -100,6 +98,70 @@ def blamed(what: str, fn: Function, run: Run) -> Iterator[None]:
         at = f"step {run.step} (epoch {run.epoch})"
         error.add_note(f"raised by the {what} {trees.describe_call(fn)} at {at}")
         raise
+
+
+@dataclass(eq=False)
+class RowLog:
+    """The newest row of a run: an evaluation and callbacks may still add numbers to it."""
+
+    run: Run
+    loggers: Sequence[Function]
+    clock: Clock
+    step: int = -1  # of the newest row
+    told_step: int = -1  # of the row that the loggers were given last
+    # what makes the row of the newest step, if it has none
+    last: tuple[Callable[[], Mapping[str, Any]], int] | None = None
+
+    def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
+        """Rows for the history, and for the loggers but the last one: it may not be whole yet."""
+        self.flush()
+        self.run.history.extend(columns, steps)
+        for i in range(len(steps)) if self.loggers else [len(steps) - 1]:
+            self.begin(int(steps[i]))
+            self.run.row = {name: float(x[i]) for name, x in columns.items()}
+        self.run.metrics |= self.run.row
+
+    def begin(self, step: int) -> None:
+        """From here on numbers belong to the row of this step."""
+        if step != self.step:
+            self.flush()
+            self.step, self.run.row = step, {}
+
+    def add(self, row: Mapping[str, float], step: int) -> None:
+        """A row of numbers, or more numbers for the row of this step."""
+        self.begin(step)
+        self.run.row |= row
+        self.run.metrics |= row
+        self.run.history.add(row, step)
+
+    def close(self) -> None:
+        """Add the row of the last step, whatever `log_every` is. Loggers get one row of a step."""
+        if self.last is None:
+            return
+        (row_of, step), self.last = self.last, None
+        row = {name: float(x[0]) for name, x in row_of().items()}
+        self.run.history.close(row, step)
+        if step == self.told_step:
+            self.run.metrics |= row
+        else:
+            self.add(row, step)
+
+    def numbers_at(self, step: int) -> dict[str, float]:
+        """The newest numbers, as far as they are of this step."""
+        history = self.run.history
+        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
+        found = {name: x for name, (at, x) in newest.items() if at == step}
+        if self.last is not None and self.last[1] == step:  # its row is no row of the history
+            found |= {name: float(x[0]) for name, x in self.last[0]().items()}
+        return {name: x for name, x in found.items() if np.isfinite(x)}
+
+    def flush(self) -> None:
+        """Give the newest row to the loggers."""
+        row, self.run.row = self.run.row, {}
+        self.told_step = self.step if row else self.told_step
+        for logger in self.loggers if row else ():
+            with self.clock("callbacks"), blamed("logger", logger, self.run):
+                logger(dict(row), step=self.step)
 
 
 def with_state(error: Any, run: Run) -> Any:

@@ -1,8 +1,6 @@
-"""Optuna under a sweep: its journal keeps the trials, its samplers propose them, its pruners end
-them.
+"""Optuna under a sweep: its journal keeps trials, its samplers propose them, its pruners end them.
 
-A trial is written when it has ended, all of it in one line of the journal: what a process that was
-killed left undone is run again.
+A trial is written when it has ended, in one line of the journal; what a kill left is run again.
 """
 
 from __future__ import annotations
@@ -31,14 +29,8 @@ def _optuna(part: str = "") -> Any:
     return library(f"optuna{part}", "tune()", extra="tune")
 
 
-# -------------------------------------------------------------------------------------- the journal
-
-
 class Journal:
-    """The trials of a directory that have ended, and those to come; of one process at a time.
-
-    Without a directory they are kept in memory. CheckpointError for a directory of another sweep.
-    """
+    """The trials that have ended, in a directory of one process at a time, or else in memory."""
 
     def __init__(self, folder: Path | None, about: dict[str, Any]):
         self.trials: dict[int, Trial] = {}
@@ -91,8 +83,8 @@ def _refusing(folder: Path):
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        where, expected = str(folder), "a directory of a sweep, or a new one"
-        raise CheckpointError("journal", where, told(error), expected) from error
+        expected = "a directory of a sweep, or a new one"
+        raise CheckpointError("journal", str(folder), told(error), expected) from error
 
 
 def _load(path: Path, mode: str = "") -> Any:
@@ -117,14 +109,13 @@ def _repair(path: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def _raise_other(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise the first difference of another sweep."""
-    flat = lambda about: {**about.pop("space"), **about}
-    before, now = flat(dict(old)), flat(dict(new))
-    name = next(name for name in {**before, **now} if now.get(name) != before.get(name))
-    expected = f"{before.get(name, 'nothing')}, as in {folder}"
-    fix = "Give another directory."
-    raise CheckpointError(name, "tune()", now.get(name, "nothing"), expected, fix)
+def _raise_other(folder: Path, *abouts: dict[str, Any]) -> None:
+    """Raise the first difference of another sweep: what it searched, and what this one does."""
+    old, new = ({**about["space"], **about, "space": None} for about in abouts)
+    name = next(name for name in old | new if new.get(name) != old.get(name))
+    expected = f"{old.get(name, 'nothing')}, as in {folder}"
+    got, fix = new.get(name, "nothing"), "Give another directory."
+    raise CheckpointError(name, "tune()", got, expected, fix)
 
 
 def _ended(study: Any) -> dict[int, Trial]:
@@ -140,12 +131,10 @@ def _trial(one: Any) -> Trial:
     tuples = lambda x: tuple(map(tuples, x)) if isinstance(x, list) else x
     values = {name: tuples(x) for name, x in said["values"].items()}
     cause = None if said["cause"] is None else Cause(*said["cause"])
-    own = {**said, "values": values, "cause": cause}
-    return Trial(**own, status=status, reports=reports)
+    return Trial(**{**said, "values": values, "cause": cause}, status=status, reports=reports)
 
 
 def _frozen(trial: Trial, space: Mapping[str, Any]) -> Any:
-    """A trial of Optuna's that has ended."""
     states = {"done": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
     said = {name: getattr(trial, name) for name in ("index", "values", "value", "metrics", "cause")}
     known = {name: x for name, x in space.items() if spaces.is_drawn(x)}
@@ -169,9 +158,6 @@ def _distribution(entry: Any) -> Any:
     return kind(entry.low, entry.high, log=entry.log)
 
 
-# --------------------------------------------------------------------------------------- the search
-
-
 class Search:
     """Values that Optuna proposes from what was found, in a study in memory."""
 
@@ -180,17 +166,13 @@ class Search:
         self.space, self.seed = space, about["seed"]
         sampler = sampler or (lambda seed: optuna.samplers.TPESampler(seed=seed))
         self.make = sampler if callable(sampler) else None
-        self.study = optuna.create_study(
-            direction=f"{about['mode']}imize",
-            sampler=None if self.make else sampler,
-            pruner=pruner or optuna.pruners.NopPruner(),
-        )
+        how = {"sampler": None if self.make else sampler, "direction": f"{about['mode']}imize"}
+        self.study = optuna.create_study(pruner=pruner or optuna.pruners.NopPruner(), **how)
         self.study.add_trials([_frozen(trial, space) for trial in journal.trials.values()])
 
     def values(self, index: int) -> dict[str, Any]:
         if self.make is not None:  # anew, so that after a kill it proposes what it would have
-            bits = spaces.random_bits(self.seed, index, "", np.uint32)
-            self.study.sampler = self.make(bits)
+            self.study.sampler = self.make(spaces.random_bits(self.seed, index, "", np.uint32))
         self.trial = self.study.ask()
         return suggested(self.trial, self.space)
 
@@ -206,7 +188,6 @@ class Search:
 
 
 def suggested(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that Optuna proposes for a trial."""
     found = {}
     for name, entry in space.items():
         if isinstance(entry, spaces.choice):

@@ -1,4 +1,4 @@
-"""One trial: what became of an objective, as numbers or as the cause of a failure."""
+"""What became of an objective: one trial, as numbers or the cause of a failure, and all of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsunax._core import checks, trees
+from tsunax._core import checks, tables, trees
 from tsunax._core.source_lines import LIBRARIES
-from tsunax.errors import HyperparameterError, TsunaxError, WrongTypeError, message, unknown
+from tsunax.errors import HyperparameterError, TrialError, TsunaxError, WrongTypeError, unknown
 
 RESERVED = ("report", "trial")  # what an objective may name beside the space
 
@@ -61,6 +61,67 @@ def ranked(value: float | None, mode: str) -> float:
     return value if mode == "min" else -value
 
 
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The `trials` of a sweep, a tuple in their order; prints as a table, the best first.
+
+    `space` has the names of the hyperparameters, `mode` is "min" or "max": `result.best.value`.
+    """
+
+    trials: tuple[Trial, ...]
+    space: tuple[str, ...]
+    mode: str = "min"
+    _repr_html_ = tables.folded
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best finite value, a number; TrialError if none has one."""
+        done = [trial for trial in self.trials if trial.status == "done"]
+        if not done:
+            failed = [trial for trial in self.trials if trial.cause]
+            first = f"; the first failed with {failed[0].cause}" if failed else ""
+            got = f"{len(self.trials)} trials, none of them done{first}"
+            raise TrialError("best", "Result", got, "one that is done")
+        return min(done, key=lambda trial: ranked(trial.value, self.mode))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each trial, all with the same keys: `pandas.DataFrame(result.rows)`."""
+        metrics = dict.fromkeys(name for t in self.trials for name in t.metrics)
+        return [
+            {f"metrics/{name}": t.metrics.get(name) for name in metrics}
+            | {"trial": t.index, "value": t.value, "status": t.status, "seconds": t.seconds}
+            | {"cause": str(t.cause or "")}
+            | {name: t.values.get(name) for name in self.space}
+            for t in self.trials
+        ]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column: `result["learning_rate"]`."""
+        known = self.rows[0] if self.trials else {}
+        if name not in known:
+            raise TrialError(unknown("column", "Result", str(name), known))
+        return np.array([row[name] for row in self.rows])
+
+    def __len__(self) -> int:
+        return len(self.trials)
+
+    def __repr__(self) -> str:
+        best_first = lambda t: (t.status != "done", ranked(t.value, self.mode), t.index)
+        rows = [["trial", *self.space, "value", "status"]]
+        for t in sorted(self.trials, key=best_first)[:20]:
+            cells = t.index, *map(t.values.get, self.space), t.value, t.cause or t.status
+            rows.append([_cell(x) for x in cells])
+        more = [f"... {len(self) - 20} more"] if len(self) > 20 else []
+        lines = tables.aligned(rows, [0, len(self.space) + 1])
+        return "\n".join([f"{len(self)} trials", *lines, *more])
+
+
+def _cell(x: Any) -> str:
+    text = f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
 def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
     """Those of the reserved names that an objective takes."""
     given = {"trial": trial, "report": report}
@@ -68,9 +129,7 @@ def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
     return {name: given[name] for name in RESERVED if name in takes}
 
 
-def judged(
-    index: int, values: dict, outcome: Any, metric: str | None, reports: dict, seconds: float
-) -> Trial:
+def judged(index: int, values: dict, outcome, metric, reports: dict, seconds: float) -> Trial:
     """The trial whose objective returned `outcome`, was `Pruned`, or raised what is in a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
@@ -85,7 +144,7 @@ def judged(
             trial = dataclasses.replace(trial, value=value, metrics=metrics)
             if math.isfinite(value):
                 return trial
-            text = message("result", "objective", value, "a finite number")
+            text = f"result at objective: got {value}, expected a finite number."
             outcome = Cause("NonFiniteError", text)
     return dataclasses.replace(trial, status="failed", cause=outcome)
 
@@ -124,8 +183,7 @@ def apart(outcome: Any, n: int) -> list[Any]:
         if np.shape(column) != (n,):
             at = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
-            text = message("result", at, trees.describe(column), expected)
-            return [Cause("WrongTypeError", text)] * n
+            return [cause_of(WrongTypeError("result", at, trees.describe(column), expected))] * n
     rows = [{name: np.asarray(column)[i] for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
 

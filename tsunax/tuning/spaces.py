@@ -6,8 +6,7 @@
         "width": 64,
     }
 
-What is drawn is a function of (seed, trial, name) alone: neither the order of the trials nor
-another name changes it.
+What is drawn is a function of (seed, trial, name) alone, whatever the order and other names.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ class choice:
     def __post_init__(self) -> None:
         where = f"{type(self).__name__}()"
         if isinstance(self.options, str) or not isinstance(self.options, Sequence | np.ndarray):
-            got = trees.describe(self.options)
-            raise WrongTypeError("options", where, got, "a list of values")
+            raise WrongTypeError("options", where, trees.describe(self.options), "a list of values")
         found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(self.options))
         if not found or len(set(map(label, found))) < len(found):
             raise HyperparameterError("options", where, found, "one value or more, each once")
@@ -145,10 +143,8 @@ def checked(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     if not isinstance(space, Mapping) or not space:
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
         raise WrongTypeError("space", where, trees.describe(space), "names and entries", fix)
-    return {
-        name: entry if is_drawn(entry) else _plain(entry, f"space[{name!r}]")
-        for name, entry in space.items()
-    }
+    plain = lambda name, x: x if is_drawn(x) else _plain(x, f"space[{name!r}]")
+    return {name: plain(name, entry) for name, entry in space.items()}
 
 
 def label(value: object) -> str:

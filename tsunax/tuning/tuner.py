@@ -1,13 +1,5 @@
 """Trials of one objective over a space of hyperparameters: run, recorded, resumed, compared.
 
-    def objective(learning_rate, width):
-        ...
-        return ts.evaluate(score, state, held_out)["loss"]
-
-    space = {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1), "width": 64}
-    result = ts.tune(objective, space, trials=50, directory="sweep")
-    result.best.values, result.best.value
-
 The values of a trial are a function of (seed, trial), and its result is on the disk before the next
 one starts: a sweep that was killed goes on, and ends as if it had not been.
 """
@@ -27,87 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, tables, trees
+from tsunax._core import StrPath, checks, durable_files, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax.distributed import collectives
 from tsunax.distributed.ray import library as ray_library
-from tsunax.errors import (
-    HyperparameterError,
-    ProcessError,
-    TrialError,
-    WrongTypeError,
-    unknown,
-    warn,
-)
+from tsunax.errors import HyperparameterError, ProcessError, WrongTypeError, unknown, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
-from tsunax.tuning._trials import Cause, Pruned, Trial
+from tsunax.tuning._trials import Cause, Pruned, Result, Trial
 
 __all__ = ["Cause", "Pruned", "Result", "Trial", "as_trainable", "read", "tune"]
-
-_SHOWN = 20  # trials in a table
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    """The `trials` of a sweep, a tuple in their order; prints as a table, the best first.
-
-    `space` has the names of the hyperparameters, `mode` is "min" or "max": `result.best.value`.
-    """
-
-    trials: tuple[Trial, ...]
-    space: tuple[str, ...]
-    mode: str = "min"
-    _repr_html_ = tables.folded
-
-    @property
-    def best(self) -> Trial:
-        """The trial with the best finite value, a number; TrialError if none has one."""
-        done = [trial for trial in self.trials if trial.status == "done"]
-        if not done:
-            failed = [trial for trial in self.trials if trial.cause]
-            first = f"; the first failed with {failed[0].cause}" if failed else ""
-            got = f"{len(self.trials)} trials, none of them done{first}"
-            raise TrialError("best", "Result", got, "one that is done")
-        return min(done, key=lambda trial: _trials.ranked(trial.value, self.mode))
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A dict for each trial, all with the same keys: `pandas.DataFrame(result.rows)`."""
-        metrics = dict.fromkeys(name for t in self.trials for name in t.metrics)
-        return [
-            {f"metrics/{name}": t.metrics.get(name) for name in metrics}
-            | {"trial": t.index, "value": t.value, "status": t.status, "seconds": t.seconds}
-            | {"cause": str(t.cause or "")}
-            | {name: t.values.get(name) for name in self.space}
-            for t in self.trials
-        ]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """A column: `result["learning_rate"]`."""
-        known = self.rows[0] if self.trials else {}
-        if name not in known:
-            raise TrialError(unknown("column", "Result", str(name), known))
-        return np.array([row[name] for row in self.rows])
-
-    def __len__(self) -> int:
-        return len(self.trials)
-
-    def __repr__(self) -> str:
-        best_first = lambda t: (t.status != "done", _trials.ranked(t.value, self.mode), t.index)
-        shown = sorted(self.trials, key=best_first)[:_SHOWN]
-        rows = [["trial", *self.space, "value", "status"]]
-        for t in shown:
-            cells = [t.index, *map(t.values.get, self.space), t.value, t.cause or t.status]
-            rows.append([_cell(x) for x in cells])
-        more = len(self.trials) - len(shown)
-        lines = tables.aligned(rows, [0, len(self.space) + 1])
-        return "\n".join([f"{len(self)} trials", *lines, *([f"... {more} more"] if more else [])])
-
-
-def _cell(x: Any) -> str:
-    text = f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x)
-    return text if len(text) <= 60 else text[:59] + "…"
 
 
 class _Ending(Interrupt):
@@ -145,8 +66,7 @@ def tune(
         key), and `report`: `report(step, value)` records a number on the way.
       space: names, and entries of `ts.tuning.spaces`; plain values are constants, tuples too.
       trials: how many; of a grid all of them by default.
-      backend: "random"; "grid", every combination of the entries that are `grid`; "optuna", which
-        proposes and prunes (extra `tune`).
+      backend: "random"; "grid", every combination of `grid` entries; "optuna" (extra `tune`).
       seed: the values of a trial are a function of it and of the trial's number.
       mode, metric: "min" or "max", and of which number in a dict.
       sampler, pruner: Optuna's, with backend="optuna": a sampler, or a function of a seed that
@@ -155,16 +75,14 @@ def tune(
         agree in all other values. `trial` is then an array, too, and it returns an array or a dict
         of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where Optuna's journal of the trials is kept, `optuna.journal` (extra `tune`). The
-        same command goes on after whatever ended it, also with more trials; trials that ended are
-        not run again.
+        same command goes on after whatever ended it, also with more trials.
 
     A trial that raises, or returns no finite number, has failed, with a `cause`, and the others go
     on. Ctrl-C ends the sweep with KeyboardInterrupt, which has the `result` so far (in a notebook
     it is returned); the trial under way is run again later.
 
     Before anything runs it raises HyperparameterError and WrongTypeError for a space, objective or
-    options that cannot be, CheckpointError for a directory of another sweep, MissingLibraryError
-    without Optuna.
+    options that cannot be, CheckpointError for another sweep's directory, MissingLibraryError.
 
     >>> space = {"x": spaces.uniform(-1.0, 1.0), "y": spaces.grid([1, 2])}
     >>> result = tune(lambda x, y: (x - 0.5) ** 2 + y, space, trials=20, progress=False)
@@ -202,10 +120,9 @@ def tune(
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(contextlib.closing(_study.Journal(folder, about)))
-        search = None
-        if backend == "optuna":
-            search = _study.Search(space, about, pruner, sampler, journal)
-        bar = _progress.progress(progress, total=trials, unit="trial")
+        proposed = lambda: _study.Search(space, about, pruner, sampler, journal)
+        search = proposed() if backend == "optuna" else None
+        bar = _progress.progress(progress, trials, unit="trial")
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         drawn = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
         left = ((i, None if search else drawn(i)) for i in range(trials) if i not in journal.trials)
@@ -214,7 +131,7 @@ def tune(
         said = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
-                for group in _groups(left, names, members):
+                for group in _groups(left, names, members if names else 1):
                     sweep.run(group, ending)
             said = ""
         except (KeyboardInterrupt, SystemExit) as error:
@@ -246,17 +163,11 @@ def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
         raise HyperparameterError("objective", "tune()", got, expected) from None
 
 
-_Group = list[tuple[int, Any]]  # trials: number and values, None if they are to be proposed
-
-
-def _groups(left: Iterable[tuple[int, Any]], names: Sequence[str], most: int) -> Iterator[_Group]:
-    """Trials that agree in all values but the vectorized ones; without these, one by one."""
-    alike: dict[str, _Group] = {}
+def _groups(left: Iterable[tuple[int, Any]], names: Sequence[str], most: int) -> Iterator[list]:
+    """Trials (number, values or None) that agree in all values but the vectorized ones."""
+    alike: dict[str, list] = {}
     for i, values in left:
-        if not names:
-            yield [(i, values)]
-            continue
-        shared = json.dumps([x for name, x in values.items() if name not in names])
+        shared = json.dumps([x for name, x in (values or {}).items() if name not in names])
         group = alike.setdefault(shared, [])
         group.append((i, values))
         if len(group) == most:
@@ -277,7 +188,7 @@ class _Sweep:
     journal: _study.Journal
     bar: Any
 
-    def run(self, group: _Group, ending: Interrupt) -> None:
+    def run(self, group: list[tuple[int, Any]], ending: Interrupt) -> None:
         """The trials of a group in one call. If that raises, one by one."""
         if self.search is not None:
             group = [(i, self.search.values(i)) for i, _ in group]
@@ -315,15 +226,12 @@ class _Sweep:
         seconds = (time.perf_counter() - began) / len(group)
         parts = _trials.apart(outcome, len(group)) if self.names else [outcome]
         for (i, values), x, mine in zip(group, parts, reports, strict=True):
-            self.end(_trials.judged(i, values, x, self.metric, mine, seconds))
-
-    def end(self, trial: Trial) -> None:
-        """Write down what became of a trial, and show it."""
-        self.journal.end(trial, self.space)
-        if self.search is not None:
-            self.search.end(trial)
-        if trial.cause is not None:
-            self.bar.note(f"trial {trial.index}: {trial.cause}")
+            ended = _trials.judged(i, values, x, self.metric, mine, seconds)
+            self.journal.end(ended, self.space)
+            if self.search is not None:
+                self.search.end(ended)
+            if ended.cause is not None:
+                self.bar.note(f"trial {i}: {ended.cause}")
         done = [t.value for t in self.journal.trials.values() if t.status == "done"]
         best = min(done, key=lambda x: _trials.ranked(x, self.mode), default=math.nan)
         self.bar.show(len(self.journal.trials), {"best": best} if done else {})
