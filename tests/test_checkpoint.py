@@ -726,7 +726,6 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert "without leaves" in error_of(lambda: checkpoints.save({}, step=0), WrongTypeError)
     for step, kind in ((-1, HyperparameterError), (2.5, WrongTypeError), ("7", WrongTypeError), (True, WrongTypeError)):
         assert "step at save(): got" in error_of(lambda: checkpoints.save(make(), step=step), kind)
-    assert "step at save()" in error_of(lambda: checkpoints.save(make(), step=2**63), HyperparameterError)
     state = make()
     jax.tree.map(lambda x: x.delete(), state.params)
     assert "donated" in error_of(lambda: checkpoints.save(state), StateError)

@@ -654,7 +654,6 @@ CALLS = [
     row(0, "population of objects", lambda: members(OBJECTS), WrongTypeError, "leaf at rate", "object[2]", "an array of numbers", "Bind"),
     row(0, "population of deleted", lambda: members(gone((2,))), StateError, "leaf at rate", "a deleted array"),
     row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError, "zero1 at shard()", "'no' (str)", "True or False"),
-    row(0, "mode an array", lambda: search(mode=NAMES), HyperparameterError, "mode at find_learning_rate()", "<U5[2]", "'exponential' or 'linear'"),
     row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), HyperparameterError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
     row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
     row(0, "resume an array", lambda: fit(resume=NAMES), WrongTypeError, "resume at fit()", "<U5[2]", "'must'"),

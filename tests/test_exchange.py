@@ -1,5 +1,6 @@
 """Exchange: what others read of our files and we of theirs, what is refused, what a failed write leaves."""
 
+import functools
 import json
 import os
 import random
@@ -53,6 +54,10 @@ OTHERS = {
 
 def make(rule=None, params=None, **options):
     return ts.setup(ts.rules.adam(1e-2) if rule is None else rule, PARAMS if params is None else params, **options)
+
+
+restore_flax = functools.partial(exchange.restore, format="flax")
+restore_orbax = functools.partial(exchange.restore, format="orbax")
 
 
 @jax.jit
@@ -356,8 +361,11 @@ def test_paths_that_lead_to_nothing(tmp_path):
         got = error_of(lambda name=name: exchange.restore(tmp_path / name))
         assert got.startswith(f"safetensors file at {tmp_path / name}: got ") and text in got
     assert "FileNotFoundError" in error_of(lambda: exchange.restore(tmp_path))
-    assert "FileNotFoundError" in error_of(lambda: exchange.restore_flax(tmp_path / "none"))
-    assert "FileNotFoundError" in error_of(lambda: exchange.restore_orbax(tmp_path / "none"))
+    assert "FileNotFoundError" in error_of(lambda: restore_flax(tmp_path / "none"))
+    assert "FileNotFoundError" in error_of(lambda: restore_orbax(tmp_path / "none"))
+    assert "'safetensors' or 'flax' or 'orbax'" in error_of(
+        lambda: exchange.restore(tmp_path, format="torch"), WrongTypeError
+    )
 
 
 def raw(header, data=b"", length=None) -> bytes:
@@ -543,14 +551,14 @@ def test_flax_files(tmp_path):
     }
     path = tmp_path / "params.msgpack"
     path.write_bytes(flax.serialization.to_bytes(tree))
-    assert_trees_equal(exchange.restore_flax(path, zeros(tree)), tree)
-    found = exchange.restore_flax(path)
+    assert_trees_equal(restore_flax(path, zeros(tree)), tree)
+    found = restore_flax(path)
     zero = {name.removeprefix("opt/0/mu/"): x for name, x in found.items() if name.startswith("opt/0/mu/")}
     assert_trees_equal(zero, jax.tree.map(np.zeros_like, PARAMS["body"]))
-    into = exchange.restore_flax(path, make(params=zeros(PARAMS)), where="**", rename=lambda name: "params/" + name)
+    into = restore_flax(path, make(params=zeros(PARAMS)), where="**", rename=lambda name: "params/" + name)
     assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
     found["params/body/w"][0] = 7  # one's own
-    assert "nothing named 'params/z'" in error_of(lambda: exchange.restore_flax(path, {"params": {"z": jnp.ones(1)}}))
+    assert "nothing named 'params/z'" in error_of(lambda: restore_flax(path, {"params": {"z": jnp.ones(1)}}))
 
 
 def test_flax_files_in_chunks(tmp_path, monkeypatch):
@@ -558,7 +566,7 @@ def test_flax_files_in_chunks(tmp_path, monkeypatch):
     path = tmp_path / "params.msgpack"
     path.write_bytes(flax.serialization.to_bytes(PARAMS))
     assert b"__msgpack_chunked_array__" in path.read_bytes()
-    assert_trees_equal(exchange.restore_flax(path, PARAMS), PARAMS)
+    assert_trees_equal(restore_flax(path, PARAMS), PARAMS)
 
 
 def test_hostile_flax_files(tmp_path):
@@ -594,7 +602,7 @@ def test_hostile_flax_files(tmp_path):
         path = tmp_path / name
         path.write_bytes(content)
         start = time.monotonic()
-        assert error_of(lambda path=path: exchange.restore_flax(path)).startswith(f"flax file at {path}: got "), name
+        assert error_of(lambda path=path: restore_flax(path)).startswith(f"flax file at {path}: got "), name
         assert time.monotonic() - start < 2
 
 
@@ -623,16 +631,16 @@ def orbax_dirs(tmp_path_factory):
 @pytest.mark.parametrize("name", ["standard", "pytree", "plain", "manager/3", "v1"])
 def test_orbax_directories(orbax_dirs, name):
     top, tree = orbax_dirs
-    assert_trees_equal(exchange.restore_orbax(top / name, zeros(tree)), tree)
-    into = exchange.restore_orbax(top / name, make(params=zeros(PARAMS)), where="**", rename=lambda n: "params/" + n)
+    assert_trees_equal(restore_orbax(top / name, zeros(tree)), tree)
+    into = restore_orbax(top / name, make(params=zeros(PARAMS)), where="**", rename=lambda n: "params/" + n)
     assert_trees_equal(into.params, jax.tree.map(jnp.asarray, PARAMS))
-    text = error_of(lambda: exchange.restore_orbax(top / name, {"params": {"w": jnp.ones(1)}}))
+    text = error_of(lambda: restore_orbax(top / name, {"params": {"w": jnp.ones(1)}}))
     assert "nothing named 'params/w', expected float32[1]" in text and "expected nothing of that name" in text
 
 
 def test_other_directories_are_no_orbax_checkpoints(orbax_dirs, tmp_path):
     for path in (orbax_dirs[0] / "manager", tmp_path):
-        text = error_of(lambda path=path: exchange.restore_orbax(path))
+        text = error_of(lambda path=path: restore_orbax(path))
         assert text.startswith(f"orbax checkpoint at {path}: got ") and text.endswith(
             "Give the directory of one step, with _CHECKPOINT_METADATA in it."
         )
@@ -644,7 +652,7 @@ def test_a_pipe_in_an_orbax_directory_is_refused_at_once(orbax_dirs, tmp_path):
     chunk.unlink()
     os.mkfifo(chunk)
     start = time.monotonic()
-    text = error_of(lambda: exchange.restore_orbax(tmp_path / "run"))
+    text = error_of(lambda: restore_orbax(tmp_path / "run"))
     assert time.monotonic() - start < 2 and f"{chunk.name} is no regular file" in text
 
 

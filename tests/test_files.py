@@ -41,8 +41,8 @@ USES = {
     "fit(checkpoint=)": lambda path: fit(checkpoint=path),
     "save": exported,
     "restore": lambda path: exchange.restore(path, {"w": np.ones(2)}),
-    "restore_flax": exchange.restore_flax,
-    "restore_orbax": exchange.restore_orbax,
+    "restore flax": lambda path: exchange.restore(path, format="flax"),
+    "restore orbax": lambda path: exchange.restore(path, format="orbax"),
     "contents": exchange.contents,
     "csv": lambda path: fit(logger=loggers.csv(path)),
     "jsonl": lambda path: fit(logger=loggers.jsonl(path)),
@@ -53,7 +53,7 @@ USES = {
 WRITERS = [name for name in USES if name[:4] not in ("rest", "cont", "tuni")]
 
 
-BUCKETS = "Checkpoints", "fit(checkpoint=)", "restore_orbax"  # they take gs://, see test_homes.py
+BUCKETS = "Checkpoints", "fit(checkpoint=)", "restore orbax"  # they take gs://, see test_homes.py
 
 
 @pytest.mark.parametrize("name", USES)

@@ -127,7 +127,7 @@ def test_orbax_itself_loads_a_checkpoint(place, home):
     one = ocp.load_checkpointables(f"{given['path']}/2", {"state": None})
     assert_trees_equal(one["state"], found)
     named = {"/".join(name): x for name, _, x in trees.leaves_with_names(found)}
-    assert_trees_equal(ts.exchange.restore_orbax(f"{given['path']}/2"), named)
+    assert_trees_equal(ts.exchange.restore(f"{given['path']}/2", format="orbax"), named)
 
 
 @pytest.mark.parametrize("home", HOMES)

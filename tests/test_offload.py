@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax._core import trees
 from tsunax.devices import meshes
-from tsunax.errors import DeviceError, DoesNotFitError, StateError, WrongTypeError
+from tsunax.errors import DeviceError, DoesNotFitError, StateError
 from tsunax.precision import Policy
 
 ROWS, WIDTH, HIDDEN = 32, 32, 64
@@ -268,14 +268,6 @@ def test_several_states_and_populations():
 def test_parts_that_a_state_does_not_have(host, options, text):
     with pytest.raises(StateError, match=text):
         ts.shard(setup(**options), mesh_of(8), host=host)
-
-
-def test_parts_are_named_by_text():
-    for host in (3, None, True):
-        with pytest.raises(
-            WrongTypeError, match=r"host at shard\(\): got .*, expected parts of the state, as \['moments"
-        ):
-            ts.shard(setup(), mesh_of(8), host=host)
 
 
 def test_devices_without_such_memory(monkeypatch):

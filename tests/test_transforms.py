@@ -303,8 +303,8 @@ def test_flax_and_orbax_files_are_transformed_too(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", tree)
     for found in (
-        exchange.restore_flax(tmp_path / "a.msgpack", {"kernel": expected * 0}, **how),
-        exchange.restore_orbax(tmp_path / "orbax", {"kernel": expected * 0}, **how),
+        exchange.restore(tmp_path / "a.msgpack", {"kernel": expected * 0}, format="flax", **how),
+        exchange.restore(tmp_path / "orbax", {"kernel": expected * 0}, format="orbax", **how),
     ):
         assert_trees_equal(found, {"kernel": expected})
 

@@ -55,9 +55,9 @@ class Report:
     """
 
     kept: tuple[str, ...]
-    new: tuple[str, ...]  # begins anew: not in the old state, or ambiguous there
-    dropped: tuple[str, ...]  # not in the new state
-    notes: tuple[str, ...]  # edited numbers, lost cuts, averages and freezes, shared counts
+    new: tuple[str, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
     _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class Report:
 
 
 class _Slot(NamedTuple):
-    """An array of an optimizer state, with what tells it from the other arrays."""
+    """An array of an optimizer state, with what tells it from others."""
 
     what: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
@@ -204,15 +204,11 @@ def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
     return _Slot(what, owner, parent, value)
 
 
-# The new optimizer state
-
-
 def _with_masters(params, known: TrainState):
-    """Params with master copies in place of the rounded ones."""
     if known.masters is None:
         return params
-    stored = jax.tree.leaves(trained_part(known))
-    wide = {id(x): master for x, master in zip(stored, jax.tree.leaves(known.masters), strict=True)}
+    stored, masters = map(jax.tree.leaves, (trained_part(known), known.masters))
+    wide = dict(zip(map(id, stored), masters, strict=True))
     return jax.tree.map(lambda x: wide.get(id(x), x), params)
 
 
@@ -223,15 +219,13 @@ def _trained_by_name(params, old: TrainState) -> Any:
         return "**"
     here = _leaves_by_name(params)
     trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
-    if unknown := [name for name in here if name not in trained]:
+    if unknown := [f"leaf {name!r}" for name in here if name not in trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
-        what = f"leaf {unknown[0]!r}"
-        raise StateError(what, "migrate()", "a new one", "those of the state", fix)
+        raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
     return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
 
 
 def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Notes) -> Any:
-    """A whole optimizer state with the arrays of the old one."""
     found = _match_parameters(old, slots, report)
     _match_counts(old, slots, found)
     leaves, treedef = jax.tree.flatten(full)
@@ -290,16 +284,12 @@ def _there(x, like):
     return jax.device_put(x, like.sharding) if moves else x
 
 
-# The fields beside the optimizer state
-
-
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     """The new state in the class of the old one, with the fields that this class adds."""
-    own_fields = [f for f in old._fields if f.name not in new.__dict__]
-    values = {f.name: getattr(old, f.name) for f in own_fields}
-    averages = averages_of(old)
+    values, averages = {}, averages_of(old)
     shapes = lambda s: [(k, x.shape) for k, x in _leaves_by_name(trained_part(s)).items()]
-    for f in own_fields:
+    for f in (f for f in old._fields if f.name not in new.__dict__):
+        values[f.name] = getattr(old, f.name)
         if f.name in averages:
             values[f.name] = averages[f.name].of(base(new))
         elif f.metadata["like"] in ("params", "trained") and shapes(old) != shapes(new):
@@ -348,13 +338,11 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Notes) -> TrainSta
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
     merged, edited = state_facts.merged_numbers(values[0], then, values[1], now)
     names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
-    numbers = hyperparams(old)
+    numbers, known = hyperparams(old), {*mine, *then["schedules"]}
     report["notes"] += [note for note in edited if note.partition(":")[0] in names]
-    report["notes"] += [
-        f"{name}: {numbers[name]:.6g} by adjust then, no such number now"
-        for name, given in zip(names, values[0][3], strict=True)
-        if name not in {*mine, *then["schedules"]} and numbers[name] != given
-    ]
+    for name, given in zip(names, values[0][3], strict=True):
+        if name not in known and (x := numbers[name]) != given:
+            report["notes"].append(f"{name}: {x:.6g} by adjust then, no such number now")
     placed = _there(jnp.asarray(merged), new.numbers.values)
     return dataclasses.replace(new, numbers=dataclasses.replace(new.numbers, values=placed))
 
@@ -384,7 +372,6 @@ def _carry_averages(old: TrainState, new: TrainState, report: _Notes) -> TrainSt
 
 
 def _carry_frozen(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
-    """Frozen leaves, by name."""
     if old.frozen is None:
         return new
     flags = dict(zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True))
@@ -401,5 +388,4 @@ def _trained_by_name_of(state: TrainState, tree) -> dict[str, Any]:
 
 
 def _leaves_by_name(params) -> dict[str, Any]:
-    """The leaves of params by name."""
     return {"/".join(name): x for name, _, x in trees.leaves_with_names(params)}

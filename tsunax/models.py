@@ -97,22 +97,14 @@ _OFF = ("deterministic", "use_running_average", "inference")
 
 def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
     if not isinstance(x, kind) or not callable(x):
-        where, fix = f"models.{adapter}()", f"Make one: {getattr(x, '__name__', '')}(...)."
-        fix = fix if isinstance(x, type) else ""
-        raise WrongTypeError("model", where, trees.describe(x), expected, fix)
-
-
-def _names(fn) -> list[str]:
-    return list(inspect.signature(fn).parameters)
+        fix = f"Make one: {x.__name__}(...)." if isinstance(x, type) else ""
+        raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected, fix)
 
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    found = [name for name in _names(fn) if name in (*_ON, *_OFF)]
+    found = [name for name in inspect.signature(fn).parameters if name in (*_ON, *_OFF)]
     return lambda train: {name: train != (name in _OFF) for name in found}
-
-
-# ------------------------------------------------------------------------------------- the adapters
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:
@@ -134,8 +126,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     >>> jax.tree.map(jnp.shape, model.params)
     {'bias': (2,), 'kernel': (3, 2)}
     """
-    where = "models.nnx()"
-    lib = library("flax.nnx", where)
+    lib = library("flax.nnx", "models.nnx()")
     _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
     wrt = lib.Param if wrt is None else wrt
     modes, signature = _modes(module.__call__), inspect.signature(module.__call__)
@@ -157,9 +148,8 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
         leaves, treedef = jax.tree.flatten(streams)
         root = jax.random.key(0) if key is None else key
         keys = lambda i, x: jax.random.split(jax.random.fold_in(root, i), x.shape)
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-        anew = (keys(i, x) if trees.is_key(x) else zeros(x) for i, x in enumerate(leaves))
-        return treedef.unflatten(list(anew))
+        anew = [keys(i, x) if trees.is_key(x) else jnp.zeros_like(x) for i, x in enumerate(leaves)]
+        return treedef.unflatten(anew)
 
     def call(params, model_state, key, train, x, named):
         rngs = seeded(key)
@@ -248,7 +238,7 @@ def equinox(
     for train in (True, False):
         net = eqx.nn.inference_mode(module, value=not train)
         static[train] = eqx.filter(net, eqx.is_inexact_array, inverse=True)
-    takes_key = "key" in _names(module.__call__)
+    takes_key = "key" in inspect.signature(module.__call__).parameters
 
     def call(params, model_state, key, train, x, named):
         net = eqx.combine(params, static[train])
@@ -285,7 +275,7 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     if not callable(fn) or isinstance(fn, type):
         fix, expected = "The order is raw(fn, params).", "a function fn(params, *x, ...)"
         raise WrongTypeError("fn", "models.raw()", trees.describe(fn), expected, fix)
-    names = _names(fn)
+    names = inspect.signature(fn).parameters
 
     def call(params, model_state, key, train, x, named):
         offered = {"model_state": model_state, "key": key, "train": train}

@@ -59,8 +59,7 @@ def reproducible(seed: int = 0) -> jax.Array:
         fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
         got = "a GPU that has started without its flags"
         raise DeviceError("reproducible()", "", got, "an earlier call", fix)
-    random.seed(seed)
-    np.random.seed(_legacy(seed))
+    _seed_all(seed)
     return key_of(seed)
 
 
@@ -122,8 +121,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
     seed = None if seed is None else _checked(seed, "isolated_rng()")
     before = random.getstate(), np.random.get_state()
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(_legacy(seed))
+        _seed_all(seed)
     try:
         yield
     finally:
@@ -156,32 +154,33 @@ def fingerprint(tree: PyTree) -> str:
     >>> fingerprint({"w": jnp.zeros(2)}) == fingerprint({"w": np.zeros(2, np.float32)})
     True
     """
+    _check_concrete("tree", tree)
     total = hashlib.sha256()
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        _check_concrete(leaf, trees.access_str("tree", path))
         total.update(_of_leaf(path, leaf))
     return total.hexdigest()[:16]
 
 
 def _of_leaf(path, leaf) -> bytes:
     part = hashlib.sha256(trees.path_str(path).encode())
-    bits = None if trees.dtype_of(leaf) is None else stable_text.bits_of(leaf)
+    is_other = trees.dtype_of(leaf) is None
+    bits = None if is_other else stable_text.bits_of(leaf)
     if bits is not None and not bits.dtype.hasobject:
-        part.update(f"{bits.dtype}{bits.shape}".encode())
-        part.update(bits.tobytes())
-    elif trees.dtype_of(leaf) is None or bits is not None:
+        part.update(f"{bits.dtype}{bits.shape}".encode() + bits.tobytes())
+    elif is_other or bits is not None:
         part.update(stable_text.words_of(leaf).encode())
     else:
-        place, got = trees.access_str("tree", path), "of which other processes have a part"
-        got, fix = f"{trees.describe(leaf)}, {got}", "Of each process's own: x.addressable_shards."
+        got = f"{trees.describe(leaf)}, of which other processes have a part"
+        place, fix = trees.access_str("tree", path), "Of each process's own: x.addressable_shards."
         raise StateError("leaf", place, got, "a whole array", fix)
     return part.digest()
 
 
-def _check_concrete(leaf, place: str, fix: str = "") -> None:
-    if trees.is_traced(leaf):
-        raise StateError("leaf", place, "a traced array", "a concrete one", fix)
-    checks.check_alive(leaf, place)
+def _check_concrete(root: str, tree, fix: str = "") -> None:
+    for place, leaf in trees.leaves_at(root, tree):
+        if trees.is_traced(leaf):
+            raise StateError("leaf", place, "a traced array", "a concrete one", fix)
+        checks.check_alive(leaf, place)
 
 
 def check_reproducible(step: Function, state: PyTree, batches: Iterable[Any]) -> str:
@@ -198,8 +197,7 @@ def check_reproducible(step: Function, state: PyTree, batches: Iterable[Any]) ->
     16
     """
     where = "check_reproducible()"
-    for path, leaf in jtu.tree_flatten_with_path(state)[0]:
-        _check_concrete(leaf, trees.access_str("state", path), "Call it outside of jit.")
+    _check_concrete("state", state, "Call it outside of jit.")
     if not (batches := list(batches)):
         raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
     copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
@@ -222,6 +220,6 @@ def _checked(seed: Any, where: str) -> int:
     return int(seed)
 
 
-def _legacy(seed: int) -> list[int]:
-    """A seed of NumPy's old generator, in words of 32 bits."""
-    return [seed & 0xFFFFFFFF, seed >> 32]
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # words of 32 bits

@@ -59,10 +59,7 @@ class Job(Task):
 
 
 def _finish() -> None:
-    """Wait for saves at the interpreter's exit.
-
-    The exit status is 1 if a save hangs, or failed without anyone seeing it.
-    """
+    """Wait for saves at the exit; its status is 1 if one hangs, or failed without anyone seeing."""
     failed, mine = False, [job for job in _JOBS if job.pid == os.getpid()]
     for job in mine:
         if job.told or (job.done.wait(0.0 if job.given_up else job.timeout) and not job.error):
@@ -90,12 +87,7 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
 
 
 def take_lock(owner, is_first: bool) -> durable_files.Lock:
-    """Make the directory of `owner.home` and take its lock.
-
-    An earlier owner in this process gives the lock up when it has nothing left to write. An owner
-    has `store`, `wait()` and `_lock`. Raises CheckpointError for a directory that cannot be
-    written.
-    """
+    """Make and lock the directory of `owner.home`; an earlier owner here finishes, and gives up."""
     try:
         key = owner.home.prepare()
         with _LOCK:
@@ -113,8 +105,7 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
             raise
         expected = "a directory that can be written"
         fix = "Give the path of a directory that can be written."
-        where = str(owner.path)
-        raise CheckpointError("path", where, told(error), expected, fix) from error
+        raise CheckpointError("path", str(owner.path), told(error), expected, fix) from error
 
 
 def release(owner) -> None:

@@ -6,6 +6,7 @@ spread over several, whose name ends in the bounds of the part: "params/w[0:128,
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import dataclasses
 import math
@@ -56,21 +57,16 @@ def parse_name(block: str) -> tuple[str, Bounds | None]:
 
 def write_arrays(file: Path, blocks: Blocks) -> None:
     """Blocks by name, on the disk when this returns. Dtypes that the format lacks are bytes."""
-    plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else _bytes_of(x)
+    flat = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    bytes_of = lambda x: flat(x).reshape(*x.shape, x.itemsize)
+    plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else bytes_of(x)
     _safetensors.write(file, {name: plain(x) for name, x in blocks.items()}, {})
-
-
-def _bytes_of(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*x.shape, x.itemsize)
 
 
 def hashes_of(
     saved: Saved, blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray], threads: int = 0
 ) -> Callable[[], dict[str, int]]:
-    """Start hashing blocks in threads, and return a function that waits for the hashes.
-
-    They are {block: its part of the hash of its leaf}.
-    """
+    """Start hashing blocks in threads; the result waits for {block: its part of its leaf's}."""
 
     def one(block: str) -> int:
         name, bounds = parse_name(block)
@@ -80,15 +76,12 @@ def hashes_of(
     names = list(blocks)
     pool = concurrent.futures.ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1))
     try:
-        jobs = [pool.submit(one, name) for name in names]
+        jobs = {name: pool.submit(one, name) for name in names}
     except RuntimeError:  # Python 3.12 allows no new thread at its end
         return lambda: {name: one(name) for name in names}
     finally:
         pool.shutdown(wait=False)
-    return lambda: {name: job.result() for name, job in zip(names, jobs, strict=True)}
-
-
-# ------------------------------------------------------------------------------------------ reading
+    return lambda: {name: job.result() for name, job in jobs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +121,7 @@ def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
 
 
 def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[Any, int | None]:
-    """Read a leaf with `read`, and verify it.
-
-    A whole leaf: (array, None); raises Damaged. Parts: (the Pieces, what they add to its hash),
-    which is compared when the other parts are known.
-    """
+    """A whole leaf, verified, and None; of parts the `Pieces`, and what they add to its hash."""
     if parts is None:
         found = read(whole(leaf.shape))
         if checksums.block_hash(found) != leaf.hash:
@@ -144,14 +133,14 @@ def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[A
 
 
 def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
-    """A part of a leaf, from the blocks that hold it."""
     size = lambda cut: math.prod(b - a for a, b in cut)
     found = []
     for cut, entry in stored:
         at = whole(leaf.shape) if cut is None else cut
         if len(at) != len(leaf.shape) or not _is_of(entry, leaf, tuple(b - a for a, b in at)):
             raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
-        if (both := _overlap(at, bounds)) is not None:
+        both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(at, bounds, strict=True))
+        if all(start < stop for start, stop in both):
             found.append((at, both, entry))
     if sum(size(both) for _, both, _ in found) != size(bounds):
         raise Damaged(f"{_shown(leaf)}: not all of it is there")
@@ -162,11 +151,6 @@ def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
         cut = tuple(slice(a, b) for a, b in _inside(both, bounds))
         out[cut] = read_entry(entry, leaf, _inside(both, at))
     return out
-
-
-def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
 
 
 def _inside(part: Bounds, of: Bounds) -> Bounds:
@@ -191,11 +175,10 @@ def read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.nda
 
 def leaf_sums(hashes: Mapping[str, int]) -> dict[str, int]:
     """What blocks have together in the hashes of their leaves."""
-    sums: dict[str, int] = {}
+    sums = collections.Counter()
     for block, value in hashes.items():
-        leaf = parse_name(block)[0]
-        sums[leaf] = (sums.get(leaf, 0) + value) % checksums.MODULUS
-    return sums
+        sums[parse_name(block)[0]] += value
+    return {leaf: value % checksums.MODULUS for leaf, value in sums.items()}
 
 
 def check_same(

@@ -6,12 +6,11 @@
     .tsunax-tmp-6-0123abcd/               what is being written
     .tsunax-old-2-0123abcd/               what is being deleted, or replaced
 
-The commit protocol: everything is written under a hidden name, and every file and directory
-synced; then the manifest with its checksum, and the directory again; then one rename gives it the
-name of its step, and the run's directory is synced. So a directory with a step's name is whole, in
-whatever instant the process or the machine ended. What is replaced gets a hidden name before that
-rename and is deleted after it; `tidy` puts it back if the rename did not come. What is only
-deleted gets a hidden name first, too, and loses its manifest first.
+Everything is written under a hidden name and synced, the manifest last; then one rename gives it
+the name of its step. So a directory with a step's name is whole, in whatever instant the process or
+the machine ended. What is replaced gets a hidden name before that rename and is deleted after it;
+`tidy` puts it back if the rename did not come. What is deleted is hidden first, and then loses its
+manifest first.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ class DiskHome(CheckpointHome):
                 durable_files.remove(old, KNOWN)
 
     def tidy(self) -> None:
-        """Drop what was being written, put back what was being replaced."""
         for name in sorted(os.listdir(self.path)):
             mine, folder = durable_files.ours(name), self.path / name
             if mine is None or not durable_files.is_real_directory(folder):

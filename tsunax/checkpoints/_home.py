@@ -36,10 +36,6 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-def _part(process: int) -> str:
-    return f"part-{process}.json"
-
-
 class CheckpointHome:
     """The directory of a run; `bad` and `known()` are the steps seen so far."""
 
@@ -58,46 +54,35 @@ class CheckpointHome:
 
     def steps(self) -> list[int]:
         """Steps that a directory is named after, in order."""
-        raise NotImplementedError
+        ...
 
-    def directory_of(self, step: int) -> Path | None:
-        raise NotImplementedError
+    def directory_of(self, step: int) -> Path | None: ...
 
     def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
-        """Read the saved leaves, or the needed parts of each, as host arrays. Raises Damaged.
-
-        A leaf that is read whole is verified. For the others, the second result has by name the
-        sum that their parts add to the hash of the leaf.
-        """
-        raise NotImplementedError
+        """The saved leaves, or the needed parts of each; whole ones are verified, or Damaged."""
+        ...
 
     def begin(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
-        raise NotImplementedError
+        ...
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
         """The part of a save that must run in the thread that calls `save`."""
 
-    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
-        raise NotImplementedError
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None: ...
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         """Read back what this process wrote, here or in `commit`. Raises Damaged."""
-        raise NotImplementedError
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process knows, and make it the checkpoint."""
-        raise NotImplementedError
 
-    def discard(self, name: str) -> None:
-        raise NotImplementedError
+    def discard(self, name: str) -> None: ...
 
     def drop(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, except those in which a user keeps files of his own."""
-        raise NotImplementedError
 
-    def tidy(self) -> None:
-        raise NotImplementedError
+    def tidy(self) -> None: ...
 
     # ----------------------------------------------------------------------- the same in every home
 
@@ -121,7 +106,6 @@ class CheckpointHome:
         return found
 
     def manifests(self) -> Iterator[tuple[int, Manifest]]:
-        """The manifests of the complete steps."""
         for step in self.steps():
             with contextlib.suppress(Damaged, TooNew):
                 yield step, self.manifest(step)
@@ -130,17 +114,14 @@ class CheckpointHome:
         """The complete steps, with their metrics: read once, for no other process writes here."""
         if self._known is None:
             self._known = {step: found.metrics for step, found in self.manifests()}
-        for step in [step for step in self._known if step in self.bad]:
-            del self._known[step]
+        for step in self.bad:
+            self._known.pop(step, None)
         return self._known
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
     ) -> Manifest:
-        """This process's part of a checkpoint: its manifest, with the hashes.
-
-        With `prove` it is read back: older ones are to be deleted for it.
-        """
+        """This process's part, read back to `prove` it; returns its manifest with the hashes."""
         saved = {leaf.name: leaf for leaf in part.arrays()}
         hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
         self.write_blocks(name, process, saved, blocks)
@@ -149,14 +130,17 @@ class CheckpointHome:
             self.prove(name, process, saved, found)
         part = part.with_hashes(_blocks.leaf_sums(found))
         if process:  # for the first one
-            self.write_file(self.path / name / self.inside / _part(process), part.dump())
+            self.write_file(self._part(name, process), part.dump())
         return part
+
+    def _part(self, name: str, process: int) -> Path:
+        return self.path / name / self.inside / f"part-{process}.json"
 
     def together(self, name: str, first: Manifest, count: int) -> Manifest:
         """The manifest of a checkpoint whose parts all processes have written."""
         found = [first]
         for i in range(1, count):
-            path = self.path / name / self.inside / _part(i)
+            path = self._part(name, i)
             try:
                 found.append(Manifest.parse(self.load(path, LIMIT)))
             except (OSError, ValueError) as error:

@@ -26,13 +26,9 @@ from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, base
 
-# --------------------------------------------------------------------------------------- to a state
-
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """What a caller wants of a checkpoint."""
-
     like: Any
     partial: Any = None
     cast: bool = False
@@ -44,14 +40,10 @@ class RestoreRequest:
         return self.params_only or self.partial is not None
 
     def plan(self, manifest: Manifest, folder: Path) -> RestorePlan:
-        """The plan for a manifest.
-
-        Raises CheckpointError with up to ten differences, both sides of each.
-        """
-        mine = leaves.tree_of(self.like)
+        """The plan for a manifest. Raises CheckpointError with ten differences, both sides."""
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         of = self._params if self.skips_optimizer else self._whole
-        plan = of(mine, manifest, saved)
+        plan = of(leaves.tree_of(self.like), manifest, saved)
         fix = "params alone: params_only=True or partial='pattern'."
         if self.is_fit:
             fix = "another model or rule is another run: give it another path."
@@ -62,32 +54,27 @@ class RestoreRequest:
         return plan
 
     def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
-        like, columns, alone = self.like, {}, {}
-        if mine.states:
+        def layout(path, s: TrainState) -> TrainState:
+            facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
+            return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
 
-            def layout(path, s: TrainState) -> TrainState:
-                facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
-                return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
-
-            like = _map_states(self.like, mine, layout)
-            mine = leaves.tree_of(like)
-        found: list[str] = []
+        like = _map_states(self.like, mine, layout)
+        mine = leaves.tree_of(like)
+        columns, alone, found = {}, {}, []
         given = state_facts.given_in(manifest)
         for path, s in mine.states.items():
-            facts = state_facts.facts_of(s)
             if path not in manifest.states:
                 found.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
-            handed = given.get(path)
+            facts, handed = state_facts.facts_of(s), given.get(path)
             columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
             for name, average in averages_of(s).items():
                 if not average.uniform:
                     title = "ema decay" + (f" of {name}" if name != "average" else "")
-                    then = None if handed is None else handed["rates"].get(name)
+                    then = handed and handed["rates"].get(name)
                     alone[(*path, f".{name}", ".rate")] = title, then
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
-                then = None if handed is None else handed["scale"]
-                alone[(*path, ".loss_scale", ".scale")] = "loss scale", then
+                alone[(*path, ".loss_scale", ".scale")] = "loss scale", handed and handed["scale"]
             found += _fact_differences(manifest.states[path], facts, path)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in mine.states} - saved.keys()
@@ -97,10 +84,7 @@ class RestoreRequest:
         return RestorePlan(like, mine, pairs, found, columns, alone, [])
 
     def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
-        """Plan the params and model state of each TrainState, or a bare tree of params.
-
-        The bare tree is read from the params of the TrainState that was saved, if it was one.
-        """
+        """Params and model state of each TrainState; a bare tree, from those of a saved one."""
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
         if not mine.states:
@@ -139,7 +123,6 @@ class Clocks:
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
-    """Raise CheckpointError with the first ten differences, if there are any."""
     if differences:
         shown = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences]
         raise CheckpointError("\n  ".join([head + ":", trees.listed(shown, 10, "\n  "), fix]))
@@ -161,21 +144,6 @@ class Pair:
     saved: Leaf
 
 
-def _parts_of(sharding, shape) -> dict[int, tuple[Bounds, ...]] | None:
-    """The parts of an array that each process has; None if each reads and verifies all of it.
-
-    That is so if each has all of it, or if two processes share some of their parts but not all.
-    """
-    holders = holders_of(sharding, shape)
-    found: dict[int, tuple[Bounds, ...]] = {}
-    for bounds, processes in holders.items():
-        for i in processes:
-            found[i] = (*found.get(i, ()), bounds)
-    distinct = set(found.values())
-    are_apart = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
-    return found if are_apart else None
-
-
 @dataclass(frozen=True)
 class RestorePlan:
     """What a restore does: which leaf goes where, what does not fit, which numbers are merged."""
@@ -192,9 +160,17 @@ class RestorePlan:
         """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_merged = pair.path in self.columns or pair.path in self.alone
-        if sharding is None or sharding.is_fully_addressable or is_merged:
+        is_local = sharding is None or sharding.is_fully_addressable
+        if is_local or is_merged or pair.saved.kind != "array":
             return None
-        return _parts_of(sharding, pair.saved.shape) if pair.saved.kind == "array" else None
+        holders = holders_of(sharding, pair.saved.shape)
+        found: dict[int, tuple[Bounds, ...]] = {}
+        for bounds, processes in holders.items():
+            for i in processes:
+                found[i] = (*found.get(i, ()), bounds)
+        distinct = set(found.values())  # else two processes share some of their parts but not all
+        are_apart = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
+        return found if are_apart else None
 
     def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
         """What this process needs of a saved leaf; None for all of it."""
@@ -206,10 +182,7 @@ class RestorePlan:
         return "".join(f"{sums.get(name, 0):016x}" for name in read)
 
     def check(self, words: list[str]) -> None:
-        """Verify the leaves that no process has read as a whole; raises Damaged.
-
-        `words` are the hashes of the parts that each process read: together they are the saved one.
-        """
+        """Verify the leaves that no process has read whole, by the `word` of each; or Damaged."""
         at = 0
         for pair in self.pairs:
             if parts := self.parts(pair):
@@ -263,11 +236,7 @@ def restarted(state: TrainState, **parts) -> TrainState:
 
 
 def placed(value, like, kind: str):
-    """A verified host value as what stands in its place in `like`: same dtype, same devices.
-
-    Of an array over several processes the value may be what this process needs of it, see
-    `RestorePlan.needed`.
-    """
+    """A verified host value, or the `Pieces` that are needed of it, at its place in `like`."""
     if not hasattr(like, "dtype"):
         return value
     if isinstance(like, np.generic):
@@ -285,8 +254,6 @@ def placed(value, like, kind: str):
         return jax.device_put(value)
     return jax.device_put(value, sharding)
 
-
-# --------------------------------------------------------------------------------------- comparison
 
 Wanted = list[tuple[Keys, Keys, Any]]  # path here, path there, leaf
 
@@ -306,11 +273,7 @@ def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[l
 
 
 def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
-    """Whether a saved leaf can be restored into this one.
-
-    Shardings are not compared, and a `Leaf` has none: a checkpoint of any number of devices fits;
-    `placed` follows the target. `_reading` and `_host_copies.check_members` refuse the exceptions.
-    """
+    """Whether a saved leaf can be restored into this one: `placed` follows our sharding."""
     if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
         return False
     is_float = lambda name: bool(name) and jnp.issubdtype(np.dtype(name), np.floating)
@@ -318,7 +281,6 @@ def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
 
 
 def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:
-    """The differences for saved leaves that have no place in the target."""
     known = {there for _, there, _ in wanted}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
             if path not in known and under(path)]  # fmt: skip

@@ -24,16 +24,12 @@ from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, told
 
-_LIMIT = 600.0  # seconds
 # orbax names its operations by one count of the process: one would take another one's away
 ONE_AT_A_TIME = threading.Lock()
 
 
 def description(path: Path | str) -> Any:
-    """The tree that orbax's files in a directory describe; raises Damaged.
-
-    Both orbax's old interface and its new one write such files.
-    """
+    """The tree that orbax's files in a directory describe, of its old interface or its new one."""
     if isinstance(path, Path):  # no bucket's
         durable_files.check_regular(path)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
@@ -51,10 +47,7 @@ def as_struct(x):
 
 
 def read(path: Path | str, tree, names: list[str]) -> list[Any]:
-    """Leaves of such a directory by name, arrays as NumPy's.
-
-    Nothing is read that its files are far too small for.
-    """
+    """Leaves of such a directory by name, arrays as NumPy's."""
     wanted, target, declared = set(names), [], 0
     leaves, treedef = jax.tree.flatten(tree)
     known = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
@@ -87,7 +80,7 @@ def _of_orbax(f, what: str):
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
         try:
-            return bounded(run, _LIMIT, what)
+            return bounded(run, 600.0, what)
         except CheckpointError:
             raise
         except Exception as error:  # of orbax, TensorStore and asyncio

@@ -7,14 +7,11 @@
     4/tsunax/0.safetensors                    arrays of data, history and callbacks of process 0
     6.unfinished                              beside 6: it is being written, or deleted
 
-orbax writes the arrays and commits them together with the manifest. That item of its tree waits in
-orbax's background for the hashes that ours computes meanwhile. A file beside the directory says
-that it is not whole: made before the directory, deleted when all of it has been read back (if
-older ones go for it) and synced. So a checkpoint is there when that file goes, in one instant on
-any file system; no directory is renamed, which buckets and mounts of them cannot do. A step that
-is there already is written to "4.1" beside it.
-
-Slices are read by TensorStore, from the files that orbax wrote with it.
+orbax commits the arrays together with the manifest, an item of its tree that waits in its
+background for the hashes. The file "6.unfinished" is made before the directory, and deleted when
+all of it has been read back (if older ones go for it) and synced: in one instant on any file
+system, and no directory is renamed, which buckets cannot do. A step that is there already is
+written to "4.1" beside it. Slices are read by TensorStore.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -55,7 +51,6 @@ KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.check
 _STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
 _AT_ONCE = 32  # reads: a bucket answers late
-_HEADER = 64 << 20  # bytes of a safetensors file beside its arrays
 
 
 class _Save:
@@ -85,8 +80,6 @@ class OrbaxHome(CheckpointHome):
         super().__init__(path, timeout)
         self.is_local = isinstance(path, Path)  # no bucket's
         self._saves: dict[str, _Save] = {}
-
-    # ---------------------------------------------------------------------------- what is there
 
     def _directories(self) -> dict[int, list[str]]:
         """The directories of each step, the newest last; not those that are unfinished."""
@@ -120,18 +113,17 @@ class OrbaxHome(CheckpointHome):
         with tempfile.TemporaryDirectory() as here:
             files = [Path(here, f"{i}.safetensors") for i in range(len(found.parts))]
             for file in files:
+                most = 2 * declared + (64 << 20)  # a header is small
                 with contextlib.suppress(FileNotFoundError):
-                    file.write_bytes(self.load(folder / OURS / file.name, 2 * declared + _HEADER))
+                    file.write_bytes(self.load(folder / OURS / file.name, most))
             beside = _blocks.stored_in(files)
 
             def one(leaf: Leaf, parts):
-                if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
-                    return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
-                return _blocks.verified(leaf, parts, open_array(leaf))
+                if _is_of_orbax(leaf):
+                    return _blocks.verified(leaf, parts, open_array(leaf))
+                return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
 
             return _blocks.read_all(one, wanted, needed, _AT_ONCE)
-
-    # -------------------------------------------------------------------------- what is written
 
     def begin(self, step: int) -> str:
         taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]
@@ -141,16 +133,12 @@ class OrbaxHome(CheckpointHome):
         return name
 
     def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
-        """Let orbax make the directories and write in the background.
-
-        orbax copies arrays that are spread over processes; of all others it is given the copies in
-        `blocks`.
-        """
+        """Let orbax make the directories and write `blocks` and spread arrays in the background."""
         from flax import traverse_util
 
         arrays: dict[str, Any] = {}
         for leaf, (_, x) in zip(found, tree.leaves, strict=True):
-            if _is_beside(leaf) or not leaf.dtype or not math.prod(leaf.shape):
+            if not _is_of_orbax(leaf):
                 continue
             if not _host_copies.is_local(x):
                 arrays[leaf.name] = jax.random.key_data(x) if trees.is_key(x) else x
@@ -185,7 +173,8 @@ class OrbaxHome(CheckpointHome):
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         """Write what orbax does not: it has the other arrays since `start`."""
-        beside = {x: blocks[x] for x in blocks if _is_beside(saved[_blocks.parse_name(x)[0]])}
+        is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
+        beside = {name: x for name, x in blocks.items() if not is_of_orbax(name)}
         if beside:
             with tempfile.TemporaryDirectory() as here:
                 file = Path(here, f"{process}.safetensors")
@@ -193,7 +182,7 @@ class OrbaxHome(CheckpointHome):
                 self.write_file(self.path / name / OURS / file.name, file.read_bytes())
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
-        is_of_orbax = lambda block: not _is_beside(saved[_blocks.parse_name(block)[0]])
+        is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
         save = self._saves[name]  # `commit` reads them, when orbax has written them
         save.saved, save.hashes = saved, {x: y for x, y in hashes.items() if is_of_orbax(x)}
 
@@ -219,7 +208,6 @@ class OrbaxHome(CheckpointHome):
             self.bad.pop(whole.step, None)
 
     def _finish(self, save: _Save) -> None:
-        """Wait for orbax. Raises OSError for whatever it raises."""
         fault = None
         with save.quiet:
             try:
@@ -229,15 +217,13 @@ class OrbaxHome(CheckpointHome):
         raise fault
 
     def _prove(self, folder: Path, save: _Save) -> None:
-        """Read back what this process had to save."""
         open_array = _opener(folder / STATE, save.saved.values())
         bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
         read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
         _blocks.check_same(save.saved, save.hashes, read, _AT_ONCE)
 
     def discard(self, name: str) -> None:
-        save = self._saves.pop(name, None)
-        if save is not None:
+        if (save := self._saves.pop(name, None)) is not None:
             if not save.done.done():
                 save.done.set_exception(Damaged("another part of the save failed"))
             try:
@@ -291,9 +277,10 @@ def kind_of(folder: Path) -> str | None:
     return None
 
 
-def _is_beside(leaf: Leaf) -> bool:
-    """Whether an array is stored in our own files: of a user's values, or of such a dtype."""
-    return leaf.name.startswith("@") or leaf.dtype in _BYTES
+def _is_of_orbax(leaf: Leaf) -> bool:
+    """Whether orbax stores it: no value of a user's, none without elements, no dtype it lacks."""
+    is_own = leaf.name.startswith("@") or leaf.dtype in _BYTES
+    return bool(leaf.dtype and math.prod(leaf.shape)) and not is_own
 
 
 def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -314,8 +301,7 @@ def _opener(
     base = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
     base = base if text.startswith("gs://") else {"driver": "file", "path": f"{text}/"}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
-    saved = [x.name for x in found if x.dtype and math.prod(x.shape) and not _is_beside(x)]
-    keys = _keys_of(saved)
+    keys = _keys_of(leaf.name for leaf in found if _is_of_orbax(leaf))
 
     def answer(future, leaf: Leaf):
         try:
@@ -337,17 +323,13 @@ def _opener(
     return open_array
 
 
-# ------------------------------------------------------------------------------------------ buckets
-
-
 class BucketHome(OrbaxHome):
     """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
     def at(text: str, timeout: float) -> BucketHome:
         library("gcsfs", "Checkpoints()", extra="gcs")
-        path = importlib.import_module("etils.epath").Path(text)
-        return BucketHome(path, timeout)
+        return BucketHome(importlib.import_module("etils.epath").Path(text), timeout)
 
     @staticmethod
     def load(path: Any, limit: int) -> bytes:
@@ -387,11 +369,7 @@ def _os_errors():
 
 
 class _Mark:
-    """An object in a bucket that names the run whose directory it is.
-
-    It keeps nobody out: the run that comes last has the directory, and an earlier one that goes on
-    is refused at its next save.
-    """
+    """An object in a bucket that names the run whose directory it is: the one that came last."""
 
     def __init__(self, home: BucketHome, is_first: bool):
         self.home, self.pid, self.text = home, os.getpid(), ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import checks, durable_files, trees
-from tsunax.checkpoints import _host_copies, _matching, _user_values, leaves
+from tsunax.checkpoints import _host_copies, _matching, _user_values, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
 from tsunax.distributed import collectives
-from tsunax.errors import CheckpointError, StateError, WrongTypeError, message, warn
+from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.states import COUNTED
 
 __all__ = ["Restored"]
@@ -42,10 +43,7 @@ class Restored:
 def newest(
     run, like, step: int | str | None, resume: str, alike: Mapping, read: Callable[[int], Restored]
 ) -> Restored:
-    """`read(step)` for the newest good checkpoint, the best one, or the one of a given step.
-
-    `run` is the `Checkpoints`. Raises CheckpointError, WrongTypeError.
-    """
+    """`read(step)` of a `Checkpoints`: the newest good one, the best, or that of a given step."""
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
         raise WrongTypeError("resume", "restore()", got, expected)
@@ -55,15 +53,13 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        found = _by_metric(run) if step == "best" else run.home.steps()
-        return None, json.dumps(found)
+        return None, json.dumps(_by_metric(run) if step == "best" else run.home.steps())
 
     found = json.loads(run.together("restore()", look)[1][0])
     if resume == "never":
         if found:
             got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
-            expected = "none: resume='never'"
-            raise CheckpointError("checkpoints", where, got, expected, fix)
+            raise CheckpointError("checkpoints", where, got, "none: resume='never'", fix)
         return Restored(like)
     if isinstance(step, str):
         if step != "best" or not found:
@@ -73,8 +69,7 @@ def newest(
     elif step is not None:
         checks.check_count(step, "restore()", "step", 0)
         if step not in found:
-            expected = f"one of {_brief(found)}"
-            raise CheckpointError("checkpoint", where, f"step {step}", expected)
+            raise CheckpointError("checkpoint", where, f"step {step}", f"one of {_brief(found)}")
         found = [int(step)]
     problems: list[str] = []
     for at in reversed(found):
@@ -98,17 +93,14 @@ def newest(
         got = trees.listed(problems, 10, "; ")
         raise CheckpointError("checkpoints", where, got, "a good one", fix)
     if resume == "must":
-        expected = "at least one: resume='must'"
-        raise CheckpointError("checkpoints", where, "none", expected)
+        raise CheckpointError("checkpoints", where, "none", "at least one: resume='must'")
     return Restored(like)
 
 
 def _by_metric(run) -> list[int]:
-    """Steps that have the metric of `keep_best`, the best one last."""
     if run.keep_best is None:
-        got = "'best' without keep_best="
         fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
-        raise CheckpointError("step", "restore()", got, "a step", fix)
+        raise CheckpointError("step", "restore()", "'best' without keep_best=", "a step", fix)
     known = run.metrics()
     return dataclasses.replace(run.keep_best, k=len(known) or 1).of(known)[::-1]
 
@@ -128,8 +120,8 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
             manifest = run.home.manifest(step)
         except TooNew as error:
             expected = f"format {_manifest.FORMAT} or earlier"
-            text = message("checkpoint", str(folder), error, expected, "Update tsunax.")
-            raise CheckpointError(text) from None
+            parts = "checkpoint", str(folder), error, expected, "Update tsunax."
+            raise CheckpointError(*parts) from None
         several = collectives.process_count() > 1
         return manifest, durable_files.sha256(manifest.dump()) if several else ""
 
@@ -139,35 +131,37 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
         arrays = [x for part in parts for x in part.arrays]
         wanted = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
-        found, sums = bounded(
-            lambda: run.home.read(step, manifest, wanted, needed), run.timeout, name
-        )
-        return (plan, parts, found[: len(plan.pairs)], found[len(plan.pairs) :]), plan.word(sums)
+        load = lambda: run.home.read(step, manifest, wanted, needed)
+        found, sums = bounded(load, run.timeout, name)
+        return (plan, parts, found), plan.word(sums)
 
-    # what follows each of these may run programs over all devices, for which every process has to
-    # be there
+    # what follows each of these may run programs over all devices: every process has to be there
     manifest, digests = run.together(f"{name}: manifest", describe)
     if len(set(digests)) > 1:
         raise Damaged("manifest: processes read different ones; is it one directory?")
-    (plan, parts, found, arrays), words = run.together(f"{name}: arrays", read_arrays)
+    (plan, parts, found), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
-    state = plan.filled(found)
+    found = iter(found)
+    state = plan.filled(list(itertools.islice(found, len(plan.pairs))))
     for note in plan.edited:
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
     values: dict[str, Any] = {}
     for part in parts:
-        own, arrays = arrays[: len(part.arrays)], arrays[len(part.arrays) :]
+        own = list(itertools.islice(found, len(part.arrays)))
         values |= {key: _user_values.decode(x, own) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
     return Restored(state, step=step, **{key: values.get(key) for key in names})
 
 
-def later(run, at: int, state, calls: int) -> Restored:
+def later(run, at: int, state) -> Restored:
     """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts.
 
     A state that was never called, or as often as the one that the run began with, takes the
     checkpoint. Of any other the calls decide; of equal ones the state in hand goes on.
     """
+    whole, calls = _matching.RestoreRequest(state, is_fit=True), state_facts.total_calls(state)
+    if not calls:
+        return read(run, at, whole)
     there = read(run, at, _matching.Clocks())
     saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
     began = there.script.get("calls") if isinstance(there.script, dict) else 0
@@ -178,12 +172,11 @@ def later(run, at: int, state, calls: int) -> Restored:
         if calls != began:
             text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
             warn(f"{text}. For the state given, give another path.")
-        return read(run, at, _matching.RestoreRequest(state, is_fit=True))
+        return read(run, at, whole)
     got = f"step {steps} after {calls} calls"
     if steps < at:
         fix = "Give another path; or a fresh state, which takes the checkpoint."
-        expected = f"step {at} or later, as {newest}"
-        raise StateError("state", "fit()", got, expected, fix)
+        raise StateError("state", "fit()", got, f"step {at} or later, as {newest}", fix)
     if calls > saved:
         if not isinstance(state, COUNTED):
             fix = "A tree of others has no clock of its own: give another path."
@@ -195,14 +188,11 @@ def later(run, at: int, state, calls: int) -> Restored:
 
 
 def _parts(run, manifest: Manifest) -> list[Parts]:
-    """Data, history and callbacks of the first process, then those of this one.
-
-    Raises CheckpointError if the data were at places of their own in another number of processes.
-    """
+    """Data, history and callbacks of the first process, then those of this one."""
     first, count = manifest.parts[:1], collectives.process_count()
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
-    if any("data" in part.values for part in manifest.parts[1:]):
+    if any("data" in part.values for part in manifest.parts[1:]):  # each at a place of its own
         got = f"those of {len(manifest.parts)} processes, each at its own"
         where = str(run.path / str(manifest.step))
         fix = "Go on with as many; or take the state, restore(like, params_only=True), "

@@ -46,14 +46,8 @@ class Entry:
     start: int
 
 
-# ------------------------------------------------------------------------------------------ reading
-
-
 def contents(path: Path) -> dict[str, Entry]:
-    """The arrays in a file, or in all files of a Hugging Face index.
-
-    Raises Damaged, OSError.
-    """
+    """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError."""
     if not path.name.endswith(INDEX):
         return _header(path)
     with durable_files.opened(path) as file:
@@ -71,7 +65,6 @@ def contents(path: Path) -> dict[str, Entry]:
 
 
 def _plain_name(name) -> str:
-    """The name of a file beside the index: nothing that leads elsewhere."""
     bad = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
     if bad or any(c in "/\\:" or ord(c) < 32 for c in name) or not name.endswith(".safetensors"):
         raise Damaged(f"an index that names {name!r:.80}")
@@ -129,9 +122,6 @@ def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
             if not whole:
                 target[...] = some[(slice(None), *inner)]
     return out
-
-
-# ------------------------------------------------------------------------------------------ writing
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -> None:

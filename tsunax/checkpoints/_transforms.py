@@ -76,10 +76,9 @@ class Transform:
                 spans[axis[0]] = start // (inner(axis) or 1), -(-stop // (inner(axis) or 1))
         reach = lambda axis: (spans[axis[0]][0] * inner(axis), spans[axis[0]][1] * inner(axis))
         here = {name: stop - start for name, (start, stop) in spans.items()}
-        out = _moved(read(tuple(map(reach, file))), file, leaf, here)
         offsets = [reach(axis)[0] for axis in leaf]
         inside = [slice(a - at, b - at) for (a, b), at in zip(bounds, offsets, strict=True)]
-        return out[(*inside, ...)]
+        return _moved(read(tuple(map(reach, file))), file, leaf, here)[(*inside, ...)]
 
 
 def rearrange(pattern: str, /, **sizes: int) -> Transform:
@@ -212,10 +211,7 @@ def _length(axis: tuple[str, ...], lengths: Mapping[str, int]) -> int:
 
 
 def _solved(known: Axes, other: Axes, sizes: Mapping[str, int], shape) -> tuple[Axes, Axes, dict]:
-    """Both sides with a name for each axis of "...", and the length of every name.
-
-    Raises ValueError if an array with the axes `known` cannot have this shape.
-    """
+    """Both sides with a name for each axis of "...", the length of every name; or ValueError."""
     more = tuple((f"...{i}",) for i in range(len(shape) - len(known) + 1))
     spread = lambda side: sum((more if axis == ("...",) else (axis,) for axis in side), ())
     axes, others, lengths = spread(known), spread(other), dict(sizes)

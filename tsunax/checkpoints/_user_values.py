@@ -32,8 +32,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
         return {"$float": repr(x)} if not math.isfinite(x) else float(x)
     if isinstance(x, Mapping):
         if not all(isinstance(key, str) for key in x):
-            got, expected = trees.describe(x), "keys that are strings"
-            raise WrongTypeError("dict", where(), got, expected)
+            raise WrongTypeError("dict", where(), trees.describe(x), "keys that are strings")
         found = {key: inner(value, key) for key, value in x.items()}
         return {"$dict": found} if any(key.startswith("$") for key in found) else found
     if isinstance(x, (list, tuple)):

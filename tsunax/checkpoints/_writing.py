@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, retention, state_facts
+from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
@@ -20,18 +21,14 @@ from tsunax.errors import CheckpointError, RowError, WrongTypeError, unknown
 
 
 def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
-    """Copy a state to the host, agree on it with all processes, write it in the background.
-
-    `run` is the `Checkpoints`.
-    """
+    """`save` of a `Checkpoints`: copy, agree with all processes, write in the background."""
     copy = lambda: _copied(run, state, step, given, metrics)
     (tree, manifest, blocks), words = run.together("save()", copy)
     first, mine = json.loads(words[0]), json.loads(words[run.process])
     if collectives.process_count() > 1:
         alike = {"step": manifest.step, "setup": list(manifest.states.values())}
         for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
-            same = x if _host_copies.is_local(x) else str(leaf)
-            alike[leaves.show("state", path)] = same
+            alike[leaves.show("state", path)] = x if _host_copies.is_local(x) else str(leaf)
         collectives.compare("save()", alike, run.timeout + 10)
     if run.process:  # of data and callbacks what differs from the first process's
         own = {name: given[name] for name, digest in mine["digests"].items()
@@ -41,14 +38,21 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
     watched = _host_copies.watched(tree, manifest.leaves)
     name, drop = first["name"], first["drop"]
     begin = lambda: (run.home.start(name, tree, manifest.leaves, blocks), "")
-    try:
+    with _discarding(run, name):
         run.together("save(): start", begin)
+    work = lambda: _write(run, name, drop, manifest, blocks, watched)
+    return Job(work, run.path, manifest.step, run.timeout)
+
+
+@contextlib.contextmanager
+def _discarding(run, name: str):
+    """A context whose error, on any process, ends with what was written deleted by the first."""
+    try:
+        yield
     except BaseException:
         if not run.process:
             run.home.discard(name)
         raise
-    work = lambda: _write(run, name, drop, manifest, blocks, watched)
-    return Job(work, run.path, manifest.step, run.timeout)
 
 
 def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
@@ -57,9 +61,7 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     run.wait()
     numbers = _numbers(metrics)
     if numbers and given["script"] is None and not run.process:  # `fit` looks by itself
-        names = dict.fromkeys(
-            [*numbers, *(x for known in run.home.known().values() for x in known)]
-        )
+        names = dict.fromkeys(x for known in (numbers, *run.home.known().values()) for x in known)
         if run.keep_best is not None and run.keep_best.metric not in names:
             raise RowError(unknown("metric of keep_best", "save()", run.keep_best.metric, names))
     tree = leaves.tree_of(state)
@@ -67,13 +69,9 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     _host_copies.check_members(tree, "save()")
     at = _host_copies.step_to_save(tree, step)
     found, blocks = _host_copies.copied(tree, run.process)
-    manifest = _manifest.Manifest(
-        step=at,
-        leaves=found,
-        states={path: state_facts.facts_of(s) for path, s in tree.states.items()},
-        parts=[] if run.process else [_host_copies.encoded(given, blocks, 0)],
-        metrics=numbers,
-    )
+    states = {path: state_facts.facts_of(s) for path, s in tree.states.items()}
+    parts = [] if run.process else [_host_copies.encoded(given, blocks, 0)]
+    manifest = _manifest.Manifest(at, found, states, parts, numbers)
     word: dict[str, Any] = {"digests": {}}
     if collectives.process_count() > 1:
         word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
@@ -84,10 +82,21 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
             other = "Checkpoints(other).save(...)"
             fix = f"To go on from an earlier step, give another path: {other}."
             raise CheckpointError("step", "save()", at, expected, fix)
-        policy = run.keep_last, run.keep_best, run.keep_every
-        word["drop"] = retention.dropped({**known, at: numbers}, *policy)
+        word["drop"] = _dropped(run, {**known, at: numbers})
         word["name"] = run.home.begin(at)
     return (tree, manifest, blocks), json.dumps(word)
+
+
+def _dropped(run, known: dict[int, dict[str, float]]) -> list[int]:
+    """The steps that no policy keeps, after the newest of them was written."""
+    if run.keep_last is None:
+        return []
+    kept = set(sorted(known)[-run.keep_last :])
+    if run.keep_best is not None:
+        kept.update(run.keep_best.of(known))
+    if run.keep_every is not None:
+        kept.update(step for step in known if step % run.keep_every == 0)
+    return [step for step in sorted(known) if step not in kept]
 
 
 def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
@@ -101,27 +110,21 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
         return run.together(f"{what} of step {step}", f, timeout=left, **how)[0]
 
     def write():
-        if odd := _host_copies.not_finite(blocks, watched):
-            raise Damaged(f"{odd}, which is not finite")
-        found = run.home.write(name, run.process, manifest, blocks, prove=bool(drop))
-        blocks.clear()
-        return found, ""
+        try:
+            if odd := _host_copies.not_finite(blocks, watched):
+                raise Damaged(f"{odd}, which is not finite")
+            return run.home.write(name, run.process, manifest, blocks, prove=bool(drop)), ""
+        finally:
+            blocks.clear()
 
-    try:
+    with _discarding(run, name):
         first = together("part", write)
         together("manifest", lambda: (_commit(run, name, first), ""))
-    except BaseException:
-        if not run.process:
-            run.home.discard(name)
-        raise
-    finally:
-        blocks.clear()
     if not run.process:
         run.home.drop(drop)
 
 
 def _commit(run, name: str, first: _manifest.Manifest) -> None:
-    """Make the parts of all processes one checkpoint."""
     if run.process:
         return run.home.commit(name, None)
     whole = run.home.together(name, first, collectives.process_count())
@@ -133,8 +136,7 @@ def _commit(run, name: str, first: _manifest.Manifest) -> None:
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     if not isinstance(metrics, Mapping | None):
-        got = trees.describe(metrics)
-        raise WrongTypeError("metrics", "save()", got, "a dict of numbers")
+        raise WrongTypeError("metrics", "save()", trees.describe(metrics), "a dict of numbers")
     out = {}
     for name, value in (metrics or {}).items():
         try:
@@ -148,7 +150,6 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _digest(x: Any, name: str) -> str:
-    """A hash of data or callbacks, which may differ between processes."""
     content = lambda _, x: f"{x.dtype} {x.shape} {checksums.block_hash(x)}"
     coded = _user_values.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())

@@ -3,17 +3,11 @@
     hash = sum over its elements of mix(bits of the element, its index in the whole array) mod 2**64
 
 A sum has no order: each process hashes the parts that it has, and the sum of their hashes is the
-hash of the array, whatever the sharding. So a manifest has one number for a leaf, on one device
-or on a thousand; a run on another mesh reads the parts that its devices need, and the processes
-verify together what none of them has read as a whole. With sha256 each saved shard had a hash of
-its own: a manifest grew with leaves x devices, and whoever needed a tenth of a shard had to read
-all of it.
+hash of the array, whatever the sharding: processes verify together what none has read as a whole.
 
-For one index `mix` is a bijection of 64 bits (multiplications by odd numbers, and xors of the high
-half into the low one, as in splitmix64), so another value of one element always changes the hash;
-any other damage goes unnoticed in one of 2**64 cases. It is no signature: who can write the files
-can write the manifest, too. It takes 0.6 ns for a
-byte of float32, as sha256 does where the processor has instructions for it.
+For one index `mix` is a bijection of 64 bits (as in splitmix64), so another value of one element
+always changes the hash; any other damage goes unnoticed in one of 2**64 cases. It is no signature:
+who can write the files can write the manifest, too. It takes 0.6 ns for a byte of float32.
 """
 
 from __future__ import annotations
@@ -43,8 +37,8 @@ def block_hash(block: np.ndarray, bounds: Bounds | None = None, shape: tuple[int
     starts, run = starts * np.uint64(per) * np.uint64(_STRIDE), run * per
     words = words.reshape(-1, run)
     rows, total = max(1, _CHUNK // run), 0
-    wide = min(run, _CHUNK)
-    scratch = np.empty((2, min(rows, len(words)), wide), np.uint64)  # new ones would cost as much
+    # new ones would cost as much
+    scratch = np.empty((2, min(rows, len(words)), min(run, _CHUNK)), np.uint64)
     for row in range(0, len(words), rows):
         for at in range(0, run, _CHUNK):
             some = words[row : row + rows, at : at + _CHUNK]

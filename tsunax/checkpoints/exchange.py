@@ -3,8 +3,7 @@
     save("model.safetensors", state.params)           names are paths: "encoder/0/kernel"
     params = restore("model.safetensors", params)     every name, shape and dtype compared first
 
-No code from a file is run: a file that cannot be read as plain arrays is refused. A run resumes
-from its `Checkpoints`; the files here are for other people and programs.
+No code from a file is run. A run resumes from its `Checkpoints`; these files are for others.
 """
 
 from __future__ import annotations
@@ -30,15 +29,12 @@ from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
 from tsunax.state import TrainState
 
-__all__ = ["Transform", "cast", "contents", "rearrange", "restore", "restore_flax",
-           "restore_orbax", "save", "torch_kernel", "torch_name"]  # fmt: skip
+__all__ = ["Transform", "cast", "contents", "rearrange", "restore", "save", "torch_kernel",
+           "torch_name"]  # fmt: skip
 
 Rename = Callable[[str], str] | None
 Transforms = Mapping[str, Transform] | None
 _PARAMS = "params/"  # what the names of a whole state's params begin with
-
-
-# ------------------------------------------------------------------------------------------- saving
 
 
 def save(
@@ -66,8 +62,7 @@ def save(
     """
     path = _as_path(path)
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
-        expected = "a name that ends in .safetensors"
-        raise CheckpointError("path", "save()", repr(path.name), expected)
+        raise CheckpointError("path", "save()", repr(path.name), "a name that ends in .safetensors")
     known = leaves.tree_of(tree)
     _host_copies.check_saveable(known)
     plan = planned(tree, None, rename, transform, "save()")
@@ -107,9 +102,6 @@ def _check_plan(known: Tree, plan: dict[int, Mapped]) -> None:
                 raise CheckpointError("name", one.where, repr(name), "printable text", fix)
 
 
-# ---------------------------------------------------------------------------------------- restoring
-
-
 def restore(
     path: StrPath,
     like: PyTree = None,
@@ -118,8 +110,9 @@ def restore(
     rename: Rename = None,
     transform: Transforms = None,
     cast: bool = False,
+    format: str = "safetensors",
 ) -> PyTree:
-    """The arrays of a safetensors file in the place of `like`'s: its structure, dtypes and devices.
+    """The arrays of a file in the place of `like`'s: its structure, dtypes and devices.
 
     `like` is a tree of arrays or of `jax.ShapeDtypeStruct`, with its shardings; or a training
     state, which is filled by name if the file has one, and takes params of any other file: then its
@@ -127,7 +120,7 @@ def restore(
 
     Args:
       path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory
-        with "model.safetensors" in one of these forms.
+        with "model.safetensors" in one of these forms. For another `format`, see there.
       where: a pattern over the params: restore only these, everything else stays as in `like`. What
         the file has beyond them is no matter then; without a pattern it is an error.
       rename: a function of a name of `like` ("encoder/0/kernel") that returns the name in the file.
@@ -136,10 +129,16 @@ def restore(
       transform: {pattern: transform} for arrays of another shape or dtype in the file: `rearrange`,
         `cast`, `torch_kernel`. The first pattern that matches a leaf decides.
       cast: let floats be restored in another float dtype.
+      format: "safetensors"; or "flax", a msgpack file of `flax.serialization.to_bytes` or
+        `flax.training.checkpoints`; or "orbax", the directory of one step that its old or its new
+        interface wrote, also in a bucket. Names of the last two are the keys of the saved tree,
+        joined: "params/Dense_0/kernel", "opt_state/0/count". Nothing is unpickled.
 
-    Raises CheckpointError: no such file, not safetensors; names, shapes or dtypes that do not fit
-    (ten of them, both sides). All of that is known before an array is read. Leaves are then read
-    one at a time; if a leaf is spread over processes, each reads only the part that it needs.
+    Raises CheckpointError: no such file, or of another format; names, shapes or dtypes that do not
+    fit (ten of them, both sides). All of that is known before an array is read. Leaves of
+    safetensors are then read one at a time; if a leaf is spread over processes, each reads only the
+    part that it needs. Orbax has no hash of arrays: damaged bytes can be read as numbers. Raises
+    MissingLibraryError for a bucket without `gcsfs`.
 
     >>> import jax.numpy as jnp, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -147,67 +146,12 @@ def restore(
     ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename=lambda x: "model." + x)
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    with _refusing("safetensors file", path):
-        source = _from_safetensors(_found(path))
-        return _restored(source, like, where, rename, transform, cast, "restore()")
-
-
-def restore_flax(
-    path: StrPath,
-    like: PyTree = None,
-    *,
-    where: Where = None,
-    rename: Rename = None,
-    transform: Transforms = None,
-    cast: bool = False,
-) -> PyTree:
-    """As `restore`, from a msgpack file of flax at `path`.
-
-        restore_flax("a.msgpack", params, where="**", rename=lambda name: "params/" + name)
-
-    The writer is `flax.serialization.to_bytes` or `flax.training.checkpoints`. Names are its keys,
-    joined: "params/Dense_0/kernel"; entries of lists and tuples are "0", "1". Nothing is unpickled;
-    arrays of objects, which flax would not write, are refused. `like`, `where`, `rename`,
-    `transform` and `cast`, and the CheckpointError for other files or arrays, are those of
-    `restore`.
-    """
-    with _refusing("flax file", path):
-        file = _as_path(path)
-        with durable_files.opened(file) as opened:
-            source = _from_tree(file, _of_flax(opened.read()))
-        return _restored(source, like, where, rename, transform, cast, "restore_flax()")
-
-
-def restore_orbax(
-    path: StrPath,
-    like: PyTree = None,
-    *,
-    where: Where = None,
-    rename: Rename = None,
-    transform: Transforms = None,
-    cast: bool = False,
-) -> PyTree:
-    """As `restore`, from the directory `path` of one step that orbax wrote.
-
-        restore_orbax("run/3", params, where="**", rename=lambda name: "params/" + name)
-
-    The writer is orbax's old interface or its new one: `StandardCheckpointer`,
-    `PyTreeCheckpointer`, a step of a `CheckpointManager`, `v1.save`, a step of `v1.training`. Names
-    are the keys of the saved tree, joined: "params/Dense_0/kernel", "opt_state/0/count". Orbax
-    keeps no hash of arrays: damaged bytes can be read as numbers. All arrays are read at once.
-    `like`, `where`, `rename`, `transform` and `cast`, and the CheckpointError for other directories
-    or arrays, are those of `restore`. Raises MissingLibraryError for a bucket without `gcsfs`.
-    """
-    fix = "Give the directory of one step, with _CHECKPOINT_METADATA in it."
-    with _refusing("orbax checkpoint", path, fix):
-        if is_bucket := str(path).startswith("gs://"):
-            library("gcsfs", "restore_orbax()", extra="gcs")
-        folder = str(path) if is_bucket else _as_path(path)
-        about = _orbax.description(folder)
-        source = _from_tree(Path(folder), about)
-        read = lambda names: zip(names, _orbax.read(folder, about, names), strict=True)
-        source.reading = lambda names: functools.partial(_part, dict(read(names)))
-        return _restored(source, like, where, rename, transform, cast, "restore_orbax()")
+    if not checks.is_one_of(format, tuple(_READERS)):
+        expected = " or ".join(map(repr, _READERS))
+        raise WrongTypeError("format", "restore()", trees.describe(format), expected)
+    what, source_of, fix = _READERS[format]
+    with _refusing(what, path, fix):
+        return _restored(source_of(path), like, where, rename, transform, cast)
 
 
 def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
@@ -231,8 +175,7 @@ def _refusing(what: str, path, fix: str = ""):
     except Damaged as error:
         raise CheckpointError(what, str(path), error, "a whole one", fix) from None
     except OSError as error:
-        expected = "one that can be read"
-        raise CheckpointError(what, str(path), told(error), expected, fix) from error
+        raise CheckpointError(what, str(path), told(error), "one that can be read", fix) from error
 
 
 @dataclass
@@ -244,25 +187,47 @@ class _Source:
     reading: Callable[[list[str]], Callable[[str, Bounds], Any]]
 
 
-def _from_safetensors(path: Path) -> _Source:
-    entries = _safetensors.contents(path)
+def _from_safetensors(path: StrPath) -> _Source:
+    file = _found(path)
+    entries = _safetensors.contents(file)
     found = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
     read = lambda name, bounds: _safetensors.read(entries[name], bounds)
-    return _Source(path, found, lambda names: read)
+    return _Source(file, found, lambda names: read)
 
 
-def _of_flax(content: bytes) -> dict[str, Any]:
-    """The nested dicts of a file of flax's. Raises Damaged for anything else."""
+def _from_flax(path: StrPath) -> _Source:
     import flax.serialization
 
+    file = _as_path(path)
     own = lambda x: np.array(x) if isinstance(x, np.ndarray) else x  # flax's cannot be written to
+    with durable_files.opened(file) as opened:
+        content = opened.read()
     try:
         tree = jax.tree.map(own, flax.serialization.msgpack_restore(content))
     except Exception as error:  # of msgpack, NumPy and flax
         raise Damaged(told(error)) from None
     if not isinstance(tree, dict):
         raise Damaged("no dict of arrays")
-    return tree
+    return _from_tree(file, tree)
+
+
+def _from_orbax(path: StrPath) -> _Source:
+    if is_bucket := str(path).startswith("gs://"):
+        library("gcsfs", "restore()", extra="gcs")
+    folder = str(path) if is_bucket else _as_path(path)
+    about = _orbax.description(folder)
+    source = _from_tree(Path(folder), about)
+    read = lambda names: zip(names, _orbax.read(folder, about, names), strict=True)
+    source.reading = lambda names: functools.partial(_part, dict(read(names)))
+    return source
+
+
+_READERS = {  # by format: the name in messages, the reader, and what to do
+    "safetensors": ("safetensors file", _from_safetensors, ""),
+    "flax": ("flax file", _from_flax, ""),
+    "orbax": ("orbax checkpoint", _from_orbax,
+              "Give the directory of one step, with _CHECKPOINT_METADATA in it."),
+}  # fmt: skip
 
 
 def _from_tree(path: Path, tree) -> _Source:
@@ -281,14 +246,14 @@ def _part(named: Mapping[str, Any], name: str, bounds: Bounds):
     return named[name][tuple(slice(*cut) for cut in bounds)] if bounds else named[name]
 
 
-def _restored(source: _Source, like, where, rename, transform, cast: bool, call: str):
-    checks.check_flags(call, cast=cast)
+def _restored(source: _Source, like, where, rename, transform, cast: bool):
+    checks.check_flags("restore()", cast=cast)
     if where is not None:
         patterns.compile_where(where)
     if like is None:
         if not (rename is where is transform is None):
             expected = "the tree whose names are renamed or chosen"
-            raise WrongTypeError("like", call, "none", expected)
+            raise WrongTypeError("like", "restore()", "none", expected)
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = rename is None and _has_state(source, like)
@@ -296,7 +261,7 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool, call:
     tree = like.params if takes_params else like
     is_params = has_state and (takes_params or not leaves.tree_of(like).states)
     prefix = _PARAMS if is_params else ""
-    plan = planned(tree, where, rename, transform, call, prefix)
+    plan = planned(tree, where, rename, transform, "restore()", prefix)
     found = _filled(source, tree, plan, cast, (prefix,) if where is None else ())
     return _matching.restarted(like, params=found) if takes_params else found
 
@@ -312,10 +277,7 @@ def _has_state(source: _Source, like) -> bool:
 
 
 def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: tuple[str, ...]):
-    """`tree` with the leaves of the plan.
-
-    Names in the file that begin with one of `taken` are those of the plan, or it is an error.
-    """
+    """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
     flat, treedef = jax.tree.flatten(tree)
     differences, missing, fix = [], "", "where= takes a part."
     known = dict.fromkeys(name for one in plan.values() for name in one.names)
@@ -356,8 +318,6 @@ def _value(one: Mapped, like, read: Callable[[str, Bounds], Any]):
     parts = {_blocks.bounds_of(index, shape) for index in places}
     return _blocks.Pieces(shape, like.dtype, {at: one.part(at, read) for at in parts})
 
-
-# ------------------------------------------------------------------------------------- names, paths
 
 #: Kernels of flax's Linear and Conv, from torch's weights: `transform={"**/kernel": torch_kernel}`.
 #: Transposed convolutions have other axes.

@@ -70,19 +70,13 @@ def dtype_of(name: str) -> np.dtype | None:
 
 
 def is_shape(shape: Sequence[Any]) -> bool:
-    """Whether NumPy can have an array of this shape.
-
-    If it has no elements, its size without the axes of length 0 must be possible.
-    """
+    """Whether NumPy can have an array of this shape, without its axes of length 0."""
     sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
 
 
 def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
-    """The description of a leaf to save, or of one expected at restore.
-
-    Raises WrongTypeError for other objects.
-    """
+    """The description of a leaf to save, or expected at restore; WrongTypeError for others."""
     if trees.is_key(x):
         kind = f"key:{implementation(x.dtype)}"
         return Leaf(path, kind, key_shape(x.shape, x.dtype), "uint32", name=name)
@@ -102,7 +96,6 @@ def can_be_saved(x: PyTree) -> bool:
 
 
 def plain_value(leaf: Leaf) -> PyTree:
-    """The Python value of a leaf that is no array."""
     value = unfinite(leaf.value)
     return complex(*map(unfinite, value)) if leaf.kind == "complex" else value
 
@@ -117,9 +110,6 @@ def finite(x: PyTree) -> PyTree:
 def unfinite(x: PyTree) -> PyTree:
     is_odd = isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf")
     return float(x[0]) if is_odd else x
-
-
-# --------------------------------------------------------------------------------------------- keys
 
 
 def implementation(dtype: Any) -> str:
@@ -140,13 +130,9 @@ def _generators() -> dict[str, str]:
 
 
 def wrap_key(data: PyTree, name: str) -> jax.Array:
-    """Key data as typed keys of the generator with this name."""
     if name not in _generators():
         raise Damaged(f"a key of the generator {name!r}, which is not known here")
     return jax.random.wrap_key_data(data, impl=_generators()[name])
-
-
-# -------------------------------------------------------------------------------------------- trees
 
 
 @dataclass(frozen=True)
@@ -193,9 +179,7 @@ def _entry(entry) -> str:
 
 
 def joined(keys: tuple[str, ...]) -> str:
-    """Keys as one name: "encoder/0/kernel".
-
-    Characters that have a meaning in such names are percent-encoded, as in a URL.
+    """Keys as one name, percent-encoded as in a URL.
 
     >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
     ('encoder/0/kernel', 'a%2fb/%/%5b0%5d')

@@ -46,17 +46,12 @@ class Manifest:
 
     def with_hashes(self, hashes: dict[str, int]) -> Manifest:
         """The manifest with these hashes by name; one process's may be parts of the whole."""
-        hashed = lambda found: [
-            dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x for x in found
-        ]
-        parts = [Parts(part.values, hashed(part.arrays)) for part in self.parts]
-        return dataclasses.replace(self, leaves=hashed(self.leaves), parts=parts)
+        hashed = lambda x: dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x
+        parts = [Parts(part.values, [*map(hashed, part.arrays)]) for part in self.parts]
+        return dataclasses.replace(self, leaves=[*map(hashed, self.leaves)], parts=parts)
 
     def arrays(self) -> list[Leaf]:
-        """All leaves that are arrays, those of the parts too."""
-        return [
-            x for x in [*self.leaves, *(y for part in self.parts for y in part.arrays)] if x.dtype
-        ]
+        return [x for x in self.leaves if x.dtype] + [x for part in self.parts for x in part.arrays]
 
     def dump(self) -> bytes:
         leaf = lambda x: [x.name, list(x.path), x.kind, list(x.shape), x.dtype, f"{x.hash:016x}",
@@ -81,11 +76,11 @@ class Manifest:
             raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}, all ASCII")
         try:
             body = json.loads(content)
-            if isinstance(body, dict) and type(body.get("format")) is int:
-                if body["format"] > FORMAT:
-                    raise TooNew(f"format {body['format']}")
-                return _parsed(body)
-            raise ValueError("no format")
+            if type(body["format"]) is not int:
+                raise ValueError("no format")
+            if body["format"] > FORMAT:
+                raise TooNew(f"format {body['format']}")
+            return _parsed(body)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
 
@@ -94,13 +89,9 @@ def merged(parts: list[Manifest]) -> Manifest:
     """One manifest of what several processes have written of one tree: hashes add up."""
     found = []
     for same in zip(*(part.leaves for part in parts), strict=True):
-        whole = sum(leaf.hash for leaf in same) % MODULUS
-        found.append(dataclasses.replace(same[0], hash=whole))
+        found.append(dataclasses.replace(same[0], hash=sum(leaf.hash for leaf in same) % MODULUS))
     own = [one for part in parts for one in part.parts]
     return dataclasses.replace(parts[0], leaves=found, parts=own)
-
-
-# ------------------------------------------------------------------------------------------ parsing
 
 
 class Size(int):
@@ -123,7 +114,7 @@ _SCHEMA = {
 def check(x: Any, schema: Any) -> None:
     """Raise ValueError unless the JSON value `x` has the form of `schema`.
 
-    A schema is a type, [the schema of each item], (the schemas of both items), (a schema, None) for
+    That is a type, [the schema of each item], (the schemas of both items), (a schema, None) for
     what may be None, {key: schema}, {str: the schema of all values}, or Size.
     """
     if isinstance(schema, tuple) and schema[1] is None:
@@ -132,8 +123,7 @@ def check(x: Any, schema: Any) -> None:
         if type(x) is not int or not 0 <= x < 1 << 48:
             raise ValueError("a size out of range")
         return
-    kinds = {tuple: list, list: list, dict: dict}  # JSON has no tuples
-    kind = kinds.get(type(schema), schema)
+    kind = {tuple: list, list: list, dict: dict}.get(type(schema), schema)  # JSON has no tuples
     if not isinstance(x, kind):
         raise ValueError(f"{type(x).__name__} where {kind.__name__} belongs")
     pairs: Any = ()
@@ -182,10 +172,5 @@ def _parsed(body) -> Manifest:
     names = [x.name for x in [*found, *(y for part in parts for y in part.arrays)]]
     if len(set(names)) != len(names):
         raise ValueError("two leaves of one name")
-    return Manifest(
-        step=body["step"],
-        leaves=found,
-        states=states,
-        parts=parts,
-        metrics={name: float(unfinite(x)) for name, x in body["metrics"].items()},
-    )
+    metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
+    return Manifest(body["step"], found, states, parts, metrics)

@@ -4,24 +4,25 @@
     restore:  newest manifest -> compare with the script's state -> read -> verify -> put on devices
 
 Each of several processes writes a part, and reads what it needs; the first one alone decides what
-is there and commits. Threads and locks are in `_background`, files in `_disk_home`, `_orbax_home`.
+is there and commits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, trees
-from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing, state_facts
+from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing
 from tsunax.checkpoints._disk_home import DiskHome
 from tsunax.checkpoints._home import CheckpointHome
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.checkpoints.retention import Best
 from tsunax.distributed import collectives
 from tsunax.errors import (
     CheckpointError,
@@ -33,6 +34,40 @@ from tsunax.errors import (
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
+
+    The best are the lowest ("min") or the highest ("max"). Raises WrongTypeError for another mode
+    or none, HyperparameterError if the number `k` is below 1.
+
+    >>> Best("accuracy", mode="max", k=3)
+    Best(metric='accuracy', mode='max', k=3)
+    """
+
+    metric: str
+    _: KW_ONLY
+    mode: str | None = None  # "min" or "max": which one is better, no name tells
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        checks.check_count(self.k, "Best()", "k")
+        if not checks.is_one_of(self.mode, ("min", "max")):
+            got, fix = trees.describe(self.mode), "It says which values are the best."
+            raise WrongTypeError("mode", "Best()", got, "'min' or 'max'", fix)
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The best steps of `metrics`; a NaN is never one of them, and of equal ones the later is.
+
+        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
+        [20]
+        """
+        sign = -1 if self.mode == "max" else 1
+        known = {step: sign * found[self.metric] for step, found in metrics.items()
+                 if not math.isnan(found.get(self.metric, math.nan))}  # fmt: skip
+        return sorted(known, key=lambda step: (known[step], -step))[: self.k]
 
 
 class Checkpoints:
@@ -117,10 +152,7 @@ class Checkpoints:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
 
     def _open(self, settings: Mapping[str, Any]) -> None:
-        """Take the directory in the first process; check that the others see the same one.
-
-        Raises CheckpointError if they do not.
-        """
+        """Take the directory in the first process; the others have to see the same one."""
 
         def take():
             if self.process:
@@ -148,15 +180,10 @@ class Checkpoints:
     def together(
         self, name: str, f: Callable[[], tuple[Any, str]], **how: Any
     ) -> tuple[Any, list[str]]:
-        """`f()`, a value and a string, on all processes: the value and the strings of all.
-
-        An error on one is an error on all, as in `distributed.together`, which gets `how`. Errors
-        show `name`, the place at which the processes wait.
-        """
+        """`collectives.together` with the run's timeout and kinds of errors."""
         kinds = (Damaged, CheckpointError, SaveError)
-        return collectives.together(
-            name, f, **{"timeout": self.timeout + 10, "kinds": kinds, **how}
-        )
+        how = {"timeout": self.timeout + 10, "kinds": kinds, **how}
+        return collectives.together(name, f, **how)
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -189,7 +216,6 @@ class Checkpoints:
         self._save(state, step, data, history, callbacks, metrics)
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
-        """`save`, also for `fit`, which adds what it knows of the `script`."""
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, given, metrics)
 
@@ -200,19 +226,18 @@ class Checkpoints:
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the save is on the disk; SaveError if it is not in `timeout` seconds."""
-        job = self._job
-        if job is not None:
-            limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
-            if not job.done.wait(max(0.0, limit)):
-                job.given_up = True
-                got = f"nothing after {limit:g} s"
-                raise SaveError(what, str(self.path), got, "a finished save")
-            self._job, job.told = None, True
-            if job.error is not None:
-                is_said = isinstance(job.error, (Damaged, ProcessError))
-                got = str(job.error).rstrip(".") if is_said else told(job.error)
-                where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
-                raise SaveError(what, where, got, "a finished save", fix) from job.error
+        if (job := self._job) is None:
+            return
+        limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
+        if not job.done.wait(max(0.0, limit)):
+            job.given_up = True
+            raise SaveError(what, str(self.path), f"nothing after {limit:g} s", "a finished save")
+        self._job, job.told = None, True
+        if job.error is not None:
+            is_said = isinstance(job.error, (Damaged, ProcessError))
+            got = str(job.error).rstrip(".") if is_said else told(job.error)
+            where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
+            raise SaveError(what, where, got, "a finished save", fix) from job.error
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -287,16 +312,8 @@ class Checkpoints:
         return _reading.newest(self, like, step, resume, alike, read)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
-        """Where `fit` continues: the newest good checkpoint, or `state` if it is further.
-
-        `_reading.later` decides which one is further. Raises as `restore(..., resume=resume)`, and
-        StateError for a state at an earlier step than the newest checkpoint after as many calls.
-        """
-        calls = state_facts.total_calls(state)
-        how = _matching.RestoreRequest(state, is_fit=True)
-        read = lambda at: _reading.read(self, at, how)
-        if calls:
-            read = lambda at: _reading.later(self, at, state, calls)
+        """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
+        read = lambda at: _reading.later(self, at, state)
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:
@@ -305,24 +322,21 @@ class Checkpoints:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """What was saved as `metrics` with each of `steps()`."""
-        found = self.home.manifests()
-        return {step: x.metrics for step, x in found if step not in self.home.bad}
+        return {step: x.metrics for step, x in self.home.manifests() if step not in self.home.bad}
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def __repr__(self) -> str:
-        newest = sorted(self.home.steps(), reverse=True)
-        steps = trees.listed([f"{step:,}" for step in newest], 8)
+        steps = trees.listed([f"{step:,}" for step in reversed(self.home.steps())], 8)
         return f"Checkpoints({str(self.path)!r}, steps {steps or 'none'})"
 
 
 def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None and not checks.is_one_of(store, ("files", "orbax")):
-        got = trees.describe(store)
-        raise WrongTypeError("store", where, got, "'files', 'orbax' or None")
+        raise WrongTypeError("store", where, trees.describe(store), "'files', 'orbax' or None")
     if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
         if store == "files":
             got = f"store='files' for {str(path)!r:.80}"

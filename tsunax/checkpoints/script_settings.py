@@ -21,8 +21,6 @@ from tsunax.state import TrainState
 
 __all__ = []
 
-_LONG = 100  # entries of an array whose values are shown
-
 
 def script_of(
     step: Any, state: PyTree, data: Iterable[PyTree] | None, extra: Mapping[str, Any]
@@ -44,20 +42,13 @@ def script_of(
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
-    """(name, text) of what a checkpoint does not store of a state.
-
-    That is its key, and the static numbers and functions of its rule, averages and loss scale.
-    """
+    """(name, text) of what is not saved of a state: its key, static numbers and functions."""
     yield "rule", stable_text.words_of(state.plan.update, code=False)
-    static: dict[str, Any] = {
-        name: (x, ("start", "every", "warmup")) for name, x in averages_of(state).items()
-    }
+    fields: dict[str, Any] = dict.fromkeys(averages_of(state), ("start", "every", "warmup"))
     if state.loss_scale is not None:
-        fields = "dynamic", "interval", "factor", "floor", "ceiling"
-        static["loss_scale"] = state.loss_scale, fields
-    for name, (x, fields) in static.items():
-        for field in fields:
-            yield f"{field} of the {name}", str(getattr(x, field))
+        fields["loss_scale"] = "dynamic", "interval", "factor", "floor", "ceiling"
+    for name, field in ((name, field) for name, of in fields.items() for field in of):
+        yield f"{field} of the {name}", str(getattr(getattr(state, name), field))
     if (numbers := state.numbers) is not None:
         for at, s, group, _ in numbers.columns():
             for name, x in zip(numbers.layout.names[at][group], s.live.schedules, strict=True):
@@ -71,7 +62,7 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
 def _value_text(x: Any) -> str:
     """The values of a small array; the shape and dtype of a large one."""
     is_here = getattr(x, "is_fully_addressable", True) and not trees.is_key(x)
-    return str(np.asarray(x).tolist()) if is_here and np.size(x) <= _LONG else trees.describe(x)
+    return str(np.asarray(x).tolist()) if is_here and np.size(x) <= 100 else trees.describe(x)
 
 
 def _some_rows(data) -> str | None:

@@ -20,7 +20,7 @@ from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check
 from tsunax.rules.subtree_numbers import Cut
 from tsunax.rules.subtree_numbers import recut as recut_numbers
-from tsunax.state import TrainState
+from tsunax.state import TrainState, trained_part
 
 __all__ = []
 
@@ -30,12 +30,9 @@ def _short(text: str) -> str:
 
 
 def _schedule_text(schedule) -> str:
-    if schedule is None:
-        return ""
     name = lambda leaf: getattr(leaf, "__qualname__", type(leaf).__name__)
     kinds = [name(leaf) for leaf in schedule.leaves if leaf is not None]
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", f"{schedule.treedef} {kinds}")
-    return _short(text)
+    return _short(re.sub(r" at 0x[0-9a-fA-F]+", "", f"{schedule.treedef} {kinds}"))
 
 
 def facts_of(state: TrainState) -> dict[str, Any]:
@@ -48,37 +45,25 @@ def facts_of(state: TrainState) -> dict[str, Any]:
         named = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
         trained = [name for name, on in zip(named, plan.selected, strict=True) if on]
     outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
-    facts: dict[str, Any] = {
-        "rule": _short(outline(plan.update)),
-        "trained": trained,
-        "precision": None if plan.precision is None else outline(plan.precision),
-        "averages": ", ".join(averages) or None,
-        "columns": [],
-        "schedules": {},
-        "cuts": [],
-    }
+    columns, schedules, cuts = [], {}, []
     if numbers is not None:
-        facts["columns"] = [list(column) for column in numbers.column_names()]
+        columns = [list(column) for column in numbers.column_names()]
         for at, s, group, _ in numbers.columns():
             pairs = zip(numbers.layout.names[at][group], s.live.schedules, strict=True)
-            facts["schedules"] |= {name: _schedule_text(x) for name, x in pairs if x}
+            schedules |= {name: _schedule_text(x) for name, x in pairs if x}
         lives = enumerate(s for _, s in numbers.layout.lives)
-        facts["cuts"] = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in lives if s.cut]
-    return facts
+        cuts = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in lives if s.cut]
+    precision = None if plan.precision is None else outline(plan.precision)
+    facts = {"rule": _short(outline(plan.update)), "trained": trained, "precision": precision}
+    facts |= {"averages": ", ".join(averages) or None, "columns": columns}
+    return facts | {"schedules": schedules, "cuts": cuts}
 
 
 def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
     """`state`, from `setup`, with the structure of the saved one: cuts, room for frozen flags."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
-        return jax.eval_shape(lambda s: _laid_out(s, facts, frozen), state)
-    return _laid_out(state, facts, frozen)
-
-
-def _laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
-    trained = state.params
-    if state.plan.selected is not None:
-        trained = trees.partition(state.params, state.plan.selected)[0]
-    opt_state, numbers = state.opt_state, state.numbers
+        return jax.eval_shape(lambda s: laid_out(s, facts, frozen), state)
+    trained, opt_state, numbers = trained_part(state), state.opt_state, state.numbers
     if numbers is not None:
         lives, cuts = numbers.layout.lives, {}
         for at, of, labels in facts["cuts"]:
@@ -151,8 +136,8 @@ def merged_numbers(
 ) -> tuple[np.ndarray, list[str]]:
     """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
 
-    A number goes on with its live value if the script gives it as it did: the same at `setup`, and
-    the same when it was given to `fit`, if `given` is known. One that was edited is the script's.
+    A number goes on with its live value if the script gives it as it did, at `setup` and, if that
+    is known, to `fit`. One that was edited is the script's.
     """
     if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
         raise Damaged("manifest: live numbers that are no table of its names")
@@ -178,7 +163,6 @@ def merged_numbers(
 
 
 def _by_name(columns) -> dict[str, list[int]]:
-    """The columns of the table that each number has: its value, and those of its schedule."""
     found: dict[str, list[int]] = {}
     for i, (name, _) in enumerate(columns):
         found.setdefault(name, []).append(i)
@@ -186,7 +170,6 @@ def _by_name(columns) -> dict[str, list[int]]:
 
 
 def then_and_now(then: Any, now: Any) -> str:
-    """The first three numbers that differ, on both sides."""
     then, now = np.ravel(then), np.ravel(now)
     differ = then != now if then.shape == now.shape else slice(None)
     a, b = (", ".join(f"{v:.6g}" for v in x[differ][:3]) for x in (then, now))

@@ -33,27 +33,23 @@ class Data(Sized, Iterable[PyTree]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch."""
-        raise NotImplementedError
+        ...
 
     def afresh(self) -> Data:
         """The same data at the beginning, with a separate position."""
-        raise NotImplementedError
+        ...
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of such a copy, as if its batches had been read here.
-
-        `data.follow(copy.get_state())`; `state` is a dict.
-        """
-        raise NotImplementedError
+        """Take over the `state`, a dict, of such a copy, as if its batches had been read here."""
 
 
 class Positioned(Data):
     """Data whose position is two integers, epoch and batch."""
 
-    is_placed: bool = False
-
-    def __init__(self) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self._place: tuple[int, int] = (0, 0)
+        #: Everything that the order of an epoch depends on, except its number.
+        self.settings: dict[str, Any] = settings
 
     def get_state(self) -> dict[str, int]:
         """The `{"epoch", "position"}` after the last batch; after an epoch, of the next one."""
@@ -61,11 +57,6 @@ class Positioned(Data):
         if position >= len(self):
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Everything that the order of an epoch depends on, except its number."""
-        raise NotImplementedError
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Set a position of `get_state`: the next loop begins there, and ends with its epoch.
@@ -82,13 +73,12 @@ class Positioned(Data):
             raise DataError("data", "resume", listed(now), expected, fix)
         is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
         fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
-        fits = fits and is_known
-        if not fits or int(state["position"]) > len(self):
+        if not (fits and is_known) or int(state["position"]) > len(self):
             expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
             raise DataError("state", "set_state()", state, expected)
-        self._place, self.is_placed = (int(state["epoch"]), int(state["position"])), True
-        place = self.get_state()
-        self._place = place["epoch"], place["position"]
+        self._place = int(state["epoch"]), int(state["position"])
+        self.follow(self.get_state())  # the end of an epoch is the beginning of the next
+        self.is_placed = True
 
     def afresh(self) -> Self:
         """The same data at the beginning, with a separate position."""
@@ -126,7 +116,10 @@ class Batches(Positioned):
         process: tuple[int, int],
         device: Device,
     ) -> None:
-        super().__init__()
+        arrays = row_readers.as_columns(arrays)
+        self._rows: int = check_batch(arrays, root="arrays")  # of all processes
+        settings = {"rows": self._rows, "batch_size": batch_size, "seed": seed}
+        super().__init__(settings | {"shuffle": shuffle, "drop_remainder": drop_remainder})
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device
@@ -135,8 +128,6 @@ class Batches(Positioned):
         self._known_order: dict[int, order.EpochOrder] = {}
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = shuffle or process[1] > 1
-        arrays = row_readers.as_columns(arrays)
-        self._rows: int = check_batch(arrays, root="arrays")  # of all processes
         self._full, rest = divmod(self._rows, batch_size)
         self._is_rest_whole = order.is_whole(rest, batch_size, process[1])
         self._rest = len(range(rest)[order.share(rest, batch_size, process)])
@@ -174,12 +165,6 @@ class Batches(Positioned):
         """Rows of the short batch that ends an epoch, of all processes; 0 for none."""
         return 0 if self._drop else self._rows % self.batch_size
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Everything that the order of an epoch depends on, except its number."""
-        found = {"rows": self._rows, "batch_size": self.batch_size, "seed": self._seed}
-        return found | {"shuffle": self._shuffle, "drop_remainder": self._drop}
-
     def sample(self) -> list[Any]:
         """A few rows of the arrays, to recognize them by; none of records."""
         if not self.is_of_arrays:
@@ -188,8 +173,6 @@ class Batches(Positioned):
         if self.resident is None:
             return [row_readers.read(leaf, rows) for leaf in self._leaves]
         return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]
-
-    # Batches of arrays
 
     def order(self, epoch: int) -> np.ndarray:
         """The rows of an epoch in order, an int array; this process's share of them.
@@ -250,8 +233,7 @@ class _Epoch:
         The shape is `(rows,)` for None, else `(k, rows)` with k up to `most`.
         """
         data = self.data
-        if self.place is None:
-            self.place = data._begin()
+        self.place = self.place or data._begin()
         epoch, position = self.place
         if position >= len(data):
             return None
@@ -263,14 +245,11 @@ class _Epoch:
         return position * data.share, (rows,) if most is None else (k, rows)
 
     def take(self, k: int | None) -> Any:
-        """The next k batches as one tree of `(k, rows, ...)`, or None at the end.
-
-        Fewer at the end of an epoch; a short last batch comes alone.
-        """
+        """The next k batches, or fewer, as one tree of `(k, rows, ...)`; or None at the end."""
         if (ahead := self.advance(k)) is None:
             return None
-        assert self.place is not None
         if self.order is None and self.data._is_ordered:
+            assert self.place is not None
             self.order = self.data._order_of(self.place[0])
         return self.data._gathered(self.order, *ahead)
 

@@ -12,13 +12,11 @@ import numpy as np
 from tsunax._core import PyTree, checks, placement, trees
 from tsunax.errors import DataError, WrongTypeError
 
+_NUMBERS = (np.number, np.bool_, jax.dtypes.prng_key)
+
 
 def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
-    """The number of rows of a batch, the same in every leaf.
-
-    Raises DataError for no rows, different numbers of rows, or leaves without a row axis;
-    WrongTypeError for leaves that are no numbers, StateError for deleted arrays. The message names
-    `where`.
+    """The number of rows of a batch, the same in every leaf; DataError, WrongTypeError, StateError.
 
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
     8
@@ -33,7 +31,11 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     for place, leaf in leaves:
         at = f"{place}, {where}" if where else place
         checks.check_alive(leaf, at)
-        shape = _shape_of_numbers(leaf, at)
+        shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+        is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, k) for k in _NUMBERS)
+        if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
+            fix = "Leave it out, or turn it into numbers."
+            raise WrongTypeError("leaf", at, trees.describe(leaf), "an array of numbers", fix)
         if not shape:
             got = f"a scalar, {trees.describe(leaf)}"
             fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)"
@@ -42,33 +44,22 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     if len(rows) > 1:
         found = ", ".join(f"{n} in {place}" for n, place in rows.items())
         fix = "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself."
-        fix = fix if root == "batch" else ""
-        got = found.replace(" in ", " rows in ", 1)
+        got, fix = found.replace(" in ", " rows in ", 1), fix if root == "batch" else ""
         raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
         raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
     return next(iter(rows))
 
 
-def _shape_of_numbers(leaf: Any, at: str) -> tuple[int, ...]:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    kinds = (np.number, np.bool_, jax.dtypes.prng_key)
-    is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, kind) for kind in kinds)
-    if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
-        fix = "Leave it out, or turn it into numbers."
-        raise WrongTypeError("leaf", at, trees.describe(leaf), "an array of numbers", fix)
-    return shape or ()
-
-
-# Values that JAX would change
-
-
-def _lost(x: Any) -> tuple[str, str] | None:
-    """The part of a NumPy array that JAX would lose silently, as `got, expected`."""
+def _lost(x: Any) -> tuple[str, str, str] | None:
+    """The part of a NumPy array that JAX would lose silently, as `got, expected, fix`."""
     if not isinstance(x, np.ndarray):
         return None
     if isinstance(x, np.ma.MaskedArray):
-        return "a masked array", "an array, and beside it its mask (f32, 1 for real rows)"
+        expected = "an array, and beside it its mask (f32, 1 for real rows)"
+        fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
+        return "a masked array", expected, fix
+    # only 64-bit arrays, and only if JAX cuts them to 32
     if x.dtype.char not in "lLqQd" or not x.size or jax.config.read("jax_enable_x64"):
         return None
     held = np.finfo(np.float32) if x.dtype.kind == "f" else np.iinfo(f"{x.dtype.kind}4")
@@ -79,23 +70,16 @@ def _lost(x: Any) -> tuple[str, str] | None:
     if held.min <= low and high <= held.max:
         return None
     expected = f"what {held.dtype}, to which JAX casts them, can hold"
-    return f"{x.dtype} values from {low} to {high}", expected
+    fix = "Leave it out, make it smaller, or set jax_enable_x64."
+    return f"{x.dtype} values from {low} to {high}", expected, fix
 
 
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
-    """Raise DataError for NumPy arrays of which JAX would lose something silently.
-
-    Integers that wrap, numbers that become inf, a mask. Reads the values of 64-bit arrays only, and
-    only if JAX cuts them to 32.
-    """
+    """Raise DataError if JAX would lose something silently: integers, infinities, a mask."""
     if any(map(_lost, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
             if lost := _lost(leaf):
-                place += where and f", {where}"
-                fix = "Leave it out, make it smaller, or set jax_enable_x64."
-                if isinstance(leaf, np.ma.MaskedArray):
-                    fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
-                raise DataError("leaf", place, *lost, fix)
+                raise DataError("leaf", place + (where and f", {where}"), *lost)
 
 
 def own(leaf: PyTree) -> PyTree:

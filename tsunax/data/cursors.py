@@ -28,12 +28,6 @@ def _shapes(batch: Any) -> Any:
     return treedef, [(np.shape(x), trees.dtype_of(x)) for x in leaves]
 
 
-def _as_array(leaf: Any) -> Any:
-    """A tensor of another library as a NumPy array, which may share its memory."""
-    is_other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array)
-    return np.asarray(leaf) if is_other else leaf
-
-
 class _Stack:
     """Up to k batches of one shape along a new first axis. Each is copied when it is added."""
 
@@ -126,7 +120,8 @@ class Source:
         check_casts(batch, "batch", where)  # here for the masks that are lost below
         for leaf in leaves:
             checks.check_alive(leaf, where)
-        return treedef.unflatten(map(_as_array, leaves))
+        is_other = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
+        return treedef.unflatten(np.asarray(x) if is_other(x) else x for x in leaves)
 
     def _ended(self) -> None:
         if self.position == 0:
@@ -238,7 +233,6 @@ class Source:
             self.epoch, self.position = self.epoch + 1, 0
 
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
-        """Call a method of the data, or of its iterator, by whichever name it has."""
         for holder, name in itertools.product((self.data, self._batches), names):
             if callable(method := getattr(holder, name, None)):
                 return True, method(*args)
@@ -250,8 +244,7 @@ class Source:
             return self._held[1]
         if self._is_ours:
             return self.data.get_state()
-        inner = self._call(GETTERS)[1]
-        return {"epoch": self.epoch, "position": self.position, "data": inner}
+        return {"epoch": self.epoch, "position": self.position, "data": self._call(GETTERS)[1]}
 
     def restore(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
         """Resume from a position that `state` returned.
@@ -259,39 +252,35 @@ class Source:
         Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
         `fast_forward=True` they are read from the beginning, and earlier batches dropped.
         """
-        keys = {"epoch", "position"} | (set() if self._is_ours else {"data"})
-        if not isinstance(state, Mapping) or not keys <= set(state):
-            raise DataError("state", "restore", state, ", ".join(sorted(keys)))
+        keys = ["epoch", "position"] if self._is_ours else ["data", "epoch", "position"]
+        if not isinstance(state, Mapping) or not set(keys) <= set(state):
+            raise DataError("state", "restore", state, ", ".join(keys))
         self._batches = self._held = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_ours:
             options = {} if self.data.resumable else {"fast_forward": fast_forward}
-            self.data.set_state(state, **options)
-        elif state["data"] is not None:
+            return self.data.set_state(state, **options)
+        if state["data"] is not None:
             if not any(hasattr(self.data, name) for name in SETTERS):
                 self._batches = iter(self.data)
             if not self._call(SETTERS, state["data"])[0]:
                 got = f"a {type(self.data).__name__} without set_state and load_state_dict"
                 raise DataError("data", "restore", got, "data that can be put back to its place")
         elif self.position or (self.epoch and not self.restartable):
-            self._read_again(fast_forward)
-
-    def _read_again(self, fast_forward: bool) -> None:
-        """Read the data from the beginning to the position, and drop the batches."""
-        goal = self.epoch, self.position
-        place = f"epoch {goal[0]}, position {goal[1]}"
-        if not fast_forward:
-            got = f"a {type(self.data).__name__} without a state, at {place}"
-            expected = "get_state/set_state or state_dict/load_state_dict"
-            fix = "Use ts.batches or grain, or accept fast_forward=True: all batches before are "
-            raise DataError("data", "restore", got, expected, f"{fix}read again and dropped.")
-        self.epoch = self.position = 0
-        while (self.epoch, self.position) != goal:
-            self.next()
+            place = f"epoch {self.epoch}, position {self.position}"
+            if not fast_forward:
+                got = f"a {type(self.data).__name__} without a state, at {place}"
+                expected = "get_state/set_state or state_dict/load_state_dict"
+                fix = "Use ts.batches or grain, or accept fast_forward=True: all batches before "
+                fix += "are read again and dropped."
+                raise DataError("data", "restore", got, expected, fix)
+            goal, self.epoch, self.position = (self.epoch, self.position), 0, 0
+            while (self.epoch, self.position) < goal:
+                self.next()
             if (self.epoch, self.position) > goal:
                 fix = "It gives fewer batches than it did."
                 raise DataError("data", "restore", f"the end of epoch {goal[0]} before", place, fix)
-        self._restored = True
+            self._restored = True
 
 
 def as_source(data: Iterable[PyTree]) -> Source:
@@ -309,9 +298,8 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    are_arrays = trees.is_array(data) or isinstance(data, (Mapping, str))
-    if isinstance(data, tuple) and data and all(map(trees.is_array, data)):
-        are_arrays = True
+    is_pair = isinstance(data, tuple) and data != () and all(map(trees.is_array, data))
+    are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
         fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""

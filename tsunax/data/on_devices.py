@@ -16,8 +16,10 @@ from tsunax.errors import DataError, WrongTypeError
 
 def placement(device: Device, where: str) -> Device:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
-    if device is True or isinstance(device, (NamedSharding, SingleDeviceSharding)):
-        return None if device is True else device
+    if device is True:
+        return None
+    if isinstance(device, (NamedSharding, SingleDeviceSharding)):
+        return device
     if isinstance(device, jax.Device):
         return SingleDeviceSharding(device)
     if isinstance(device, Mesh):
@@ -80,10 +82,7 @@ def gather(
 
 @functools.lru_cache(maxsize=64)
 def gather_to(sharding: Device, shape: tuple[int, ...], ordered: bool) -> Function:
-    """`gather` compiled: rows chosen by the host, or in sequence from a row on.
-
-    A slice of an order on the device would be a kernel more.
-    """
+    """`gather` compiled: rows chosen by the host, or in sequence from a row on."""
     placed = sharding_of(shape, sharding, len(shape) - 1)
     take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)

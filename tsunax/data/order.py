@@ -19,17 +19,14 @@ Process = tuple[int, int]  # (index, count)
 def drawn(n: int, seed: int, epoch: int) -> np.ndarray:
     """All numbers below n in the order of random words, drawn from all orders.
 
-    NumPy promises the words of a bit generator for every version and machine, but not its
-    permutations. The index of each word replaces its low bits, so that one plain sort orders the
-    indices: three times as fast as a stable argsort.
+    NumPy promises the words of a bit generator for ever, but not its permutations. The index of
+    each word replaces its low bits: one plain sort is three times as fast as a stable argsort.
     """
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
-    words &= ~low
-    words |= np.arange(n, dtype=np.uint64)
+    words = words & ~low | np.arange(n, dtype=np.uint64)
     words.sort()
-    words &= low
-    return words
+    return words & low
 
 
 def permutation(n: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -68,10 +65,7 @@ def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 class EpochOrder:
-    """The rows of an epoch in order, for one process: `order[i:j]` is computed when it is read.
-
-    Up to `SORTED` rows are shuffled at once; more go through a `permutation`.
-    """
+    """The rows of an epoch in order, for one process: `order[i:j]` is computed when it is read."""
 
     def __init__(
         self, n: int, shuffle: bool, seed: int, epoch: int, batch_size: int, process: Process
@@ -82,7 +76,7 @@ class EpochOrder:
         self.rest: slice = share(rest, batch_size, process)  # of the short batch at the end
         self.dtype: type = np.int32 if n < 2**31 else np.int64
         self.of: Any = lambda at: at  # from places in the epoch of all processes to rows
-        if shuffle:
+        if shuffle:  # up to SORTED rows at once
             self.of = permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
         # the rows that were computed last, and the index of the first
         self.known: tuple[int, np.ndarray] = 0, np.empty(0, self.dtype)
@@ -103,7 +97,6 @@ class EpochOrder:
         return self.batches * mine + self.rest.stop - self.rest.start
 
     def _places(self, start: int, stop: int) -> np.ndarray:
-        """Where in the epoch of all processes the rows start to stop of this one are."""
         at, (index, count) = np.arange(start, stop), self.process
         if count == 1:
             return at
@@ -113,9 +106,6 @@ class EpochOrder:
         return np.where(at < self.batches * mine, full, rest)
 
 
-# Several processes
-
-
 def share(rows: int, batch_size: int, process: Process) -> slice:
     """The rows of a global batch that a process gets: its part, or all of them."""
     index, count = (0, 1) if is_whole(rows, batch_size, process[1]) else process
@@ -123,10 +113,7 @@ def share(rows: int, batch_size: int, process: Process) -> slice:
 
 
 def is_whole(rows: int, batch_size: int, count: int) -> bool:
-    """Whether every process gets all rows of a batch: a short one that no parts divide.
-
-    An array of all processes is made of equal parts, and equal parts keep their programs the same.
-    The parts are those of the devices, if the processes train as one program.
-    """
+    """Whether every process gets all rows of a batch: a short one that no equal parts divide."""
+    # of the devices, if the processes train as one program
     parts = jax.device_count() if count > 1 and count == process_count() else count
     return count > 1 and rows < batch_size and bool(rows % parts)

@@ -126,7 +126,7 @@ class Interleaved(Positioned):
     is_whole: bool = False
 
     def __init__(self, parts: Sequence[Batches], seed: int) -> None:
-        super().__init__()
+        super().__init__({"seed": seed, "parts": [part.settings for part in parts]})
         self._parts, self._seed = list(parts), seed
 
     def __repr__(self) -> str:
@@ -135,24 +135,18 @@ class Interleaved(Positioned):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Everything that the order of an epoch depends on, except its number."""
-        return {"seed": self._seed, "parts": [part.settings for part in self._parts]}
-
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self._begin()
         kinds = np.repeat(range(len(self._parts)), list(map(len, self._parts)))
         kinds = kinds[order.drawn(len(kinds), self._seed, epoch)]
-        read, readers = np.bincount(kinds[:position], minlength=len(self._parts)), {}
+        parts = [part.afresh() for part in self._parts]
+        read = np.bincount(kinds[:position], minlength=len(parts)).tolist()
+        for part, n in zip(parts, read, strict=True):
+            part.set_state({"epoch": epoch, "position": n})
+        readers = list(map(iter, parts))
         for kind in kinds[position:].tolist():
-            if kind not in readers:
-                part = self._parts[kind].afresh()
-                part.set_state({"epoch": epoch, "position": int(read[kind])})
-                readers[kind] = part, iter(part)
-            part, reader = readers[kind]
-            batch = next(reader)
-            self.is_whole, position = part.is_whole, position + 1
+            batch = next(readers[kind])
+            self.is_whole, position = parts[kind].is_whole, position + 1
             self._place = epoch, position
             yield batch
 

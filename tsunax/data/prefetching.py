@@ -21,7 +21,6 @@ from tsunax.errors import DataError
 
 
 def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
-    """A function that puts a batch on a device, or its rows over the devices of a mesh."""
     if device is None:
         return lambda batch, is_whole: batch
     sharding = placement(device, "prefetch()")

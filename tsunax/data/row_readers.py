@@ -51,17 +51,6 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     return np.asarray(found)[back]
 
 
-# What kind of data it is
-
-
-def _has_records(x: Any) -> bool:
-    """Whether it has records by number, as a map-style Dataset of torch: `x[i]`, `len(x)`."""
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    if is_array or isinstance(x, str | bytes | Mapping) or not jtu.all_leaves([x]):
-        return False
-    return hasattr(x, "__getitem__") and hasattr(x, "__len__")
-
-
 def as_columns(arrays: PyTree) -> PyTree:
     """The tree with leaves that `read` can read. Raises DataError for ambiguous ones."""
     if isinstance(arrays, Iterator):
@@ -75,8 +64,9 @@ def _as_column(path: tuple, leaf: Any) -> Any:
     if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
         fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
         raise DataError("leaf", place, f"a {type(leaf).__name__}", "arrays", fix)
-    if _has_records(leaf):
-        return Records(leaf)
     if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
         return np.asarray(leaf)
-    return leaf
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if is_array or isinstance(leaf, str | bytes) or not hasattr(leaf, "__getitem__"):
+        return leaf
+    return Records(leaf) if hasattr(leaf, "__len__") else leaf

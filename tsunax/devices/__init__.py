@@ -11,8 +11,8 @@ from tsunax.devices.selection import (
     preferred,
     simulate,
     supported_devices,
+    topology,
 )
-from tsunax.devices.topologies import topology
 from tsunax.devices.transfer import device_of, to_device, to_host
 
 __all__ = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -130,13 +130,9 @@ def shard(
         fix = "The order is shard(state, mesh)." if is_first else "Make one: ts.mesh()."
         raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
-    rules, logical = dict(rules or {}), dict(logical or {})
-    choice = _Choice(mesh, rules, logical, zero1)
+    choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
-    if not isinstance(host, (Sequence, Set)):
-        got, expected = trees.describe(host), "parts of the state, as ['moments', 'average']"
-        raise WrongTypeError("host", "shard()", got, expected)
     kinds = _memory_kinds(like, [host] if isinstance(host, str) else host, mesh)
     pairs = zip(choice.of_any(like), kinds, strict=True)
     shardings = [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in pairs]
@@ -149,9 +145,6 @@ def shard(
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
     checks.check_all_alive(state, "state")
-    for at, leaf in trees.leaves_at("state", state):
-        if not trees.is_array(leaf) and not isinstance(leaf, int | float):
-            raise WrongTypeError("leaf", at, trees.describe(leaf), "an array")
     return _put_at(_the_same(state, mesh), where)
 
 
@@ -188,7 +181,7 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
 
 
 def _the_same(state, mesh):
-    """The state, after a check that it is the same on all processes, which hold it as one array."""
+    """The state, which has to be the same on all processes, as they hold it as one array."""
     if collectives.spans_all(mesh.devices.flat):
         collectives.compare("shard()", {"state": state}, collectives.LAST)
     return state
@@ -210,8 +203,6 @@ def _put_at(tree, where):
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Specs for the leaves of a state."""
-
     mesh: Mesh
     rules: Mapping[Any, Any]
     logical: Mapping[str, Any]
@@ -228,11 +219,8 @@ class _Choice:
         return out
 
     def of_any(self, state: PyTree) -> list[P]:
-        """The specs of all leaves of a state, of `States`, or of another tree.
-
-        Populations are cut by members.
-        """
-        if (n := members_of(state)) is not None:
+        """The specs of all leaves of a state, of `States`, or of another tree."""
+        if (n := members_of(state)) is not None:  # a population is cut by members
             if n % self.mesh.size:
                 expected = f"a multiple of {self.mesh.size} devices"
                 raise DeviceError("population", "shard()", f"{n} members", expected)
@@ -246,9 +234,8 @@ class _Choice:
         # one tree, so that a pattern may match several
         specs = jax.tree.unflatten(jax.tree.structure(parts), self.of_params(parts))
         found = {name: jax.tree.leaves(part) for name, part in specs.items()}
-        whole = [P()] * 2  # clock and tally
         members = (self.of_state(s, found[name]) for name, s in state.members.items())
-        return sum(members, whole + found.get("carry", []))
+        return sum(members, [P(), P(), *found.get("carry", [])])  # clock and tally come first
 
     def of_state(self, state: TrainState, params: list[P]) -> list[P]:
         """Those of all leaves of a state: what belongs to a parameter follows it."""
@@ -275,8 +262,7 @@ class _Choice:
         return found
 
     def _ruled(self, params) -> dict[int, P]:
-        """By leaf the spec of the first rule that matches it."""
-        found: dict[int, P] = {}
+        found: dict[int, P] = {}  # the first rule that matches decides
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
                 at, got = f"shard(), {pattern!r}", trees.describe(spec)
@@ -295,16 +281,11 @@ class _Choice:
         for name in self.logical:
             if name not in used:
                 raise PatternError(unknown("logical axis", "shard()", name, sorted(used)))
-        return {i: P(*map(self._axis_of, names)) for i, names in named.items()}
-
-    def _axis_of(self, name):
-        if name is None or isinstance(name, tuple):
-            return name
-        mapped = self.logical.get(name, name)
-        return mapped if mapped is None or name in self.logical or name in self.mesh.shape else None
+        known = {name: name for name in self.mesh.shape} | dict(self.logical)
+        axis_of = lambda name: name if isinstance(name, tuple) else known.get(name)
+        return {i: P(*map(axis_of, names)) for i, names in named.items()}
 
     def _checked(self, spec: P, shape, path: str) -> P:
-        """The spec. Raises DeviceError for one that this mesh or this shape cannot follow."""
         try:
             NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
         except Exception as error:
@@ -321,8 +302,7 @@ class _Choice:
         if parts == 1 or np.prod(shape) < placement.SMALL:
             return spec
         entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
-        axes = range(len(shape))
-        free = [axis for axis in axes if entries[axis] is None and shape[axis] % parts == 0]
+        free = [i for i, n in enumerate(shape) if entries[i] is None and n % parts == 0]
         if not free:
             return spec
         entries[max(free, key=lambda axis: shape[axis])] = names[0] if len(names) == 1 else names
@@ -335,9 +315,6 @@ class _Choice:
         return self._over(spec, np.broadcast_to(0, shape), *placement.data_axes(self.mesh))
 
 
-# What lies where
-
-
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """What `describe_sharding(tree)` returns: prints as a table.
@@ -346,11 +323,10 @@ class Placement:
     `total` the bytes of the tree, counted once, `host` the bytes in the host's memory.
     """
 
-    # path, dtype and shape, sharding in words, bytes on each device that has some
     rows: tuple[tuple[str, str, str, int], ...]
     bytes: Mapping[str, int]  # on each device of this process
-    total: int  # of the whole tree, counted once
-    host: int = 0  # in the host's memory, for the devices of this process
+    total: int
+    host: int = 0  # for the devices of this process
     _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
@@ -389,13 +365,11 @@ def describe_sharding(tree: PyTree) -> Placement:
             held[device] = held.get(device, 0) + (0 if trees.is_offloaded(x) else n)
         on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
         total += math.prod(x.shape) * x.dtype.itemsize
-        most = max((n for _, n in parts), default=0)
-        rows.append((at, kind, _words(x), most))
+        rows.append((at, kind, _words(x), max((n for _, n in parts), default=0)))
     return Placement(tuple(rows), held, total, on_host)
 
 
 def _words(x: Any) -> str:
-    """The sharding of an array in words."""
     if not isinstance(x.sharding, NamedSharding):
         devices = x.sharding.device_set
         return str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"

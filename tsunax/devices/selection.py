@@ -2,11 +2,8 @@
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
 TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
-the kind that `"auto"` tries first. Only `_find` and `_started` ask JAX.
+the kind that `"auto"` tries first. Only `_find`, `_started` and `topology` ask JAX.
 """
-
-# pyright: reportInvalidTypeForm=false
-# To pyright `jax.Device` is a variable.
 
 from __future__ import annotations
 
@@ -23,21 +20,18 @@ from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from tsunax._core import Device, trees
+from tsunax._core.libraries import library
 from tsunax.errors import ConfigError, DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
     "DeviceInfo", "device", "device_info", "devices", "is_available", "prefer", "preferred",
-    "simulate", "supported_devices",
+    "simulate", "supported_devices", "topology",
 ]  # fmt: skip
 
 _PLATFORMS = {  # JAX's names; mps is Apple's
-    "tpu": ("tpu",),
-    "gpu": ("cuda", "rocm", "oneapi", "mps"),
-    "cpu": ("cpu",),
-    "cuda": ("cuda",),
-    "rocm": ("rocm",),
-    "metal": ("mps",),
-}
+    "tpu": ("tpu",), "gpu": ("cuda", "rocm", "oneapi", "mps"), "cpu": ("cpu",),
+    "cuda": ("cuda",), "rocm": ("rocm",), "metal": ("mps",),
+}  # fmt: skip
 _KINDS = ("auto", *_PLATFORMS)
 _FILE = ".tsunax-device"
 # JAX's exceptions for no device; the latter if JAX_PLATFORMS names no available platform
@@ -50,8 +44,8 @@ def _find(platform: str | None) -> list[Device]:
     return jax.local_devices(backend=platform)
 
 
-def _started() -> bool:
-    return xla_bridge.backends_are_initialized()  # JAX has no public way to ask without starting it
+# JAX has no public way to ask without starting it
+_started = xla_bridge.backends_are_initialized
 
 
 def devices_of_kind(kind: str) -> tuple[list[Device], str]:
@@ -180,10 +174,9 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     if not isinstance(kind, Sequence):
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
-    here = [] if all(isinstance(item, jax.Device) for item in kind) else _resolve("auto", where)[0]
-    chosen = [
-        item if isinstance(item, jax.Device) else _number_in(here, item, where) for item in kind
-    ]
+    is_device = lambda item: isinstance(item, jax.Device)
+    here = [] if all(map(is_device, kind)) else _resolve("auto", where)[0]
+    chosen = [item if is_device(item) else _number_in(here, item, where) for item in kind]
     if not chosen or len(set(chosen)) < len(chosen):
         raise DeviceError("devices", where, f"{len(chosen)} devices", "at least one, each once")
     return chosen
@@ -263,6 +256,44 @@ def simulate(n: int) -> None:
     os.environ["NPROC"] = str(most)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(n))
+
+
+# libtpu looks for the host's metadata server for minutes, and warns if it finds no TPU. The name of
+# the accelerator decides nothing here.
+_QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+}  # fmt: skip
+
+
+def topology(name: str) -> list[Device]:
+    """The devices of a TPU topology, such as "v5e:2x4", "v5e:8x8", "v6e:2x4" or "v5p:2x2x1".
+
+        make = lambda: ts.setup(rule, init(jax.random.key(0)), key=0)
+        state = ts.shard(make, ts.mesh(data=1, fsdp=-1, devices=ts.devices.topology("v5e:8x8")))
+        print(ts.describe(step, state, batch))
+
+    Give them to `mesh`. A state on that mesh consists of shapes (`jax.ShapeDtypeStruct`), and
+    `describe`, `find_batch_size` and `step.lower` compile for it: memory, donation and collectives
+    are what the compiler plans for the real machine.
+
+    This takes seconds and needs libtpu in the version of this jax, from the extra `tpu`. Set
+    JAX_PLATFORMS=cpu on a machine without a TPU, or JAX looks for one. Raises MissingLibraryError
+    without libtpu, DeviceError for a name that libtpu does not have.
+    """
+    if not isinstance(name, str):
+        raise WrongTypeError("name", "topology()", trees.describe(name), 'a str such as "v5e:2x4"')
+    library("libtpu", "topology()", extra="tpu")
+    from unittest import mock
+
+    from jax.experimental import topologies
+
+    try:
+        with mock.patch.dict(os.environ, {**_QUIET, **os.environ}):
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:  # of libtpu, whatever it is
+        expected = 'one that libtpu knows, such as "v5e:2x4"'
+        raise DeviceError("topology", repr(name), told(error), expected) from error
 
 
 def preferred() -> str | None:

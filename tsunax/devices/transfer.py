@@ -3,9 +3,6 @@
 params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
 """
 
-# pyright: reportInvalidTypeForm=false
-# To pyright `jax.Device` is a variable.
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,19 +21,11 @@ __all__ = ["device_of", "to_device", "to_host"]
 
 
 def _has_to_move(x: Any, place: Sharding) -> bool:
-    """Whether it is an array for JAX, and not committed to that place.
-
-    An uncommitted array would follow the next committed one to another device.
-    """
     if not trees.is_array(x) or not checks.is_numeric(x):
         return False
-    return not (trees.is_placed(x) and x.committed) or not x.sharding.is_equivalent_to(
-        place, x.ndim
-    )
-
-
-def _is_leaf(x: Any) -> bool:
-    return not hasattr(x, "shape") and not isinstance(x, str | bytes) and jtu.all_leaves([x])
+    # an uncommitted array would follow the next committed one to another device
+    is_there = trees.is_placed(x) and x.committed
+    return not is_there or not x.sharding.is_equivalent_to(place, x.ndim)
 
 
 def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
@@ -56,7 +45,9 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     place = device
     if not isinstance(place, Sharding):
         place = SingleDeviceSharding(device_given(device, "to_device()"))
-    if isinstance(tree, Iterator) or (hasattr(tree, "__iter__") and _is_leaf(tree)):
+    is_data = hasattr(tree, "__iter__") and not hasattr(tree, "shape")
+    is_data = is_data and not isinstance(tree, str | bytes) and jtu.all_leaves([tree])
+    if is_data or isinstance(tree, Iterator):
         got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
         raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
     checks.check_all_alive(tree, "tree")
@@ -80,11 +71,11 @@ def to_host(tree: PyTree) -> PyTree:
     """
     checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array)}
-    keys = {i: x for i, x in arrays.items() if trees.is_key(x)}
-    for x in (x for i, x in arrays.items() if i not in keys):
+    keys = {id(x): x for x in leaves if trees.is_key(x)}
+    arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and id(x) not in keys}
+    for x in arrays.values():
         x.copy_to_host_async()  # all transfers run at once
-    moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items() if i not in keys}
+    moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items()}
     if keys and (cpu := devices_of_kind("cpu")[0]):
         moved |= jax.device_put(keys, cpu[0])
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
@@ -98,16 +89,16 @@ def device_of(tree: PyTree) -> Device | None:
     >>> device_of({"w": jax.numpy.ones(2), "b": "x"}) == jax.devices()[0], device_of(np.ones(2))
     (True, None)
     """
-    first: tuple[str, Device] | None = None
+    found: dict[Device, str] = {}
     for at, leaf in trees.leaves_at("tree", tree):
         if not trees.is_placed(leaf):
             continue
-        if len(leaf.sharding.device_set) > 1:
-            got, fix = f"{len(leaf.sharding.device_set)} devices", "Its .sharding says which."
-            raise DeviceError("array", at, got, "one device", fix)
+        if (n := len(leaf.sharding.device_set)) > 1:
+            fix = "Its .sharding says which."
+            raise DeviceError("array", at, f"{n} devices", "one device", fix)
         (one,) = leaf.sharding.device_set
-        if first is not None and one != first[1]:
+        if (first := next(iter(found), one)) != one:
             fix = "to_device(tree, device) brings them together."
-            raise DeviceError("array", at, one, f"{first[1]}, where {first[0]} is", fix)
-        first = first or (at, one)
-    return None if first is None else first[1]
+            raise DeviceError("array", at, one, f"{first}, where {found[first]} is", fix)
+        found.setdefault(one, at)
+    return next(iter(found), None)

@@ -73,15 +73,11 @@ class Store:
         return {name.rpartition("/")[2]: text for name, text in found}
 
     def delete(self, key: str) -> None:
-        """Delete a key and all below it."""
         self._client.key_value_delete(f"{self._root}/{key}/")
 
 
 def initialized() -> tuple[Any, int, int] | None:
-    """(client, number, count) of the processes of `jax.distributed`; None before it starts.
-
-    `number` is the launcher's for this process: on a TPU not always `jax.process_index()`.
-    """
+    """(client, the launcher's number, count) of `jax.distributed`; None before it starts."""
     state = _jax_distributed.global_state
     return None if state.client is None else (state.client, state.process_id, state.num_processes)
 
@@ -96,11 +92,10 @@ def forget() -> None:
 
 
 class Peers:
-    """A process's view of the others.
+    """A process's view of the others. `node` is the launcher's number of it, of `count`.
 
-    `node` is the launcher's number of this process, of `count`; `run` how often they met before
-    (no key is used twice); `timeout` the seconds that a gathering waits. Before `watch`, the end of
-    another process is an error of the next gathering; after it, the end of this one.
+    They met `run` times before (no key is used twice). Before `watch`, the end of another process
+    is an error of the next gathering; after it, the end of this one.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
@@ -153,7 +148,6 @@ class Peers:
     # ---------------------------------------------------------------------------------- for callers
 
     def name_of(self, index: int) -> str:
-        """How messages call a process."""
         is_known = index in self._indices
         return self._name(self._indices.index(index)) if is_known else f"process {index}"
 
@@ -170,10 +164,7 @@ class Peers:
         thread: str = "",
         index: int | None = None,
     ) -> list[str]:
-        """What all processes said here, by index. Raises ProcessError if one was not here.
-
-        A thread beside the main one gives its name: its gatherings have an order of their own.
-        """
+        """What all processes said here, by index; a `thread` has gatherings of its own."""
         timeout = self.timeout if timeout is None else timeout
         with self._changed:
             number = self._numbers[thread] = self._numbers.get(thread, 0) + 1
@@ -227,10 +218,9 @@ class Peers:
         first = min(said)
         for i, (_, call, _) in sorted(said.items()):
             if call != said[first][1]:
-                got = f"{call} on {self._name(i)}"
                 expected = f"{said[first][1]}, as on {self._name(first)}"
                 fix = "All processes call the same, in the same order."
-                return {"wrong": message("call", "", got, expected, fix)}
+                return {"wrong": message("call", "", f"{call} on {self._name(i)}", expected, fix)}
         if len(said) == self.count:
             return {"all": [[index, text] for _, (index, _, text) in sorted(said.items())]}
         return {"wrong": self._no_word(name, said)} if is_late else {}
@@ -274,8 +264,7 @@ class Peers:
     def _wait_for_signs(self) -> None:
         """Return once all other processes have answered, which living ones do within milliseconds.
 
-        When a process dies, a collective fails on the living. While this waits, the dead one is
-        named for its silence, in place of the one that noticed.
+        While this waits, the dead one is named for its silence, in place of the one that noticed.
         """
         until = time.monotonic() + (self.patience + PATIENCE if self._ends else 0)
         self._post({"ping": self.node})
@@ -363,8 +352,7 @@ class Peers:
     def _watch(self) -> None:
         """End when the service does not answer: if process 0 is stopped, every call to it waits.
 
-        During an abort the thread of JAX that brings answers sleeps (see `name_process_0`), so this
-        asks the port itself.
+        During an abort the thread of JAX that brings answers sleeps, so this asks the port itself.
         """
         pause = min(1.0, self.patience / 10)
         before = time.monotonic()
@@ -418,10 +406,10 @@ def _is_refused() -> bool:
 def name_process_0() -> None:
     """Let Python name process 0 before JAX aborts this process because of its death.
 
-    JAX's client aborts within milliseconds when it loses process 0, without a name. Here the thread
-    that aborts sleeps for six seconds first: C's `sleep` itself is the handler of SIGABRT, whose
-    number is 6. By then a thread of `Peers` has named process 0 and ended this one. Any other abort
-    comes six seconds later, too, without faulthandler's print. JAX 0.7 exits without an abort.
+    JAX's client aborts within milliseconds, without a name. Here the thread that aborts sleeps for
+    six seconds first: C's `sleep` itself is the handler of SIGABRT, whose number is 6. By then a
+    thread of `Peers` has ended this process. Any other abort comes six seconds later, too, without
+    faulthandler's print. JAX 0.7 exits without an abort.
     """
     if sys.platform != "win32" and signal.SIGABRT == 6:
         libc = ctypes.CDLL(None)
@@ -429,19 +417,19 @@ def name_process_0() -> None:
         libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-def _flush() -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-
-
 def leave(text: str, index: int) -> None:
     """Say why, and end this process: its main thread may be in a collective for ever."""
     if text:
         text = f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n"
         os.write(2, text.encode())
+
+    def flush() -> None:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+
     # in a thread: whoever holds the stream may be stuck. None starts at the exit of the interpreter
     with contextlib.suppress(RuntimeError):
-        flush = threading.Thread(target=_flush, daemon=True)
-        flush.start()
-        flush.join(1.0)
+        thread = threading.Thread(target=flush, daemon=True)
+        thread.start()
+        thread.join(1.0)
     os._exit(1)

@@ -27,8 +27,6 @@ __all__ = [
     "process_count", "process_index", "spans_all", "together", "words",
 ]  # fmt: skip
 
-SHOWN = 10  # differences in a message
-
 
 def gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
     """What all processes say at this place, by index; a `thread` has places of its own."""
@@ -36,8 +34,7 @@ def gather(name: str, text: str = "", timeout: float | None = None, thread: str 
     if count == 1:
         return [text]
     if (peers := joining.peers()) is None:
-        got, expected = "a process that has given up", "one of those that train"
-        raise ProcessError(name, "", got, expected)
+        raise ProcessError(name, "", "a process that has given up", "one of those that train")
     return peers.gather(name, text, timeout, thread, index)
 
 
@@ -89,8 +86,8 @@ def together(
 ) -> tuple[Any, list[str]]:
     """`f()`, which returns (value, word), on all processes: its value and the words of all.
 
-    An error on one is an error on all. The process itself raises it; the others raise an error that
-    names the process: of its kind among `kinds` (from the mildest on), or else a ProcessError.
+    The process that failed raises its own error; the others raise one that names the process: of
+    its kind among `kinds` (from the mildest on), or else a ProcessError.
     """
     if process_count() == 1:
         value, word = f()
@@ -150,12 +147,11 @@ def compare(where: str, things: Mapping[str, Any], timeout: float | None = None)
             got, first, who = _around(other, at), _around(texts[0], at), texts.index(other)
             differ.append(f"{place}: got {got} on {name_of(who)}, {first} on process 0")
     where = "" if where == "check_in_sync()" else f" at {where}"
-    text = f"processes differ{where}: {trees.listed(differ, SHOWN, '; ')}"
+    text = f"processes differ{where}: {trees.listed(differ, 10, '; ')}"
     raise ProcessError(f"{text}. They must be the same on all.")
 
 
 def _around(text: str, at: int) -> str:
-    """What is around a place in a long text."""
     start = 0 if len(text) < 80 else max(0, at - 30)
     return f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (start + 80 < len(text))}"
 
@@ -173,8 +169,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     """
     index, count = joining.here()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
-        expected = f"a process from 0 to {count - 1}"
-        raise ProcessError("root", "broadcast()", repr(root), expected)
+        raise ProcessError("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}")
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     known = {}
     leaf: Any
@@ -204,7 +199,6 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
 
 
 def _like(leaf: Any, part: np.ndarray) -> Any:
-    """Bytes as an array of the kind that another one is."""
     bits = trees.on_host(leaf)
     new = np.asarray(part).view(bits.dtype).reshape(bits.shape)
     if trees.is_key(leaf):

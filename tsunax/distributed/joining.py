@@ -10,7 +10,6 @@ all processes. A run that `jax.distributed.initialize` started is served, too.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import math
 import os
@@ -36,17 +35,12 @@ SPARE = 10
 # seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
 LAST = 1800.0
 
-NEVER = 10 * 365 * 86400  # seconds
-
 _peers_of_run: _peers.Peers | None = None
 _is_alone = False  # because start() said so
 _is_watching = False  # from start() on
 _is_ours = False  # `jax.distributed`, which start() has initialized
 _has_given_up = False
 _met = 0  # how often the processes have met
-
-
-# Who is who
 
 
 class _Launch(NamedTuple):
@@ -225,17 +219,20 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
                 launch.index,
                 launch.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=NEVER,  # when it is over, JAX aborts
+                initialization_timeout=10 * 365 * 86400,  # when it is over, JAX aborts
                 heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
                 coordinator_bind_address=there if alone else None,
             )
         except BaseException as error:
             failed.append(error)
 
-    with _same_sigterm():
-        thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
-        thread.start()
-        thread.join(timeout)
+    # JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
     if failed or thread.is_alive():
         _peers.forget()
     if failed:
@@ -256,18 +253,6 @@ def _check_port(host: str, port: int, alone: bool) -> None:
         where, got = f"{host}:{port}", os.strerror(error.errno or 0)
         fix = "Another program has it: give another, coordinator_address= or JAX_COORDINATOR_PORT."
         raise ProcessError("port", where, got, "a free one", fix) from error
-
-
-@contextlib.contextmanager
-def _same_sigterm():
-    """JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
-# Who else is there
 
 
 def peers() -> _peers.Peers | None:
@@ -363,9 +348,6 @@ def _at_exit() -> None:
     assert _peers_of_run is not None
     _peers_of_run.fail(told(error))
     os._exit(1)
-
-
-# Who am I
 
 
 def here() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tsunax._core import Function, libraries
@@ -29,25 +29,12 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _as_one(f: Callable, args: tuple, address: str, count: int, index: int, options: dict) -> Any:
-    """`f(*args)` as one process of many. Ray keeps its exceptions; the other processes end."""
-    joining.start(address, count, index, **options)
-    try:
-        result = f(*args)
-    except BaseException as error:
-        joining.give_up(error)
-        raise
-    joining.stop()
-    return result
-
-
 def trainer(
     f: Function,
     workers: int = 1,
     *,
     config: Mapping[str, Any] | None = None,
     start: Mapping[str, Any] | None = None,
-    scaling_config: Any = None,
     **options: Any,
 ) -> Any:
     """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one.
@@ -57,9 +44,9 @@ def trainer(
     if the extra `ray` is not installed.
 
     Args:
-      workers: how many; or a `scaling_config` of Ray's.
+      workers: how many; or give a `scaling_config` of Ray's.
       start: options of `ts.distributed.start`.
-      options: of JaxTrainer: `run_config`, `datasets`, ...
+      options: of JaxTrainer: `scaling_config`, `run_config`, `datasets`, ...
     """
     train, jax_train = library(".train"), library(".train.v2.jax")
     takes_config = bool(inspect.signature(f).parameters)
@@ -70,8 +57,15 @@ def trainer(
         index, count = context.get_world_rank(), context.get_world_size()
         mine = f"{library('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
         address = library(".train.collective").broadcast_from_rank_zero(mine)
-        return _as_one(f, (config,) if takes_config else (), address, count, index, given)
+        joining.start(address, count, index, **given)
+        try:
+            result = f(config) if takes_config else f()
+        except BaseException as error:  # Ray keeps it, and the other processes end
+            joining.give_up(error)
+            raise
+        joining.stop()
+        return result
 
-    options |= {"scaling_config": scaling_config or train.ScalingConfig(num_workers=workers)}
+    options = {"scaling_config": train.ScalingConfig(num_workers=workers)} | options
     options |= {"train_loop_config": dict(config or {}), "jax_config": jax_train.JaxConfig()}
     return jax_train.JaxTrainer(loop, **options)
