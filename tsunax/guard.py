@@ -116,11 +116,7 @@ _LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4  # places; the update has the on
 
 
 def judge(
-    loss: Maybe,
-    grad_norm: jax.Array | None,
-    calls: jax.Array,
-    opt_state: PyTree,
-    update_norm: jax.Array | None = None,
+    loss: Maybe, grad_norm: Maybe, calls: jax.Array, opt_state: PyTree, update_norm: Maybe = None
 ) -> jax.Array:
     """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
 
@@ -316,7 +312,7 @@ def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] 
     if trees.manual_axes():
         from tsunax._core import axes
 
-        if axes.varies(take):  # devices inside `shard_map` may decide differently
+        if axes.varying(take):  # devices inside `shard_map` may decide differently
             return choose(take, new, old)
 
     def cond() -> PyTree:

@@ -418,16 +418,12 @@ def _pair(loss: str, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def _epsilon(epsilon: Maybe, given: ArrayLike) -> ArrayLike:
-    """The machine epsilon of the dtype that a loss computes in, unless given.
-
-    For float16 it is float16's: the gradient goes back to float16, in which 1 / epsilon of float32
-    is infinite.
-    """
+    """The machine epsilon of the dtype that a loss computes in, unless given."""
     if epsilon is not None:
         return epsilon
+    # the gradient goes back to float16, in which 1 / epsilon of float32 is infinite
     dtype = trees.dtype_of(given)
-    narrow = dtype == np.float16 or dtype == np.float64
-    return float(jnp.finfo(dtype if narrow else np.float32).eps)
+    return float(jnp.finfo(dtype if dtype in (np.float16, np.float64) else np.float32).eps)
 
 
 # fmt: off

@@ -96,12 +96,8 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
-    """Micro-batch i of the result of `strided_micro_batches`.
-
-    Sliced in the loop: slices by the scan would need a transposed copy of the whole batch.
-    """
-    part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
-    return jax.tree.map(part, parts)
+    """Micro-batch i of `strided_micro_batches`; slices by a scan would need a transposed copy."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), parts)
 
 
 def in_turn(

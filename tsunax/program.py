@@ -35,16 +35,13 @@ if TYPE_CHECKING:
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
+    known = [x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x)]
+    found = filter(None, (getattr(x, "sharding", None) for x in known))
+    if not any(len(sharding.device_set) > 1 for sharding in found):
         return None, moving, still
     from tsunax._step import on_mesh
 
     return on_mesh.place_state_on_mesh(moving, still)
-
-
-def _is_spread(x: Any) -> bool:
-    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
-    return sharding is not None and len(sharding.device_set) > 1
 
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
@@ -133,10 +130,7 @@ class Programs(dict[Any, Any]):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _KnownWeight:
-    """A weight that follows from the shapes, as a static part of what the program returns.
-
-    As an array it would cost XLA:CPU a copy on another thread, 15 us a step.
-    """
+    """A weight that follows from the shapes: as an array it would cost XLA:CPU 15 us a step."""
 
     weight: np.ndarray | np.generic
 
@@ -228,12 +222,8 @@ class TrainStep:
             return split(state)[0], (loss, weight, *seen)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
-        return jax.jit(
-            train_step,
-            static_argnums=0,
-            donate_argnums=(1,) if self.donate else (),
-            out_shardings=out,
-        )
+        taken = (1,) if self.donate else ()
+        return jax.jit(train_step, static_argnums=0, donate_argnums=taken, out_shardings=out)
 
     def _place_batch(
         self, state: TrainState, shardings: MeshShardings, batch: PyTree, extra: Extra
@@ -257,9 +247,8 @@ class TrainStep:
             shardings, moving, still = self.programs.place_state(state, moving, still)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
-            moving, (loss, weight, *seen) = self.programs[shardings](
-                kind, moving, still, batch, extra
-            )
+            program = self.programs[shardings]
+            moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)
             raise

@@ -209,12 +209,8 @@ def update_unchecked(
         opt_state = number_table.hoist_like(opt_state, state.numbers)
         if (policy := state.plan.precision) is not None:
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-        new = dataclasses.replace(
-            state,
-            clock=guard.count(state.clock, emitted),
-            opt_state=opt_state,
-            model_state=model_state,
-        )
+        clock = guard.count(state.clock, emitted)
+        new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
@@ -361,12 +357,34 @@ def _averaged(state: TrainState) -> TrainState:
 def _with_unmoved(
     old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
 ) -> TrainState:
-    """`new` with the frozen leaves of `old`, and all its params if the call only gathered."""
+    """`new` with the frozen leaves of `old`, and all its params if the call only gathered.
+
+    The declarations of the fields say which leaves belong to params.
+    """
     if thawed is None and emitted is None:
         return new
-    from tsunax._step import frozen_leaves
+    from tsunax.rules import accumulation, leaf_owners
 
-    return frozen_leaves.with_unmoved(old, new, thawed, emitted)
+    moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
+    leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
+    fields: dict[str, Any] = {}
+    for f in old._fields:
+        now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
+        if f.metadata["moves"] != "step" or now is before:
+            continue
+        if like == "params":
+            part = guard.choose(leaves, trained_part(new), trained_part(old))
+            fields[f.name] = with_rest(old, part)
+        elif like in ("trained", "average"):
+            # beside the leaves an average has a count, which goes on if anything may move
+            rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
+            fields[f.name] = guard.choose([*leaves, *rest], now, before)
+        elif like == "rule" and thawed is not None:
+            owners = leaf_owners.owners_of(old.plan.init, before, old.numbers, base(old))
+            pairs = zip(owners, accumulation.in_sums(now), strict=True)
+            kept = [True if o is None or is_sum else thawed[o] for o, is_sum in pairs]
+            fields[f.name] = guard.choose(kept, now, before)
+    return dataclasses.replace(new, **fields)
 
 
 def _chosen(

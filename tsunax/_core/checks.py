@@ -131,10 +131,7 @@ def _has_statistics(params: Any) -> bool:
 
 
 def check_params(params: Any, flags: trees.Flags) -> None:
-    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
-
-    Other leaves may be any arrays of numbers. Values of traced leaves are not checked.
-    """
+    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name."""
     if all(flags) and _has_statistics(params):
         expected = "parameters: batch statistics are not trained"
         raise ParamsError("params", "setup()", trees.describe(params), expected, _model_fix(params))

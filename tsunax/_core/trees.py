@@ -52,8 +52,7 @@ def is_offloaded(x: Any) -> bool:
 def on_device(tree: Any, after: Any = None) -> Any:
     """The tree with its offloaded arrays in the memory of their devices.
 
-    In a program they arrive there after the array `after` was computed: XLA would begin with these
-    copies, and hold them in the memory that the gradient needs.
+    In a program after `after` was computed: earlier they would fill the memory of the gradient.
     """
 
     def put(x: Any) -> Any:
@@ -142,10 +141,7 @@ def cast_like(tree, like):
 
 
 def conjugated(grads):
-    """JAX's gradients as directions of steepest ascent, and back.
-
-    For complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
-    """
+    """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
     conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
     return jax.tree.map(conj, grads)
 

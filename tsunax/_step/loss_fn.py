@@ -113,8 +113,7 @@ class LossFn:
     ) -> Loss:
         """The `Loss` of one batch; a scalar is weighed by the number of rows, or of unmasked ones.
 
-        If leaves of the batch differ in rows, the weight is 1; if the Loss `merges` with others,
-        this raises LossError.
+        If leaves differ in rows, the weight is 1, or LossError if the Loss `merges` with others.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace

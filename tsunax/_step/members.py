@@ -46,10 +46,9 @@ def check_local_members(state: Any, where: str) -> None:
 
 
 def over_members(f: Callable, state: TrainState | States, *trees, at_once: int | None = None):
-    """Map `f(state, *trees)` over the members of a population.
+    """Map `f(state, *trees)` over the members of a population, `at_once` of them together.
 
-    A tree in `each` has one value for each member; the members share all others. `at_once` members
-    are computed together, one such group after the other; None: all.
+    A tree in `each` has one value for each member; the members share all others.
     """
     n = members_of(state)
     check_each(state, trees)

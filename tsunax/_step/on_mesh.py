@@ -35,10 +35,7 @@ def masked(given, padding):
 def place_batch(
     step: Any, state: TrainState, shardings: MeshShardings, batch, extra
 ) -> tuple[Any, dict]:
-    """Spread a host batch over the mesh of the state; `extra` is replicated.
-
-    Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
-    """
+    """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
     there = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
@@ -53,7 +50,10 @@ def place_batch(
 def place_as_it_is(
     state: TrainState, shardings: MeshShardings, batch, extra, *, whole: bool = False
 ) -> tuple[Any, dict]:
-    """Spread a host batch without padding; with `whole`, rows that do not divide are replicated."""
+    """Spread a host batch over the mesh of the state; `extra` is replicated.
+
+    Rows that do not divide are replicated if `whole`, and raise DataError if not.
+    """
     there = shardings.replicated
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.replicate((batch, extra), there)

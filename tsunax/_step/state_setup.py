@@ -52,10 +52,7 @@ def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], An
 def without_overwritten(
     params: Any, flags: tuple[bool, ...], trainable: Any
 ) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
-    """Which leaves the rule trains, and which of the selected ones their gradients replace.
-
-    Gradients replace flax's fp8 scales and amax histories: no rule is given those.
-    """
+    """Which leaves the rule trains, and which of the selected ones their gradients replace."""
     pairs = zip(trees.paths(params), flags, strict=True)
     found = tuple(on and trees.is_overwritten(path) for path, on in pairs)
     if not any(found):
@@ -84,11 +81,7 @@ def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
-    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
-
-    A buffer that is donated twice is an error: averaging rules start from the params themselves,
-    and a rule may hold its key for another setup.
-    """
+    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf."""
     try:
         opt_state = rule.init(trained)
     except TsunaxError:
@@ -112,9 +105,8 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
 def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     """The state of a rule, as `init` returned it, with its moments in the dtype of the policy.
 
-    A moment has the shape of its parameter, and begins without its value: rules that compare
-    params with a copy of them (Prodigy, schedule-free ones) would compare with its rounding. The
-    sums of a window are no moments: they are added up in float32.
+    A moment has the shape of its parameter, and begins without its value, which Prodigy and
+    schedule-free rules need exactly. Sums of a window are no moments: they stay float32.
     """
     from tsunax._core.dataflow import Analysis
     from tsunax.rules import accumulation

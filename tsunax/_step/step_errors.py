@@ -1,7 +1,4 @@
-"""Errors of a step: in its arguments, if its program failed; in its numbers, if it was rejected.
-
-A step that succeeds does not run this file.
-"""
+"""Errors of a step: in its arguments, if its program failed; in its numbers, if it was rejected."""
 
 from __future__ import annotations
 

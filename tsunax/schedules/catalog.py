@@ -34,11 +34,7 @@ def _ramp(step, begin, length):
 
 
 def _left(step, begin, length):
-    """From 1 at `begin` to 0 `length` steps later: the ramp's rest.
-
-    1 - ramp would keep no digit of it near the end: of 10⁶ steps the last one is 1.0133e-6 that
-    way.
-    """
+    """From 1 at `begin` to 0 `length` steps later; 1 - ramp would keep no digit near the end."""
     length = jnp.maximum(length, 1)
     return jnp.clip((begin + length - step) / length, 0, 1)
 

@@ -38,9 +38,7 @@ def fast(fn: Callable) -> Callable:
     """`fn` with convolutions that stay fast inside a compiled loop on CPU.
 
     Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's
-    convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over. The
-    platform is the one that the program is compiled for, not the one where the arrays are while it
-    is traced.
+    convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over.
 
     Bits are those of the same convolution outside of a loop, with two exceptions, within 1e-6 of
     the largest value. Grouped convolutions that read 4 features or fewer per group stay as they
