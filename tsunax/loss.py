@@ -161,9 +161,7 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            both = "ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)"
-            fix = f"Give both the same array as mask: {both}. "
-            fix += "With masks that differ there is no mean over micro-batches that is exact."
+            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)."
             raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."

@@ -36,7 +36,7 @@ from optax.losses import (  # isort: skip
 # fmt: on
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
-from tsunax._core import Function, Maybe, trees
+from tsunax._core import Function, Maybe, Scalar, trees
 from tsunax.errors import LossError
 
 Axis = int | tuple[int, ...]
@@ -356,11 +356,7 @@ def tversky_loss(
 
 
 def squared_dice_loss(
-    probabilities: ArrayLike,
-    labels: ArrayLike,
-    *,
-    smooth: ArrayLike = 1.0,
-    axis: Axis | None = None,
+    probabilities: ArrayLike, labels: ArrayLike, *, smooth: Scalar = 1.0, axis: Axis | None = None
 ) -> jax.Array:
     """1 - (2·Σ p·y + smooth) / (Σ p² + Σ y² + smooth): the dice loss of V-Net.
 

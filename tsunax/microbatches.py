@@ -81,18 +81,13 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
         fix, expected = f"{fix}ts.batches(..., drop_remainder=True).", "a multiple of"
         raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
 
-    def apart(x: Any, fill: Any):
-        x = jnp.asarray(x)
-        x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return placement.strided_rows(x, n)
-
-    last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
-    nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
-    batch = jax.tree.map(lambda x: apart(x, last), batch)
+    batch = placement.padded(jax.tree.map(jnp.asarray, batch), rows, rows + padding)[0]
+    batch = jax.tree.map(lambda x: placement.strided_rows(x, n), batch)
     # all rows, and no array to say so
     if mask is None or (isinstance(mask, np.ndarray) and not padding):
         return batch, None
-    return batch, apart(mask, nothing)
+    mask = jnp.pad(jnp.asarray(mask), (0, padding)) if padding else mask
+    return batch, placement.strided_rows(jnp.asarray(mask), n)
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
@@ -171,7 +166,7 @@ def over_micro_batches(
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
-        return (sums, most, model_state), (take, _mergeable(loss, weight), squares)
+        return (sums, most, model_state), (take, Loss(loss.total, weight, loss.metrics), squares)
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
@@ -206,7 +201,8 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
-    each = _axes.gathered(_mergeable(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
+    weight = jnp.asarray(loss.weight, jnp.float32)
+    each = _axes.gathered(Loss(loss.total, weight, loss.metrics), axes)
     merged = merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
@@ -217,11 +213,6 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(
         merged, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
     )
-
-
-def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
-    """The parts of a loss that merge with those of other micro-batches."""
-    return Loss(loss.total, weight, loss.metrics)
 
 
 def merged_losses(take: jax.Array, losses: Loss) -> Loss:

@@ -190,9 +190,10 @@ def trained_part(state: TrainState) -> PyTree:
     return _selected_part(state.params, state.plan.selected)
 
 
-def with_rest(state: TrainState, trained: PyTree) -> PyTree:
-    """The full tree of params with `trained` in place of the trained leaves."""
-    return with_part(trained, state.params, state.plan.selected)
+def with_rest(state: TrainState, trained: PyTree, overwritten: PyTree = None) -> PyTree:
+    """The params with `trained` leaves, and new values of those that gradients replace, if any."""
+    params = with_part(trained, state.params, state.plan.selected)
+    return params if overwritten is None else with_part(overwritten, params, state.plan.overwritten)
 
 
 def _selected_part(params: PyTree, flags: trees.Flags | None) -> PyTree:
@@ -205,17 +206,9 @@ def with_part(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree
 
 
 def overwritten_part(state: TrainState) -> PyTree:
-    """The leaves of params that their gradients replace, such as flax's fp8 scales.
-
-    They are model state, but flax keeps them in params.
-    """
+    """The leaves of params that their gradients replace: model state that flax keeps in params."""
     flags = state.plan.overwritten
     return None if flags is None else _selected_part(state.params, flags)
-
-
-def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
-    """The full tree with `new` values of the leaves that their gradients replace, if any."""
-    return params if new is None else with_part(new, params, state.plan.overwritten)
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -352,7 +345,9 @@ def setup(
     scale = as_loss_scale(loss_scale, policy, "setup()")
 
     take = own if copy else trees.strong
-    params = state_setup.stored_params(params, flags, take)
+    leaves, tree = jax.tree.flatten(params)
+    pairs = zip(leaves, flags, strict=True)
+    params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)

@@ -32,17 +32,7 @@ from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
-from tsunax.state import (
-    TrainState,
-    assemble,
-    base,
-    check_state,
-    overwritten_part,
-    split,
-    trained_part,
-    with_overwritten,
-    with_rest,
-)
+from tsunax.state import TrainState, assemble, base, check_state, split, trained_part, with_rest
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
@@ -214,8 +204,9 @@ def update_unchecked(
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
-        params = with_overwritten(state, new.params, loss.overwritten)
-        return dataclasses.replace(new, params=params), updates, emitted
+        if (replaced := loss.overwritten) is not None:
+            new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
+        return new, updates, emitted
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
@@ -262,7 +253,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
         if not plan.selected or structure != jax.tree.structure(state.params):
             raise _errors().other_tree(grads, params)
         if plan.overwritten is not None:
-            new, old = trees.partition(grads, plan.overwritten)[0], overwritten_part(state)
+            new, old = (trees.partition(x, plan.overwritten)[0] for x in (grads, state.params))
             checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
@@ -368,7 +359,7 @@ def _with_unmoved(
     moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
     leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields: dict[str, Any] = {}
-    for f in old._fields:
+    for f in dataclasses.fields(old):
         now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
         if f.metadata["moves"] != "step" or now is before:
             continue

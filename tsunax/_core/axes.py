@@ -1,6 +1,4 @@
-"""Named device axes inside `jax.shard_map` and `jax.pmap`: without a mean over them states drift."""
-
-from __future__ import annotations
+"""Named device axes in `jax.shard_map` and `jax.pmap`: without a mean over them states drift."""
 
 from typing import Any
 

@@ -6,8 +6,6 @@ programs (jit, checkpoint, custom derivatives, cond, scan, while), and through l
 changes any more.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import linecache

@@ -1,7 +1,5 @@
 """The devices of arrays: one, or a mesh over whose data axes the rows of a batch are spread."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass
@@ -50,13 +48,13 @@ def row_parts_here(mesh) -> int:
     parts = row_parts(mesh)
     if not mesh.is_multi_process or is_absent(mesh):
         return parts
-    spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-    places = spread.addressable_devices_indices_map((parts,)).values()
+    places = _on(mesh, 0).addressable_devices_indices_map((parts,)).values()
     mine = len({place[0].start for place in places if place})
     if mine * jax.process_count() != parts:
         got = f"{parts} parts of rows for {jax.process_count()} processes"
-        fix = "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
-        fix += "the devices of one."
+        fix = (
+            "Give axes that hold rows (data, fsdp) to processes, and tensor to the devices of one."
+        )
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 
@@ -177,7 +175,8 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
         lib = jnp if isinstance(x, jax.Array) else np
         last = x[(*[slice(None)] * axis, slice(-1, None))]
-        return lib.concatenate([x, lib.repeat(last, rows - here, axis)], axis)
+        more = lib.broadcast_to(last, (*x.shape[:axis], rows - here, *x.shape[axis + 1 :]))
+        return lib.concatenate([x, more], axis)
 
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 

@@ -1,7 +1,5 @@
 """Tables of text: cells in columns, and their look in a notebook."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Container, Sequence
 

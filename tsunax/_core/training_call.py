@@ -1,7 +1,5 @@
 """The call of a loss function that a training step differentiates, seen by the models in it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Sums of weight times array, in float32 at least, divided once by the sum of weights."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """`averages.update_batch_stats`: the forward pass in training mode, for its model state alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

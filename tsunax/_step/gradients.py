@@ -6,8 +6,6 @@ scale before, the gradient divided by it after.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -22,15 +20,7 @@ from tsunax._step.loss_fn import LossFn, loss_objective
 from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
-from tsunax.state import (
-    TrainState,
-    base,
-    check_state,
-    overwritten_part,
-    trained_part,
-    with_overwritten,
-    with_rest,
-)
+from tsunax.state import TrainState, base, check_state, overwritten_part, trained_part, with_rest
 
 
 def gradient_of(
@@ -134,8 +124,7 @@ def _objective(fn: LossFn, state: TrainState) -> Function:
     inputs: list[Any] = []  # found once for all micro-batches
 
     def objective(parts: tuple[PyTree, PyTree], rows: PyTree, keywords: Extra):
-        params = with_overwritten(state, with_rest(state, parts[0]), parts[1])
-        return loss_objective(fn, state, rows, keywords, inputs)(params)
+        return loss_objective(fn, state, rows, keywords, inputs)(with_rest(state, *parts))
 
     return objective
 
@@ -158,8 +147,7 @@ def _differentiated(
     (_, loss), (grads, new) = both(*parts)
     if not notes:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
-        fix += "rounding."
+        fix = "Compute it from the given params, without stop_gradient, argmax or rounding."
         raise LossError("loss", name, got, expected, fix)
     # jax.checkpoint hands constants out in a class of its own (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))

@@ -174,8 +174,7 @@ def loss_objective(
             loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
         if call.moved and loss.model_state is None:
             got = "none, though a model in train mode made a new one"
-            fix = "Write ts.Loss.mean(values, model_state=new), or model_state=model_state to keep "
-            fix += "the old one."
+            fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
             raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
         mean = loss.compute()
         if state.loss_scale is not None:

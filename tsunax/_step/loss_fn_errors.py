@@ -1,7 +1,5 @@
 """Errors of a loss function that fails, names an unknown keyword, or is in the wrong place."""
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Populations: states whose arrays have a leading axis of members, and functions mapped over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +76,3 @@ def check_each(state: TrainState | States, trees) -> None:
 
 def _is_each(x) -> bool:
     return isinstance(x, each)
-
-
-__all__ = ["check_local_members", "each", "members_of", "over_members"]

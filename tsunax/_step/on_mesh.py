@@ -1,7 +1,5 @@
 """Moving the arguments of a step to the mesh of its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

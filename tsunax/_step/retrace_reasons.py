@@ -1,7 +1,5 @@
 """Why a step was traced again: the first differences between the arguments of two traces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -26,8 +26,6 @@ works row by row, or drops the rows. Statistics do not count if the loss returns
 batch norm is documented to see micro-batches, as in PyTorch.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

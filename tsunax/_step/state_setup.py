@@ -3,10 +3,7 @@
 A step does not run this file. It does not know `TrainState`, whose methods it helps.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,13 +37,6 @@ def check_setup(
     if not copy:
         checks.check_aliases(params, flags, model_state=model_state)
     return flags
-
-
-def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
-    """The params as a state stores them, all as JAX arrays, the trained ones copied by `take`."""
-    leaves, treedef = jax.tree.flatten(params)
-    kept = zip(leaves, flags, strict=True)
-    return treedef.unflatten([take(x) if flag else trees.strong(x) for x, flag in kept])
 
 
 def without_overwritten(

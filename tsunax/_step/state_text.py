@@ -1,7 +1,5 @@
 """The text of a state: its tree, counts, hyperparameters, frozen leaves, bytes and devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

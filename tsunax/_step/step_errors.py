@@ -1,7 +1,5 @@
 """Errors of a step: in its arguments, if its program failed; in its numbers, if it was rejected."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -130,9 +128,9 @@ def _again(step) -> Any:
 def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
     """Whether a rejected step only lowered a dynamic loss scale, which is no failure."""
     scale = state.loss_scale
-    if scale is None or not scale.dynamic or not guard.overflowed(verdict):
+    if scale is None or info.loss_scale is None:
         return False
-    if info.loss_scale is None:
+    if not (scale.dynamic and guard.overflowed(verdict)):
         return False
     counted = info.weight != 0 or (info.dropped is not None and info.dropped != 0)
     return bool(info.loss_scale > scale.floor and counted)

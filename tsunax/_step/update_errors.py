@@ -1,7 +1,5 @@
 """Errors in the arguments of `update`. A step that succeeds does not run this file."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`rules.flush`: what an unfinished window of `rules.accumulate` holds, applied."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any optax rule as one that a step can call: it gets the extra arguments of its signature only."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts about any optax rule before it runs: whether its update works, and its name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback

@@ -1,7 +1,5 @@
 """Which parameter each leaf of an optimizer state belongs to."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -116,14 +116,9 @@ def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def factory_module(factory: object) -> str:
-    """The name of a factory's module; "" if it has none, for example when made by `exec`."""
-    return getattr(factory, "__module__", None) or ""
-
-
 def is_known(factory: object) -> bool:
     """Whether a factory is optax's or ours, and so known to work with any live number."""
-    return factory_module(factory).partition(".")[0] in ("optax", "tsunax")
+    return (getattr(factory, "__module__", None) or "").partition(".")[0] in ("optax", "tsunax")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ Without this, XLA cuts each product of the Newton-Schulz iteration if the params
 gathers its factors; if they are whole, every device computes all of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks of live numbers and their schedules: which parameters take them, and in which range."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,14 @@ class SpikeState:
     """
 
     band: jax.Array  # f32[4, 2]
+    whats: ClassVar[tuple[str, ...]] = (
+        "gradient norm: a spike, above its running band",
+        "loss: a spike, above its running band",
+    )
 
     @property
     def values(self) -> jax.Array:
         return self.band[3]
-
-    @property
-    def whats(self) -> tuple[str, ...]:
-        return _SPIKES
-
-
-_SPIKES = (
-    "gradient norm: a spike, above its running band",
-    "loss: a spike, above its running band",
-)
 
 
 def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):

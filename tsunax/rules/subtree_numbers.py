@@ -12,8 +12,6 @@ A rule would break this if its update of one leaf depended on the *numbers* for 
 of optax does. The owners of the leaves are found by `leaf_owners.owners`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -29,8 +29,7 @@ _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
     "precision preferred_element_type rhs_dilation window_strides".split()
 )
-# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel,
-# once per group.
+# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel
 _NARROW = 4
 
 
@@ -118,8 +117,7 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     (n, c, *x_space), (o, i, *w_space), (out_n, out_c, *out_space) = dimension_numbers
     x = jnp.transpose(x, (n, *x_space, c))
     w = jnp.transpose(w, (*w_space, i, o))
-    # One kernel per group is what XLA makes a convolution of feature groups with, in the same order
-    # of additions.
+    # as XLA computes a convolution of feature groups: one kernel per group, the same additions
     if batch_group_count not in (1, w.shape[-1]):
         x = _as_features(x, batch_group_count)
         feature_group_count, batch_group_count = batch_group_count, 1

@@ -12,8 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.extend import core
 
-# Equations whose inner programs are rewritten, too. Not shard_map, pallas_call and others that have
-# layouts of their own.
+# Their inner programs are rewritten, too; those of shard_map, pallas_call ... have own layouts
 _OPEN = frozenset(
     "jit pjit scan while cond remat2 checkpoint call closed_call custom_jvp_call "
     "custom_vjp_call".split()
