@@ -129,9 +129,9 @@ def update_batch_stats(loss_fn: Function) -> Function:
     parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
     Raises LossError for a loss_fn that returns no model state.
     """
-    from tsunax._step import batch_stats
+    from tsunax._step import between_steps
 
-    return batch_stats.batch_stats_updated(loss_fn)
+    return between_steps.batch_stats_updated(loss_fn)
 
 
 __all__ = ["ema", "polyak", "swa", "update_batch_stats"]

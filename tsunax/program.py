@@ -132,10 +132,7 @@ class Programs(dict[Any, Any]):
 class _KnownWeight:
     """A weight that follows from the shapes: as an array it would cost XLA:CPU 15 us a step."""
 
-    weight: np.ndarray | np.generic
-
-    def __hash__(self) -> int:
-        return hash(float(self.weight))
+    weight: np.float32
 
 
 @dataclass(frozen=True)
@@ -217,7 +214,8 @@ class TrainStep:
             with leaves_apart(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
-            weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
+            if isinstance(weight, np.ndarray | np.generic):
+                weight = _KnownWeight(np.float32(weight))
             # numbers are put back outside, and info is made there: faster
             return split(state)[0], (loss, weight, *seen)
 

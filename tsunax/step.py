@@ -280,9 +280,9 @@ def _mean(grads: PyTree, params: PyTree) -> PyTree:
 
 def _errors() -> Any:
     """The module with the errors of an update, imported only if there is one."""
-    from tsunax._step import update_errors
+    from tsunax._step import step_errors
 
-    return update_errors
+    return step_errors
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:

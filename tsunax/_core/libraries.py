@@ -7,12 +7,7 @@ from tsunax.errors import MissingLibraryError
 
 
 def library(name: str, where: str, extra: str = "") -> Any:
-    """A library, or a module of it. Raises MissingLibraryError that says how to install it.
-
-    >>> library("absent", "here", extra="plot")
-    Traceback (most recent call last):
-    tsunax.errors.MissingLibraryError: absent at here: got no such ... pip install 'tsunax[plot]'
-    """
+    """A library, or a module of it. Raises MissingLibraryError that says how to install it."""
     root = name.partition(".")[0]
     try:
         return importlib.import_module(name)

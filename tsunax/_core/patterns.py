@@ -111,11 +111,7 @@ _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
 
 
 def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
-    """Check `where` before there is a tree; the result maps a tree to its flags. See `select`.
-
-    Raises `PatternError` for a malformed pattern or nothing but exclusions, and `WrongTypeError`
-    for none of the four forms.
-    """
+    """Check `where`, one of the four forms of `select`; the result maps a tree to its flags."""
     where = [where] if isinstance(where, str) else where
     texts = [entry for entry in where if isinstance(entry, str)] if type(where) in _LISTS else []
     if type(where) in _LISTS and len(texts) == len(where):

@@ -291,8 +291,7 @@ def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tu
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
-    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
-    leaves would share their names without it.
+    The `.value` of a flax wrapper is no name, unless leaves would share their names without it.
     """
     found = list(_walk_names(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
@@ -333,11 +332,7 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 
 
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
-    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves.
-
-    `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
-    that check their fields must accept it.
-    """
+    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
     selected = treedef.unflatten(leaf if flag else None for leaf, flag in flagged)
@@ -421,8 +416,8 @@ def no_parameters(root: str, tree: Any) -> ParamsError:
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
-    As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
-    do not. With `root` the place is "params['encoder']['bias']". `leaf` names an expected leaf.
+    Shapes and dtypes do not count. With `root` the place is "params['encoder']['bias']"; `leaf`
+    names an expected leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case

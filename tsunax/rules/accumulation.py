@@ -170,6 +170,6 @@ def flush(state: PyTree) -> PyTree:
     >>> ts.rules.flush(state).params["w"]
     Array([-0.1, -0.1], dtype=float32)
     """
-    from tsunax._step import window_flush
+    from tsunax._step import between_steps
 
-    return window_flush.windows_flushed(state)
+    return between_steps.windows_flushed(state)

@@ -39,7 +39,9 @@ def scale_by_width(narrow: PyTree) -> optax.GradientTransformation:
     [0.5, 0.5, 0.75]
     """
     leaves = jax.tree_util.tree_flatten_with_path(narrow)[0]
-    fans = tuple((trees.shown_path(path), np.ndim(x), _fan_in(x)) for path, x in leaves)
+    fans = tuple(
+        (trees.shown_path(path), np.ndim(x), math.prod(x.shape[:-1])) for path, x in leaves
+    )
     return optax.GradientTransformation(_WidthInit(fans), _WidthUpdate(fans))
 
 
@@ -65,9 +67,5 @@ class _WidthUpdate:
         self, updates: PyTree, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[PyTree, optax.OptState]:
         known = {path: fan for path, _, fan in self.fans}
-        scaled = lambda path, u: u * (known[trees.shown_path(path)] / _fan_in(u))
+        scaled = lambda path, u: u * (known[trees.shown_path(path)] / math.prod(u.shape[:-1]))
         return jax.tree_util.tree_map_with_path(scaled, updates), state
-
-
-def _fan_in(x: jax.Array | np.ndarray) -> int:
-    return math.prod(x.shape[:-1])

@@ -11,8 +11,7 @@ CPU seconds of a step over those without it (`python -m benchmarks kept_sums`): 
 `optimization_barrier` does nothing for it: XLA:CPU drops it before it fuses.
 
 Bits: XLA may multiply and add in one instruction, and other kernels choose other products for it.
-Of eleven models nine had the same bits as before, two ViT differed by 1e-7. Without that
-instruction (`XLA_FLAGS=--xla_cpu_max_isa=AVX`) the ViT had them, too. `LEAST` is the switch.
+Of eleven models nine had the same bits as before, two ViT differed by 1e-7.
 """
 
 from __future__ import annotations
