@@ -58,9 +58,7 @@ class Average:
         return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
 
 
-def _average(
-    where: str, start: int, every: int, rate: Scalar | None = None, warmup: bool = False
-) -> Average:
+def _average(where: str, start: int, every: int, rate: Any = None, warmup: bool = False) -> Average:
     """An average before its start; without a rate, a uniform one."""
     checks.check_count(start, where, "start", 0)
     checks.check_count(every, where, "every")

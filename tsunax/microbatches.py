@@ -136,16 +136,11 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def micro_batch(i: Any) -> tuple[PyTree, dict[str, Any]]:
-        """Its rows, and the keywords of its own."""
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, most, model_state = carry
         rows, given = _part((batch, {} if mask is None else {"mask": mask}), i)
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
-        return rows, given
-
-    def one(carry: Any, i: Any) -> tuple[Any, Any]:
-        sums, most, model_state = carry
-        rows, given = micro_batch(i)
         if model_state is not None:
             given["model_state"] = model_state
 

@@ -39,9 +39,12 @@ def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree
     found = filter(None, (getattr(x, "sharding", None) for x in known))
     if not any(len(sharding.device_set) > 1 for sharding in found):
         return None, moving, still
-    from tsunax._step import on_mesh
+    from tsunax._core.placement import mesh_shardings, resharded
 
-    return on_mesh.place_state_on_mesh(moving, still)
+    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
+    if first is None or second is None:
+        return None, moving, still
+    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:

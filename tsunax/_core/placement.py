@@ -66,13 +66,9 @@ def is_explicit(mesh) -> bool:
 
 def state_sharding(tree) -> Any:
     """The sharding of an array of a tree that is committed, best of one on a mesh; or None."""
-    found = None
-    for x in jax.tree.leaves(tree):
-        if trees.is_placed(x) and x.committed:
-            if isinstance(x.sharding, NamedSharding):
-                return x.sharding
-            found = found or x.sharding
-    return found
+    placed = filter(trees.is_placed, jax.tree.leaves(tree))
+    found = [x.sharding for x in placed if x.committed]
+    return next((x for x in found if isinstance(x, NamedSharding)), found[0] if found else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +90,7 @@ def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
 def mesh_shardings(tree, beside=()) -> MeshShardings | None:
     """The shardings of a tree on the mesh of its arrays, or of `beside`; None without a mesh."""
     leaves, treedef = jax.tree.flatten(tree)
-    mesh = next(filter(None, map(_mesh_of, leaves)), None)
-    mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
+    mesh = next(filter(None, map(_mesh_of, [*leaves, *jax.tree.leaves(beside)])), None)
     if mesh is None:
         return None
     spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else WHOLE
@@ -161,8 +156,9 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not is_on(x, mesh)}
     sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
-    new = dict(zip(moved, sent, strict=True))
-    return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
+    for i, x in zip(moved, sent, strict=True):
+        leaves[i] = x
+    return treedef.unflatten(leaves)
 
 
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:

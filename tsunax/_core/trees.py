@@ -142,8 +142,7 @@ def cast_like(tree, like):
 
 def conjugated(grads):
     """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
-    conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
-    return jax.tree.map(conj, grads)
+    return jax.tree.map(lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g, grads)
 
 
 # Traces

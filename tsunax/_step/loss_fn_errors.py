@@ -2,7 +2,7 @@
 
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,18 +82,15 @@ def hide_own_frames(error: BaseException) -> None:
     """
     if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
         return
-    ours, jaxs = OURS, os.path.dirname(jax.__file__)
-    frames = [(tb, tb.tb_frame.f_code.co_filename) for tb in _each(error.__traceback__)]
+    tb, frames = error.__traceback__, []
+    while tb is not None:
+        frames.append((tb, tb.tb_frame.f_code.co_filename))
+        tb = tb.tb_next
+    jaxs = os.path.dirname(jax.__file__)
     foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(ours):
+    if foreign and not foreign[-1].startswith(OURS):
         kept = None
         for tb, name in reversed(frames):
-            if not name.startswith(ours):
+            if not name.startswith(OURS):
                 kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
         error.__traceback__ = kept
-
-
-def _each(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next

@@ -7,19 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import placement
-from tsunax._core.placement import MeshShardings, mesh_shardings, resharded
+from tsunax._core.placement import MeshShardings
 from tsunax._step.members import members_of
 from tsunax.errors import LossError
 from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
-
-
-def place_state_on_mesh(moving, still=()) -> tuple[MeshShardings | None, Any, Any]:
-    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them."""
-    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
-    if first is None or second is None:
-        return None, moving, still
-    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
 def masked(given, padding):

@@ -17,9 +17,9 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, Scalar, checks, weighted_sums
 from tsunax.errors import RuleError
 from tsunax.rules import number_checks
+from tsunax.rules.clipping import SpikeState
 from tsunax.rules.extra_arguments import as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.spikes import SpikeState
 
 
 @jax.tree_util.register_dataclass

@@ -70,9 +70,10 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
         expected = "real numbers for this rule"
         raise RuleError("leaf", where, f"dtype {leaf.dtype}", expected, fix) from cause
-    from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
-    way = _IN_OPTAX if from_optax else ""
-    what = "rule" if "<" in name else f"rule {name}"
+    way, what = "", "rule" if "<" in name else f"rule {name}"
+    if "unexpected keyword argument" in got and not hasattr(rule.update, "around"):
+        way = "optax's wrappers give extra arguments to all rules inside, also to those that take "
+        way += "others: join them with ts.rules.chain or ts.rules.partition."
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
 
@@ -104,12 +105,6 @@ def _traced(
     before = jax.eval_shape(rule.init, params)
     grads = params if grads is None else grads
     return before, *jax.eval_shape(run, grads, before, params, *numbers)
-
-
-_IN_OPTAX = (
-    "optax's wrappers give extra arguments to all rules inside, also to those that take others: "
-    "join them with ts.rules.chain or ts.rules.partition."
-)
 
 
 def _unlike(new: PyTree, old: PyTree, root: str) -> str:
