@@ -45,10 +45,9 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     """How many static parts differ from those of an earlier trace; the differences in words."""
     a, b = _static_parts(new), _static_parts(old)
     parts = [name for name in a if name in b and a[name] != b[name]]
-    in_words = lambda part: (
-        f"{a[part]}, was {b[part]}" if isinstance(a[part], str) else "another one"
-    )
-    found = [f"{part} is {in_words(part)}" for part in parts[:1]]
+    found = [f"{part} is another one" for part in parts[:1]]
+    if found and isinstance(a[parts[0]], str):
+        found = [f"{parts[0]} is {a[parts[0]]}, was {b[parts[0]]}"]
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (parts and "state" in place):
