@@ -138,9 +138,7 @@ def told(error: BaseException) -> str:
     if _is_conversion(error):
         return "a Python or NumPy operation (if, float, np) on a traced value"
     kind = type(error).__name__
-    text = re.sub(
-        r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.S
-    )
+    text = re.sub(r"(?s) \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error))
     text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", text))
     line = " ".join(text.split())
     line = f"{line[:80]} … {line[-76:]}" if len(line) > 160 else line  # the cause often comes last

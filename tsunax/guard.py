@@ -9,8 +9,6 @@ would cost every step what only a bad one needs: `locate` looks at the gradients
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -156,9 +154,7 @@ def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.A
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
-def count(
-    clock: jax.Array, emitted: jax.Array | None, verdict: jax.Array | None = None
-) -> jax.Array:
+def count(clock: jax.Array, emitted: Maybe, verdict: Maybe = None) -> jax.Array:
     """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
 
     Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.

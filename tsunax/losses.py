@@ -383,9 +383,8 @@ def _x_log_y(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _power(x: jax.Array, gamma: ArrayLike) -> jax.Array:
     """x^gamma for gamma >= 0, with gradient 0 where x is 0 (or below it by rounding)."""
-    return jnp.where(
-        x > 0, jnp.power(jnp.where(x > 0, x, 1), gamma), jnp.where(jnp.equal(gamma, 0), 1, 0)
-    )
+    power = jnp.power(jnp.where(x > 0, x, 1), gamma)
+    return jnp.where(x > 0, power, jnp.where(jnp.equal(gamma, 0), 1, 0))
 
 
 def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:

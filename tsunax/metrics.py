@@ -437,9 +437,7 @@ class MeanSquaredError(_OfMean):
     """
 
     @classmethod
-    def of(
-        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None
-    ) -> MeanSquaredError:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Self:
         """From predictions and targets of one shape."""
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Maybe, PyTree, placement, trees, weighted_sums
+from tsunax._core import Function, Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
 from tsunax._core.cpu import convolutions
 from tsunax.errors import LossError
@@ -95,9 +95,7 @@ def _part(parts: PyTree, i: Any) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), parts)
 
 
-def in_turn(
-    f: Callable[[Any, Any, Any], tuple[Any, Any]], n: int, carry: PyTree, rows: PyTree
-) -> tuple[Any, Any]:
+def in_turn(f: Function, n: int, carry: PyTree, rows: PyTree) -> tuple[Any, Any]:
     """`carry, out = f(carry, rows of micro-batch i, i)` of n of them; `out` for all rows in order.
 
     Rows that do not divide are padded with copies of the last one, whose results are cut off.

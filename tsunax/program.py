@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from tsunax.guard import leaves_apart
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, update_unchecked
-
-if TYPE_CHECKING:
-    from tsunax._core.placement import MeshShardings
 
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
@@ -90,9 +87,7 @@ class Traced(NamedTuple):
     given: dict[str, Any]  # {argument: a tree of those}
 
     @classmethod
-    def of(
-        cls, kind: str, shardings: MeshShardings | None, state: TrainState, given: dict[str, Any]
-    ) -> Traced:
+    def of(cls, kind: str, shardings: Any, state: TrainState, given: Extra) -> Traced:
         of_leaves = None if shardings is None else shardings.of_leaves
         return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, given)))
 
@@ -208,7 +203,7 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, shardings: MeshShardings | None) -> Any:
+    def _compiled_on(self, shardings: Any) -> Any:
         mesh = shardings and shardings.replicated.mesh
 
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
@@ -226,9 +221,7 @@ class TrainStep:
         taken = (1,) if self.donate else ()
         return jax.jit(train_step, static_argnums=0, donate_argnums=taken, out_shardings=out)
 
-    def _place_batch(
-        self, state: TrainState, shardings: MeshShardings, batch: PyTree, extra: Extra
-    ) -> tuple[PyTree, dict[str, Any]]:
+    def _place_batch(self, state: TrainState, shardings: Any, batch: PyTree, extra: Extra) -> Any:
         from tsunax._step import on_mesh
 
         return on_mesh.place_batch(self, state, shardings, batch, extra)

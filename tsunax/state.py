@@ -148,9 +148,7 @@ class TrainState(Clocked):
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {
-            name: state_setup.copied_like(x, getattr(self, name)) for name, x in fields.items()
-        }
+        fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
@@ -220,9 +218,7 @@ def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (params, *cls._get_moving(state)), (rest, *cls._get_still(state))
 
 
-def assemble(
-    kind: tuple[type[TrainState], Plan], moving: tuple[Any, ...], still: tuple[Any, ...]
-) -> TrainState:
+def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
     rest = still[0]
@@ -351,9 +347,7 @@ def setup(
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = state_setup.rounded_and_masters(
-        _selected_part(params, selected), policy, key
-    )
+    trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))

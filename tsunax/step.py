@@ -15,7 +15,6 @@ up to you.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -309,9 +308,8 @@ def _ruled(
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     opt_state = number_table.lower(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **given)
-    lacks_rows = lambda: (
-        mean is grads and _errors().without_rows(lambda g: (opt_state, *update(g)), params)
-    )
+    traced = lambda grads: (opt_state, *update(grads))
+    lacks_rows = lambda: mean is grads and _errors().without_rows(traced, params)
     try:
         updates, new = update(grads)
     except Exception as error:
@@ -345,9 +343,7 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _with_unmoved(
-    old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
-) -> TrainState:
+def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
     """`new` with the frozen leaves of `old`, and all its params if the call only gathered.
 
     The declarations of the fields say which leaves belong to params.
@@ -378,9 +374,7 @@ def _with_unmoved(
     return dataclasses.replace(new, **fields)
 
 
-def _chosen(
-    take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
-) -> TrainState:
+def _chosen(take: jax.Array, new: TrainState, old: TrainState, again: Any) -> TrainState:
     """Choose between the new state and the old one, for all that a step changes."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]

@@ -53,10 +53,8 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
         how = "what a model's init returns, or nnx.state(model, nnx.Param)"
-        equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-        fix = (
-            f"Keep it outside of params; {equinox}." if name else f"Give the tree of arrays: {how}."
-        )
+        eqx = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
+        fix = f"Keep it outside of params; {eqx}." if name else f"Give the tree of arrays: {how}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
         fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)

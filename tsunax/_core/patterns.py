@@ -76,9 +76,8 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
             near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
-            is_subtree = not glob.text.endswith("**") and any(
-                _fits(_glob(below).tests, name) for name in leaf_names
-            )
+            inside = any(_fits(_glob(below).tests, name) for name in leaf_names)
+            is_subtree = inside and not glob.text.endswith("**")
             fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
             raise PatternError(f"pattern {glob.text!r}", "", got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]

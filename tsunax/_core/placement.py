@@ -52,9 +52,7 @@ def row_parts_here(mesh) -> int:
     mine = len({place[0].start for place in places if place})
     if mine * jax.process_count() != parts:
         got = f"{parts} parts of rows for {jax.process_count()} processes"
-        fix = (
-            "Give axes that hold rows (data, fsdp) to processes, and tensor to the devices of one."
-        )
+        fix = "Give axes that hold rows (data, fsdp) to processes, tensor to the devices of one."
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 

@@ -386,9 +386,7 @@ def describe_call(f: Callable[..., Any]) -> str:
     return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 
-def _difference(
-    got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str
-) -> str | None:
+def _difference(got: Any, expected: Any, path: tuple, place: Callable, leaf: str) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
     say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)

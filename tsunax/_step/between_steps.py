@@ -52,10 +52,8 @@ def windows_flushed(state: TrainState) -> TrainState:
 
 
 def _flushed(state: TrainState) -> TrainState:
-    nothing = jax.tree.map(jnp.zeros_like, trained_part(state))
-    new, _ = update_unchecked(
-        state, nothing, None, None, "skip", True, {"weight": 0.0, "flush": True}
-    )
+    zeros, extra = jax.tree.map(jnp.zeros_like, trained_part(state)), {"weight": 0.0, "flush": True}
+    new, _ = update_unchecked(state, zeros, None, None, "skip", True, extra)
     old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
     emitted: Any = accumulation.any_emitted(new.opt_state)
     judged = emitted | (new.rejected != state.rejected)

@@ -6,12 +6,10 @@ knows nothing of gradients.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +47,7 @@ class LossFn:
     @classmethod
     def of(
         cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
-    ) -> LossFn:
+    ) -> Self:
         name, expected = form.partition("(")[0], f"a function {form}"
         is_step = hasattr(fn, "pure") and hasattr(fn, "loss_fn")
         if not callable(fn) or isinstance(fn, type) or is_step:
@@ -74,9 +72,7 @@ class LossFn:
         names = tuple(p.name for p in rest)
         return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
-    def keywords(
-        self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
-    ) -> dict[str, Any]:
+    def keywords(self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool) -> Extra:
         """The keywords that this function names, from the state and `extra`."""
         for name in extra:
             if name in _TAKEN or (name == "key" and train and state.key is not None):

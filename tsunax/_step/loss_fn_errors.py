@@ -29,9 +29,7 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
 
-def check_options(
-    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any
-) -> None:
+def check_options(where: str, accumulate: int, per_example: Any, noise_scale: Any, whole) -> None:
     """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination."""
     is_function = callable(per_example) and not isinstance(per_example, type)
     if not (is_function or isinstance(per_example, bool)):

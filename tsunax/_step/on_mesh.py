@@ -22,9 +22,7 @@ def masked(given, padding):
     return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
 
 
-def place_batch(
-    step: Any, state: TrainState, shardings: MeshShardings, batch, extra
-) -> tuple[Any, dict]:
+def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra) -> tuple:
     """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tsunax import guard, reproduce
-from tsunax._core import checks, patterns, trees
+from tsunax._core import Extra, checks, patterns, trees
 from tsunax._step.state_fields import COUNTS, trained_count
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
@@ -18,9 +18,7 @@ from tsunax.precision import Policy, as_loss_scale, cast
 from tsunax.rules.leaf_owners import owners_of
 
 
-def check_setup(
-    params: Any, device: Any, model_state: Any, trainable: Any, copy: bool, freezable: bool
-) -> tuple[bool, ...]:
+def check_setup(params, device, model_state, trainable, copy, freezable) -> tuple[bool, ...]:
     """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
@@ -39,9 +37,7 @@ def check_setup(
     return flags
 
 
-def without_overwritten(
-    params: Any, flags: tuple[bool, ...], trainable: Any
-) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
+def without_overwritten(params, flags, trainable) -> tuple[Any, tuple[bool, ...] | None]:
     """Which leaves the rule trains, and which of the selected ones their gradients replace."""
     pairs = zip(trees.paths(params), flags, strict=True)
     found = tuple(on and trees.is_overwritten(path) for path, on in pairs)
@@ -61,7 +57,7 @@ def check_rounding(policy: Policy | None, key: Any, where: str) -> None:
         raise StateError("key", where, "None", "a key", fix)
 
 
-def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
         return trained, None
@@ -133,25 +129,18 @@ def as_key(key: Any, where: str) -> Any:
     raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
-def first_values(
-    fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
-) -> dict[str, Any]:
+def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str) -> Extra:
     """The first values of fields like the trained leaves, or StateError for other leaves."""
-    out = dict(fields)
+    out, shapes = dict(fields), lambda tree: list(map(np.shape, jax.tree.leaves(tree)))
+    expected = shapes(trained)
     for name, value in fields.items():
         if roles[name] == "average" and (average := as_average(value, where, name)) is not None:
             out[name] = average.of(trained) if average.params is None else average
-            check_leaves(name, out[name].params, trained)
-        elif roles[name] == "trained" and value is not None:
-            check_leaves(name, value, trained)
+            value = out[name].params
+        is_like = roles[name] in ("average", "trained") and value is not None
+        if is_like and shapes(value)[: len(expected)] != expected:
+            checks.check_like(name, value, trained, "Give ts.trainable(state).", "field")
     return out
-
-
-def check_leaves(name: str, value: Any, trained: Any) -> None:
-    """Raise StateError unless the first leaves of a field have the shapes of the trained ones."""
-    shapes, expected = (list(map(np.shape, jax.tree.leaves(x))) for x in (value, trained))
-    if shapes[: len(expected)] != expected:
-        checks.check_like(name, value, trained, "Give ts.trainable(state).", "field")
 
 
 def check_field(state: Any, name: str, value) -> None:

@@ -36,9 +36,7 @@ class PlainUpdate:
     update: Function
     takes: tuple[str, ...]
 
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         given = {name: extra[name] for name in self.takes if name in extra}
         return self.update(updates, state, params, **given)
 

@@ -57,9 +57,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         got = _unlike(updates, params, "updates")
         got = got and f"other updates ({got})"
         if not got and (difference := _unlike(after, before, "opt_state")):
-            raise RuleError(
-                f"optimizer state {difference}. The rule {name} changes it from call to call."
-            )
+            said = f"optimizer state {difference}. The rule {name} changes it from call to call."
+            raise RuleError(said)
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
@@ -91,9 +90,7 @@ def takes_rows(update: Function, params: PyTree) -> bool:
         return False
 
 
-def _traced(
-    rule: optax.GradientTransformationExtraArgs, params: PyTree, grads: PyTree = None
-) -> tuple[Any, Any, Any]:
+def _traced(rule, params: PyTree, grads: PyTree = None) -> tuple[Any, Any, Any]:
     """The shapes of the state before an update, of the updates, and of the state after it."""
     wide = lambda x: x.astype(trees.wide_dtype(x))
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))

@@ -4,8 +4,6 @@ Each is optax's own optimizer: the same arguments and defaults, and the same tra
 rounding (docs/live-rules.md lists the rules that differ, and by how much).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import optax

@@ -122,10 +122,8 @@ def _evaluate(schedule: Schedule, step):
     """The formula, compiled once for all numbers: a call has the bits that it has inside a step."""
     # XLA folds constants that it sees (a / 3 becomes a * (1 / 3)), which costs the last bit
     schedule, step = jax.lax.optimization_barrier((schedule, step))
-    arguments = {
-        name: x if name == "schedule" else at(x, step) for name, x in schedule.arguments.items()
-    }
-    value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
+    given = {k: x if k == "schedule" else at(x, step) for k, x in schedule.arguments.items()}
+    value = schedule.factory.__wrapped__(step, **given, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
     return value if value.ndim else _number_table.weak(value)
 

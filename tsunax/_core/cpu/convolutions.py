@@ -7,19 +7,13 @@ slower. `fast` writes the transposes that XLA leaves out. It replaces equations 
 others of the same type, so that it reaches the convolutions of the gradient in any model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.cpu.rewriting import rewritten
-
-if TYPE_CHECKING:
-    from jax.extend import core
+from tsunax._core.cpu.rewriting import Equation, Jaxpr, rewritten
 
 # of the inner functions that stand for a convolution: they are not looked into again
 NAME = "convolution_in_loop"
@@ -53,15 +47,15 @@ def fast(fn: Callable) -> Callable:
     return rewritten(fn, equations, closed=NAME)
 
 
-def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+def equations(jaxpr: Jaxpr) -> list[Equation]:
     """The equations of a program, with a call of a fast convolution for each slow one."""
     is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
     return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
 
 
-def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
+def _convolution(eqn: Equation) -> Equation:
     """One equation that calls the fast form on CPU and the old one elsewhere."""
-    x, w, out = cast(Any, [v.aval for v in (*eqn.invars, *eqn.outvars)])
+    x, w, out = (v.aval for v in (*eqn.invars, *eqn.outvars))
     if eqn.params.keys() != _PARAMETERS:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
@@ -82,7 +76,7 @@ def _is_cut(sharding) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _convolution_call(x, w, params: tuple) -> core.JaxprEqn | None:
+def _convolution_call(x, w, params: tuple) -> Equation | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 
