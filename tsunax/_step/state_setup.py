@@ -75,7 +75,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     except Exception as error:
         expected = "one that can start from these params"
         raise RuleError("rule", "setup()", told(error), expected) from error
-    seen = {id(x) for x in jax.tree.leaves(held)}
+    seen = {id(x) for x in jax.tree.leaves(held)}  # a buffer that is donated twice is an error
 
     def fresh(x):
         if trees.is_traced(x):

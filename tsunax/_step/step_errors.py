@@ -19,7 +19,6 @@ from tsunax.errors import NonFiniteError, RuleError, StateError, TsunaxError, Wr
 from tsunax.loss import Loss
 from tsunax.rules import inspecting
 from tsunax.state import TrainState, split
-from tsunax.step import StepInfo
 
 
 def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
@@ -56,7 +55,7 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
     members.check_each(state, (batch, extra))
 
 
-def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> None:
+def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
     """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
     verdict = int(info.verdict)
     if verdict <= 0 or is_searching(state, info, verdict):
@@ -68,7 +67,7 @@ def raise_if_rejected(step, state: TrainState, info: StepInfo, batch, extra) -> 
     raise NonFiniteError(f"{what}: {reason}. `error.state` is the state before it.", state, info)
 
 
-def rejection_reason(step, state: TrainState, info: StepInfo, batch, extra) -> str:
+def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
     # the state is as it was, so that the rejected gradients can be computed again
     grads, dropped = _again(step)(state.replace(calls=int(state.calls) - 1), batch, extra)
@@ -128,7 +127,7 @@ def _again(step) -> Any:
     return jax.jit(look)
 
 
-def is_searching(state: TrainState, info: StepInfo, verdict: int) -> bool:
+def is_searching(state: TrainState, info: Any, verdict: int) -> bool:
     """Whether a rejected step only lowered a dynamic loss scale, which is no failure."""
     scale = state.loss_scale
     if scale is None or info.loss_scale is None:
