@@ -11,7 +11,6 @@ import heapq
 import os
 import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -139,19 +138,11 @@ def told(error: BaseException) -> str:
     if _is_conversion(error):
         return "a Python or NumPy operation (if, float, np) on a traced value"
     kind = type(error).__name__
-    text = re.sub(
-        r" \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error), flags=re.S
-    )
+    text = re.sub(r"(?s) \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error))
     text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", text))
-    return f"{kind} {_both_ends(text)}".rstrip(" .")
-
-
-def _both_ends(text: str, most: int = 160) -> str:
-    """Text in one line; of a long one its first and last words: the cause often comes last."""
-    if len(line := " ".join(text.split())) <= most:
-        return line
-    head = textwrap.shorten(line, most // 2, placeholder="") or line[: most // 2]
-    return f"{head} … {line[-76:].partition(' ')[2] or line[-76:]}"
+    line = " ".join(text.split())
+    line = f"{line[:80]} … {line[-76:]}" if len(line) > 160 else line  # the cause often comes last
+    return f"{kind} {line}".rstrip(" .")
 
 
 def remedy(error: BaseException) -> str:

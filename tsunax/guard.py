@@ -9,8 +9,6 @@ would cost every step what only a bad one needs: `locate` looks at the gradients
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -116,11 +114,7 @@ _LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4  # places; the update has the on
 
 
 def judge(
-    loss: Maybe,
-    grad_norm: jax.Array | None,
-    calls: jax.Array,
-    opt_state: PyTree,
-    update_norm: jax.Array | None = None,
+    loss: Maybe, grad_norm: Maybe, calls: jax.Array, opt_state: PyTree, update_norm: Maybe = None
 ) -> jax.Array:
     """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
 
@@ -160,9 +154,7 @@ def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.A
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
-def count(
-    clock: jax.Array, emitted: jax.Array | None, verdict: jax.Array | None = None
-) -> jax.Array:
+def count(clock: jax.Array, emitted: Maybe, verdict: Maybe = None) -> jax.Array:
     """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
 
     Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
@@ -316,7 +308,7 @@ def between(take: jax.Array, new: PyTree, old: PyTree, again: Callable[[], Any] 
     if trees.manual_axes():
         from tsunax._core import axes
 
-        if axes.varies(take):  # devices inside `shard_map` may decide differently
+        if axes.varying(take):  # devices inside `shard_map` may decide differently
             return choose(take, new, old)
 
     def cond() -> PyTree:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import Where, checks, patterns, trees
+from tsunax._core import Extra, Where, checks, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.state_fields import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
@@ -100,9 +100,8 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     for given, x in values.items():
         if "/" not in given:
             fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            raise HyperparameterError(
-                unknown("hyperparameter", "adjust()", given, hyperparams(run), fix)
-            )
+            told = unknown("hyperparameter", "adjust()", given, hyperparams(run), fix)
+            raise HyperparameterError(told)
         name, inside = run.member_at(given, "adjust()")
         of.setdefault(name, {})[inside] = x
     return run.replace(**{name: adjust(run.members[name], **x) for name, x in of.items()})
@@ -220,9 +219,7 @@ class _Hit(NamedTuple):
     leaves: frozenset
 
 
-def _targets(
-    state: TrainState, matched: frozenset[Any], values: Mapping[str, Any]
-) -> dict[int, dict[str, str]]:
+def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, dict[str, str]]:
     """Live states to adjust, `{place: {name given: name there}}`; all if no values are given."""
     lives, seen = _table(state).layout.lives, matched.union(trees.paths(trained_part(state)))
     hits, indices = [], number_table.chain_indices(lives)

@@ -161,9 +161,7 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            both = "ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)"
-            fix = f"Give both the same array as mask: {both}. "
-            fix += "With masks that differ there is no mean over micro-batches that is exact."
+            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)."
             raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
@@ -241,7 +239,11 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     if out.weight is not None:
-        _check_weight(out.weight)
+        if np.shape(out.weight) != () or not checks.is_real(out.weight):
+            raise LossError("weight", "loss_fn", trees.describe(out.weight), "one number")
+        if not isinstance(out.weight, jax.Array) and not 0 < out.weight < float("inf"):
+            fix = "The loss is total / weight."
+            raise LossError("weight", "loss_fn", out.weight, "a finite number > 0", fix)
     _check_metrics(out.metrics, "loss_fn")
     # a NumPy scalar where it is known from the shapes: then no program has to return it
     known = np.float32 if type(rows) is int else jnp.float32  # of `jax.export`: symbolic
@@ -278,15 +280,6 @@ def _check_scalar(what: str, where: str, x: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.floating):
         got = f"dtype {dtype}" if trees.is_array(x) else trees.describe(x)
         raise LossError(what, where, got, "a real float", "Only floats have gradients.")
-
-
-def _check_weight(weight: Scalar) -> None:
-    """Raise LossError unless it is one number, finite and above 0 if its value is known."""
-    if np.shape(weight) != () or not checks.is_real(weight):
-        raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
-    if not isinstance(weight, jax.Array) and not 0 < weight < float("inf"):
-        fix = "The loss is total / weight."
-        raise LossError("weight", "loss_fn", weight, "a finite number > 0", fix)
 
 
 def _check_metrics(metrics: object, where: str) -> None:

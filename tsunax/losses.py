@@ -36,7 +36,7 @@ from optax.losses import (  # isort: skip
 # fmt: on
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
-from tsunax._core import Function, Maybe, trees
+from tsunax._core import Function, Maybe, Scalar, trees
 from tsunax.errors import LossError
 
 Axis = int | tuple[int, ...]
@@ -356,11 +356,7 @@ def tversky_loss(
 
 
 def squared_dice_loss(
-    probabilities: ArrayLike,
-    labels: ArrayLike,
-    *,
-    smooth: ArrayLike = 1.0,
-    axis: Axis | None = None,
+    probabilities: ArrayLike, labels: ArrayLike, *, smooth: Scalar = 1.0, axis: Axis | None = None
 ) -> jax.Array:
     """1 - (2·Σ p·y + smooth) / (Σ p² + Σ y² + smooth): the dice loss of V-Net.
 
@@ -387,9 +383,8 @@ def _x_log_y(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _power(x: jax.Array, gamma: ArrayLike) -> jax.Array:
     """x^gamma for gamma >= 0, with gradient 0 where x is 0 (or below it by rounding)."""
-    return jnp.where(
-        x > 0, jnp.power(jnp.where(x > 0, x, 1), gamma), jnp.where(jnp.equal(gamma, 0), 1, 0)
-    )
+    power = jnp.power(jnp.where(x > 0, x, 1), gamma)
+    return jnp.where(x > 0, power, jnp.where(jnp.equal(gamma, 0), 1, 0))
 
 
 def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
@@ -418,16 +413,12 @@ def _pair(loss: str, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def _epsilon(epsilon: Maybe, given: ArrayLike) -> ArrayLike:
-    """The machine epsilon of the dtype that a loss computes in, unless given.
-
-    For float16 it is float16's: the gradient goes back to float16, in which 1 / epsilon of float32
-    is infinite.
-    """
+    """The machine epsilon of the dtype that a loss computes in, unless given."""
     if epsilon is not None:
         return epsilon
+    # the gradient goes back to float16, in which 1 / epsilon of float32 is infinite
     dtype = trees.dtype_of(given)
-    narrow = dtype == np.float16 or dtype == np.float64
-    return float(jnp.finfo(dtype if narrow else np.float32).eps)
+    return float(jnp.finfo(dtype if dtype in (np.float16, np.float64) else np.float32).eps)
 
 
 # fmt: off

@@ -33,10 +33,7 @@ _Metric = TypeVar("_Metric")
 
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of the rows of `self` and `other`; LossError unless class and shapes are equal.
-
-    As `jax.tree.map(operator.add, self, other)`.
-    """
+    """The metric of the rows of `self` and `other`; LossError unless class and shapes are equal."""
     ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
     if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
         place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
@@ -440,9 +437,7 @@ class MeanSquaredError(_OfMean):
     """
 
     @classmethod
-    def of(
-        cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None
-    ) -> MeanSquaredError:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Self:
         """From predictions and targets of one shape."""
         place = "MeanSquaredError.of()"
         predictions, targets = _numbers(predictions, targets, place)

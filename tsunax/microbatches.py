@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Maybe, PyTree, placement, trees, weighted_sums
+from tsunax._core import Function, Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
 from tsunax._core.cpu import convolutions
 from tsunax.errors import LossError
@@ -82,32 +82,21 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
         expected = "a multiple of"
         raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
 
-    def apart(x: Any, fill: Any):
-        x = jnp.asarray(x)
-        x = jnp.concatenate([x, fill(x, padding)]) if padding else x
-        return placement.strided_rows(x, n)
-
-    last = lambda x, k: jnp.broadcast_to(x[-1:], (k, *x.shape[1:]))
-    nothing = lambda x, k: jnp.zeros((k, *x.shape[1:]), x.dtype)
-    batch = jax.tree.map(lambda x: apart(x, last), batch)
+    batch = placement.padded(jax.tree.map(jnp.asarray, batch), rows, rows + padding)[0]
+    batch = jax.tree.map(lambda x: placement.strided_rows(x, n), batch)
     # all rows, and no array to say so
     if mask is None or (isinstance(mask, np.ndarray) and not padding):
         return batch, None
-    return batch, apart(mask, nothing)
+    mask = jnp.pad(jnp.asarray(mask), (0, padding)) if padding else mask
+    return batch, placement.strided_rows(jnp.asarray(mask), n)
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
-    """Micro-batch i of the result of `strided_micro_batches`.
-
-    Sliced in the loop: slices by the scan would need a transposed copy of the whole batch.
-    """
-    part = lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
-    return jax.tree.map(part, parts)
+    """Micro-batch i of `strided_micro_batches`; slices by a scan would need a transposed copy."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), parts)
 
 
-def in_turn(
-    f: Callable[[Any, Any, Any], tuple[Any, Any]], n: int, carry: PyTree, rows: PyTree
-) -> tuple[Any, Any]:
+def in_turn(f: Function, n: int, carry: PyTree, rows: PyTree) -> tuple[Any, Any]:
     """`carry, out = f(carry, rows of micro-batch i, i)` of n of them; `out` for all rows in order.
 
     Rows that do not divide are padded with copies of the last one, whose results are cut off.
@@ -146,16 +135,11 @@ def over_micro_batches(
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
     known = None  # the weight of a micro-batch, where it follows from the shapes
 
-    def micro_batch(i: Any) -> tuple[PyTree, dict[str, Any]]:
-        """Its rows, and the keywords of its own."""
+    def one(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, most, model_state = carry
         rows, given = _part((batch, {} if mask is None else {"mask": mask}), i)
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
-        return rows, given
-
-    def one(carry: Any, i: Any) -> tuple[Any, Any]:
-        sums, most, model_state = carry
-        rows, given = micro_batch(i)
         if model_state is not None:
             given["model_state"] = model_state
 
@@ -176,7 +160,7 @@ def over_micro_batches(
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
-        return (sums, most, model_state), (take, _mergeable(loss, weight), squares)
+        return (sums, most, model_state), (take, Loss(loss.total, weight, loss.metrics), squares)
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
     (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
@@ -211,7 +195,8 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
-    each = _axes.gathered(_mergeable(loss, jnp.asarray(loss.weight, jnp.float32)), axes)
+    weight = jnp.asarray(loss.weight, jnp.float32)
+    each = _axes.gathered(Loss(loss.total, weight, loss.metrics), axes)
     merged = merged_losses(each.weight != 0, each)
     if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
         merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
@@ -222,11 +207,6 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     return dataclasses.replace(
         merged, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
     )
-
-
-def _mergeable(loss: Loss, weight: jax.Array) -> Loss:
-    """The parts of a loss that merge with those of other micro-batches."""
-    return Loss(loss.total, weight, loss.metrics)
 
 
 def merged_losses(take: jax.Array, losses: Loss) -> Loss:

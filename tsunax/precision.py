@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
+from tsunax._core import Function, PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import StateError, WrongTypeError
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -94,9 +94,7 @@ class Policy:
         """The dtype of params and inputs in loss_fn: `compute if train else evaluate`."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
-    def batch_to_compute(
-        self, batch: PyTree, train: bool, inputs: Callable[[Any], Sequence[bool]]
-    ) -> PyTree:
+    def batch_to_compute(self, batch: PyTree, train: bool, inputs: Function) -> PyTree:
         """The tree `batch` with its inputs in the dtype `seen(train)`, and other leaves unchanged.
 
         Without the pattern `self.batch`, inputs are the leaves for which `inputs(batch)` is true.
@@ -140,9 +138,8 @@ class Policy:
         """
         if self.moments == "float32":
             return new
-        rounded = round_stochastically(
-            new, jax.random.fold_in(jax.random.fold_in(key, calls), _MOMENTS)
-        )
+        key = jax.random.fold_in(jax.random.fold_in(key, calls), _MOMENTS)
+        rounded = round_stochastically(new, key)
         return jax.tree.map(lambda r, n, o: r if o.dtype != n.dtype else n, rounded, new, old)
 
     @property
@@ -196,8 +193,8 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
         cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
         return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
-    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    return treedef.unflatten([one(x, k) for x, k in zip(leaves, keys, strict=True)])
+    own = lambda i: jax.random.fold_in(key, i)
+    return treedef.unflatten([one(x, own(i)) for i, x in enumerate(leaves)])
 
 
 # The loss scale

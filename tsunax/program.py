@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,19 @@ from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, update_unchecked
 
-if TYPE_CHECKING:
-    from tsunax._core.placement import MeshShardings
-
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    if not any(map(_is_spread, jax.tree.leaves((moving, still)))):
+    known = [x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x)]
+    found = filter(None, (getattr(x, "sharding", None) for x in known))
+    if not any(len(sharding.device_set) > 1 for sharding in found):
         return None, moving, still
-    from tsunax._step import on_mesh
+    from tsunax._core.placement import mesh_shardings, resharded
 
-    return on_mesh.place_state_on_mesh(moving, still)
-
-
-def _is_spread(x: Any) -> bool:
-    sharding = None if trees.is_traced(x) else getattr(x, "sharding", None)
-    return sharding is not None and len(sharding.device_set) > 1
+    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
+    if first is None or second is None:
+        return None, moving, still
+    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
 def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
@@ -90,9 +87,7 @@ class Traced(NamedTuple):
     given: dict[str, Any]  # {argument: a tree of those}
 
     @classmethod
-    def of(
-        cls, kind: str, shardings: MeshShardings | None, state: TrainState, given: dict[str, Any]
-    ) -> Traced:
+    def of(cls, kind: str, shardings: Any, state: TrainState, given: Extra) -> Traced:
         of_leaves = None if shardings is None else shardings.of_leaves
         return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, given)))
 
@@ -133,15 +128,9 @@ class Programs(dict[Any, Any]):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _KnownWeight:
-    """A weight that follows from the shapes, as a static part of what the program returns.
+    """A weight that follows from the shapes: as an array it would cost XLA:CPU 15 us a step."""
 
-    As an array it would cost XLA:CPU a copy on another thread, 15 us a step.
-    """
-
-    weight: np.ndarray | np.generic
-
-    def __hash__(self) -> int:
-        return hash(float(self.weight))
+    weight: np.float32
 
 
 @dataclass(frozen=True)
@@ -214,7 +203,7 @@ class TrainStep:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, shardings: MeshShardings | None) -> Any:
+    def _compiled_on(self, shardings: Any) -> Any:
         mesh = shardings and shardings.replicated.mesh
 
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
@@ -223,21 +212,16 @@ class TrainStep:
             with leaves_apart(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
-            weight = _KnownWeight(weight) if isinstance(weight, np.ndarray | np.generic) else weight
+            if isinstance(weight, np.ndarray | np.generic):
+                weight = _KnownWeight(np.float32(weight))
             # numbers are put back outside, and info is made there: faster
             return split(state)[0], (loss, weight, *seen)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
-        return jax.jit(
-            train_step,
-            static_argnums=0,
-            donate_argnums=(1,) if self.donate else (),
-            out_shardings=out,
-        )
+        taken = (1,) if self.donate else ()
+        return jax.jit(train_step, static_argnums=0, donate_argnums=taken, out_shardings=out)
 
-    def _place_batch(
-        self, state: TrainState, shardings: MeshShardings, batch: PyTree, extra: Extra
-    ) -> tuple[PyTree, dict[str, Any]]:
+    def _place_batch(self, state: TrainState, shardings: Any, batch: PyTree, extra: Extra) -> Any:
         from tsunax._step import on_mesh
 
         return on_mesh.place_batch(self, state, shardings, batch, extra)
@@ -257,9 +241,8 @@ class TrainStep:
             shardings, moving, still = self.programs.place_state(state, moving, still)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
-            moving, (loss, weight, *seen) = self.programs[shardings](
-                kind, moving, still, batch, extra
-            )
+            program = self.programs[shardings]
+            moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
         except Exception as error:
             raise_fault(error, state, batch, extra)
             raise

@@ -148,9 +148,7 @@ class TrainState(Clocked):
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
                 clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
-        fields = {
-            name: state_setup.copied_like(x, getattr(self, name)) for name, x in fields.items()
-        }
+        fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
@@ -190,9 +188,10 @@ def trained_part(state: TrainState) -> PyTree:
     return _selected_part(state.params, state.plan.selected)
 
 
-def with_rest(state: TrainState, trained: PyTree) -> PyTree:
-    """The full tree of params with `trained` in place of the trained leaves."""
-    return with_part(trained, state.params, state.plan.selected)
+def with_rest(state: TrainState, trained: PyTree, overwritten: PyTree = None) -> PyTree:
+    """The params with `trained` leaves, and new values of those that gradients replace, if any."""
+    params = with_part(trained, state.params, state.plan.selected)
+    return params if overwritten is None else with_part(overwritten, params, state.plan.overwritten)
 
 
 def _selected_part(params: PyTree, flags: trees.Flags | None) -> PyTree:
@@ -205,17 +204,9 @@ def with_part(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree
 
 
 def overwritten_part(state: TrainState) -> PyTree:
-    """The leaves of params that their gradients replace, such as flax's fp8 scales.
-
-    They are model state, but flax keeps them in params.
-    """
+    """The leaves of params that their gradients replace: model state that flax keeps in params."""
     flags = state.plan.overwritten
     return None if flags is None else _selected_part(state.params, flags)
-
-
-def with_overwritten(state: TrainState, params: PyTree, new: PyTree) -> PyTree:
-    """The full tree with `new` values of the leaves that their gradients replace, if any."""
-    return params if new is None else with_part(new, params, state.plan.overwritten)
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -227,9 +218,7 @@ def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (params, *cls._get_moving(state)), (rest, *cls._get_still(state))
 
 
-def assemble(
-    kind: tuple[type[TrainState], Plan], moving: tuple[Any, ...], still: tuple[Any, ...]
-) -> TrainState:
+def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
     rest = still[0]
@@ -318,7 +307,7 @@ def setup(
         or donation.
       freezable: make room for freezing now, so that not even the first `freeze` compiles a step.
       ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a
-        decay, or one of `averages.ema`, `polyak`, `swa`.
+        decay, or `averages.ema` or `polyak`.
       precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
         `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.
@@ -352,13 +341,13 @@ def setup(
     scale = as_loss_scale(loss_scale, policy, "setup()")
 
     take = own if copy else trees.strong
-    params = state_setup.stored_params(params, flags, take)
+    leaves, tree = jax.tree.flatten(params)
+    pairs = zip(leaves, flags, strict=True)
+    params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
-    trained, masters = state_setup.rounded_and_masters(
-        _selected_part(params, selected), policy, key
-    )
+    trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))

@@ -15,7 +15,6 @@ up to you.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -32,17 +31,7 @@ from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
-from tsunax.state import (
-    TrainState,
-    assemble,
-    base,
-    check_state,
-    overwritten_part,
-    split,
-    trained_part,
-    with_overwritten,
-    with_rest,
-)
+from tsunax.state import TrainState, assemble, base, check_state, split, trained_part, with_rest
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
@@ -209,17 +198,14 @@ def update_unchecked(
         opt_state = number_table.hoist_like(opt_state, state.numbers)
         if (policy := state.plan.precision) is not None:
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-        new = dataclasses.replace(
-            state,
-            clock=guard.count(state.clock, emitted),
-            opt_state=opt_state,
-            model_state=model_state,
-        )
+        clock = guard.count(state.clock, emitted)
+        new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
         new = _with_params(new, optax.apply_updates(base(state), updates))
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
-        params = with_overwritten(state, new.params, loss.overwritten)
-        return dataclasses.replace(new, params=params), updates, emitted
+        if (replaced := loss.overwritten) is not None:
+            new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
+        return new, updates, emitted
 
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
@@ -266,7 +252,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
         if not plan.selected or structure != jax.tree.structure(state.params):
             raise _errors().other_tree(grads, params)
         if plan.overwritten is not None:
-            new, old = trees.partition(grads, plan.overwritten)[0], overwritten_part(state)
+            new, old = (trees.partition(x, plan.overwritten)[0] for x in (grads, state.params))
             checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
@@ -293,9 +279,9 @@ def _mean(grads: PyTree, params: PyTree) -> PyTree:
 
 def _errors() -> Any:
     """The module with the errors of an update, imported only if there is one."""
-    from tsunax._step import update_errors
+    from tsunax._step import step_errors
 
-    return update_errors
+    return step_errors
 
 
 def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
@@ -322,9 +308,8 @@ def _ruled(
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     opt_state = number_table.lower(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **given)
-    lacks_rows = lambda: (
-        mean is grads and _errors().without_rows(lambda g: (opt_state, *update(g)), params)
-    )
+    traced = lambda grads: (opt_state, *update(grads))
+    lacks_rows = lambda: mean is grads and _errors().without_rows(traced, params)
     try:
         updates, new = update(grads)
     except Exception as error:
@@ -358,20 +343,38 @@ def _averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def _with_unmoved(
-    old: TrainState, new: TrainState, thawed: list[Any] | None, emitted: jax.Array | None
-) -> TrainState:
-    """`new` with the frozen leaves of `old`, and all its params if the call only gathered."""
+def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
+    """`new` with the frozen leaves of `old`, and all its params if the call only gathered.
+
+    The declarations of the fields say which leaves belong to params.
+    """
     if thawed is None and emitted is None:
         return new
-    from tsunax._step import frozen_leaves
+    from tsunax.rules import accumulation, leaf_owners
 
-    return frozen_leaves.with_unmoved(old, new, thawed, emitted)
+    moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
+    leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
+    fields: dict[str, Any] = {}
+    for f in dataclasses.fields(old):
+        now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
+        if f.metadata["moves"] != "step" or now is before:
+            continue
+        if like == "params":
+            part = guard.choose(leaves, trained_part(new), trained_part(old))
+            fields[f.name] = with_rest(old, part)
+        elif like in ("trained", "average"):
+            # beside the leaves an average has a count, which goes on if anything may move
+            rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
+            fields[f.name] = guard.choose([*leaves, *rest], now, before)
+        elif like == "rule" and thawed is not None:
+            owners = leaf_owners.owners_of(old.plan.init, before, old.numbers, base(old))
+            pairs = zip(owners, accumulation.in_sums(now), strict=True)
+            kept = [True if o is None or is_sum else thawed[o] for o, is_sum in pairs]
+            fields[f.name] = guard.choose(kept, now, before)
+    return dataclasses.replace(new, **fields)
 
 
-def _chosen(
-    take: jax.Array, new: TrainState, old: TrainState, again: Callable[[], Any] | None
-) -> TrainState:
+def _chosen(take: jax.Array, new: TrainState, old: TrainState, again: Any) -> TrainState:
     """Choose between the new state and the old one, for all that a step changes."""
     moving, still = split(new)
     rerun = None if again is None else lambda: split(again()[0])[0]

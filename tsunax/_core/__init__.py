@@ -50,9 +50,8 @@ def lazy(
     def load(name: str) -> Any:
         if name in deprecated:
             new = deprecated[name]
-            warnings.warn(
-                f"{title}.{name} is deprecated: use {new}.", DeprecationWarning, stacklevel=2
-            )
+            told = f"{title}.{name} is deprecated: use {new}."
+            warnings.warn(told, DeprecationWarning, stacklevel=2)
             return load(new)
         if name not in module_of:
             raise AttributeError(f"module {title!r} has no attribute {name!r}")

@@ -1,10 +1,4 @@
-"""Named device axes, for steps inside `jax.shard_map` and `jax.pmap`.
-
-Without a mean over such an axis the states of its devices drift apart: a step raises there unless
-it was given an `axis_name`.
-"""
-
-from __future__ import annotations
+"""Named device axes in `jax.shard_map` and `jax.pmap`: without a mean over them states drift."""
 
 from typing import Any
 
@@ -40,23 +34,17 @@ def around(axis_name: Any, where: str) -> Axes:
     return given
 
 
-def _varying(x):
+def varying(x):
+    """The axes inside `shard_map` along which devices may have different values, if JAX tells."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-
-
-def varies(x) -> bool:
-    """Whether devices inside `shard_map` may have different values of it, as far as JAX tells."""
-    return bool(_varying(x))
 
 
 def vary(tree, axes: Axes):
     """The tree marked as varying over devices, so that JAX does not sum its gradients itself."""
 
     def one(x):
-        have = _varying(x)
-        new = tuple(name for name in axes if name not in have)
-        if not new:
+        if not (new := tuple(name for name in axes if name not in varying(x))):
             return x
         if hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(x, new, to="varying")

@@ -53,10 +53,8 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
         how = "what a model's init returns, or nnx.state(model, nnx.Param)"
-        equinox = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-        fix = (
-            f"Keep it outside of params; {equinox}." if name else f"Give the tree of arrays: {how}."
-        )
+        eqx = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
+        fix = f"Keep it outside of params; {eqx}." if name else f"Give the tree of arrays: {how}."
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
         fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)
@@ -85,29 +83,19 @@ def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
     return None
 
 
-@jax.jit
-def _count_nonfinite(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.sum(~jnp.isfinite(leaf)) for leaf in leaves]
+_count_nonfinite = jax.jit(lambda x: jnp.sum(~jnp.isfinite(x)))
 
 
-def _nonfinite(leaves: list[Any]) -> list[int]:
-    """For each leaf the number of elements that are NaN or inf; 0 for traced ones."""
-    counts = [0] * len(leaves)
-    elsewhere: dict[frozenset, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if trees.is_traced(leaf):
-            continue
-        devices = leaf.devices() if isinstance(leaf, jax.Array) else set()
-        if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
-            elsewhere.setdefault(frozenset(devices), []).append(i)
-        else:  # a view of the buffer, dropped at once: as long as it lives, no step can donate
-            counts[i] = np.size(leaf) - int(np.count_nonzero(np.isfinite(np.asarray(leaf))))
-    for group in elsewhere.values():  # one program for each set of devices
+def _nonfinite(leaf: Any) -> Any:
+    """The number of elements of a leaf that are NaN or inf; 0 for a traced one."""
+    if trees.is_traced(leaf):
+        return 0
+    devices = leaf.devices() if isinstance(leaf, jax.Array) else ()
+    if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         with jax.ensure_compile_time_eval():
-            found = jax.device_get(_count_nonfinite([leaves[i] for i in group]))
-        for i, count in zip(group, found, strict=True):
-            counts[i] = int(count)
-    return counts
+            return _count_nonfinite(leaf)
+    # a view of the buffer, dropped at once: as long as it lives, no step can donate
+    return np.size(leaf) - np.count_nonzero(np.isfinite(np.asarray(leaf)))
 
 
 def _model_fix(params: Any) -> str:
@@ -131,10 +119,7 @@ def _has_statistics(params: Any) -> bool:
 
 
 def check_params(params: Any, flags: trees.Flags) -> None:
-    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name.
-
-    Other leaves may be any arrays of numbers. Values of traced leaves are not checked.
-    """
+    """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name."""
     if all(flags) and _has_statistics(params):
         expected = "parameters: batch statistics are not trained"
         raise ParamsError("params", "setup()", trees.describe(params), expected, _model_fix(params))
@@ -151,7 +136,8 @@ def check_params(params: Any, flags: trees.Flags) -> None:
             fix = f"Rename one: names are joined with {joint!r}."
             raise ParamsError("names that collide", where, got, "different names", fix)
     chosen = [i for i, flag in enumerate(flags) if flag]
-    for i, count in zip(chosen, _nonfinite([named[i][2] for i in chosen]), strict=True):
+    counts = jax.device_get([_nonfinite(named[i][2]) for i in chosen])
+    for i, count in zip(chosen, counts, strict=True):
         if count:
             got = f"{count} of {np.size(named[i][2])} not finite"
             raise ParamsError("leaf with NaN or inf", places[i], got, "finite numbers")

@@ -6,8 +6,6 @@ programs (jit, checkpoint, custom derivatives, cond, scan, while), and through l
 changes any more.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import linecache
@@ -75,11 +73,6 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
     A model reads those. Targets, weights and masks meet its output only.
-
-    >>> import jax.numpy as jnp
-    >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
-    >>> multiplied(loss, jnp.ones(3), {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
-    [True, False]
     """
     found = 0
     union = lambda bits: functools.reduce(int.__or__, bits, 0)
@@ -139,8 +132,7 @@ def scanned(eqn: Any) -> tuple[int, int]:
 def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
     """The innermost line of the user's code (or else a library's) of an equation, and its text.
 
-    `sources` are those of the equation and of the calls around it; frames below the file `above`
-    do not count.
+    `sources` are those of the equation and of the calls around it, without frames below `above`.
     """
     from jax.extend import source_info_util
 

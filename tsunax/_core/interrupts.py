@@ -4,14 +4,13 @@ A scheduler sends SIGTERM and SIGINT within milliseconds, and a terminal may rep
 is the second one only if it comes a second after the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal
 import sys
 import threading
 import time
+from typing import Self
 
 TOGETHER = 1.0  # seconds
 
@@ -25,7 +24,7 @@ class Interrupt:
         self._numbers = numbers
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 self._previous[number] = signal.signal(number, self._note)

@@ -1,7 +1,5 @@
 """Optional libraries, imported when they are needed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from typing import Any

@@ -76,9 +76,8 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
             near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
-            is_subtree = not glob.text.endswith("**") and any(
-                _fits(_glob(below).tests, name) for name in leaf_names
-            )
+            inside = any(_fits(_glob(below).tests, name) for name in leaf_names)
+            is_subtree = inside and not glob.text.endswith("**")
             fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
             raise PatternError(f"pattern {glob.text!r}", "", got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
@@ -111,11 +110,7 @@ _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
 
 
 def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
-    """Check `where` before there is a tree; the result maps a tree to its flags. See `select`.
-
-    Raises `PatternError` for a malformed pattern or nothing but exclusions, and `WrongTypeError`
-    for none of the four forms.
-    """
+    """Check `where`, one of the four forms of `select`; the result maps a tree to its flags."""
     where = [where] if isinstance(where, str) else where
     texts = [entry for entry in where if isinstance(entry, str)] if type(where) in _LISTS else []
     if type(where) in _LISTS and len(texts) == len(where):

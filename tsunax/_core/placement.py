@@ -1,7 +1,5 @@
 """The devices of arrays: one, or a mesh over whose data axes the rows of a batch are spread."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass
@@ -51,13 +49,11 @@ def row_parts_here(mesh) -> int:
     parts = row_parts(mesh)
     if not mesh.is_multi_process or is_absent(mesh):
         return parts
-    spread = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-    places = spread.addressable_devices_indices_map((parts,)).values()
+    places = _on(mesh, 0).addressable_devices_indices_map((parts,)).values()
     mine = len({place[0].start for place in places if place})
     if mine * jax.process_count() != parts:
         got = f"{parts} parts of rows for {jax.process_count()} processes"
-        fix = "Give axes of the mesh that hold rows (data, fsdp) to the processes, and tensor to "
-        fix += "the devices of one."
+        fix = "Give axes that hold rows (data, fsdp) to processes, tensor to the devices of one."
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine
 
@@ -69,13 +65,9 @@ def is_explicit(mesh) -> bool:
 
 def state_sharding(tree) -> Any:
     """The sharding of an array of a tree that is committed, best of one on a mesh; or None."""
-    found = None
-    for x in jax.tree.leaves(tree):
-        if trees.is_placed(x) and x.committed:
-            if isinstance(x.sharding, NamedSharding):
-                return x.sharding
-            found = found or x.sharding
-    return found
+    placed = filter(trees.is_placed, jax.tree.leaves(tree))
+    found = [x.sharding for x in placed if x.committed]
+    return next((x for x in found if isinstance(x, NamedSharding)), found[0] if found else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +89,7 @@ def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
 def mesh_shardings(tree, beside=()) -> MeshShardings | None:
     """The shardings of a tree on the mesh of its arrays, or of `beside`; None without a mesh."""
     leaves, treedef = jax.tree.flatten(tree)
-    mesh = next(filter(None, map(_mesh_of, leaves)), None)
-    mesh = mesh or next(filter(None, map(_mesh_of, jax.tree.leaves(beside))), None)
+    mesh = next(filter(None, map(_mesh_of, [*leaves, *jax.tree.leaves(beside)])), None)
     if mesh is None:
         return None
     spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else WHOLE
@@ -164,8 +155,9 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not is_on(x, mesh)}
     sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
-    new = dict(zip(moved, sent, strict=True))
-    return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
+    for i, x in zip(moved, sent, strict=True):
+        leaves[i] = x
+    return treedef.unflatten(leaves)
 
 
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
@@ -178,7 +170,8 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
         lib = jnp if isinstance(x, jax.Array) else np
         last = x[(*[slice(None)] * axis, slice(-1, None))]
-        return lib.concatenate([x, lib.repeat(last, rows - here, axis)], axis)
+        more = lib.broadcast_to(last, (*x.shape[:axis], rows - here, *x.shape[axis + 1 :]))
+        return lib.concatenate([x, more], axis)
 
     return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
 

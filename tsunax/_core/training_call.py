@@ -1,7 +1,5 @@
 """The call of a loss function that a training step differentiates, seen by the models in it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -22,16 +20,12 @@ class TrainingCall:
     moved: bool = False  # whether a model in train mode made other leaves of these
 
     def note(self, before: PyTree, after: PyTree) -> None:
-        """Note that a model returned `after` for its state `before`.
-
-        States of equal shapes count as the same, because `jax.jit` and `jax.checkpoint` in a loss
-        function replace the arrays of their arguments by tracers.
-        """
+        """Note that a model returned `after` for its state `before`."""
         before, after = jax.tree.leaves(before), jax.tree.leaves(after)
-        is_the_same = lambda a, b: len(a) == len(b) and all(map(lambda x, y: x is y, a, b))
+        # by shapes: jax.jit and jax.checkpoint in a loss function make tracers of their arguments
         shapes = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
         if before and shapes(before) == shapes(self.model_state):
-            self.moved |= not is_the_same(before, after)
+            self.moved |= list(map(id, before)) != list(map(id, after))
 
 
 current: ContextVar[TrainingCall | None] = ContextVar("training_call", default=None)

@@ -52,8 +52,7 @@ def is_offloaded(x: Any) -> bool:
 def on_device(tree: Any, after: Any = None) -> Any:
     """The tree with its offloaded arrays in the memory of their devices.
 
-    In a program they arrive there after the array `after` was computed: XLA would begin with these
-    copies, and hold them in the memory that the gradient needs.
+    In a program after `after` was computed: earlier they would fill the memory of the gradient.
     """
 
     def put(x: Any) -> Any:
@@ -142,12 +141,8 @@ def cast_like(tree, like):
 
 
 def conjugated(grads):
-    """JAX's gradients as directions of steepest ascent, and back.
-
-    For complex `x + iy`, `jax.grad` gives `∂f/∂x - i ∂f/∂y`; steepest ascent is `∂f/∂x + i ∂f/∂y`.
-    """
-    conj = lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g
-    return jax.tree.map(conj, grads)
+    """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
+    return jax.tree.map(lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g, grads)
 
 
 # Traces
@@ -295,8 +290,7 @@ def _walk_names(tree: Any, path: tuple, name: Names) -> Iterator[tuple[Names, tu
 def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
     """`(names, key path, leaf)` of every leaf in flatten order; `None` is no leaf.
 
-    The `.value` that a flax wrapper adds (NNX Variable, Linen Partitioned) is no name, unless
-    leaves would share their names without it.
+    The `.value` of a flax wrapper is no name, unless leaves would share their names without it.
     """
     found = list(_walk_names(tree, (), ()))
     counts = Counter(name for name, _, _ in found)
@@ -337,11 +331,7 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 
 
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
-    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves.
-
-    `None` is no leaf for JAX: `selected` can be differentiated or given to an optax `init`. Classes
-    that check their fields must accept it.
-    """
+    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
     selected = treedef.unflatten(leaf if flag else None for leaf, flag in flagged)
@@ -396,9 +386,7 @@ def describe_call(f: Callable[..., Any]) -> str:
     return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 
-def _difference(
-    got: Any, expected: Any, path: tuple, place: Callable[[tuple], str], leaf: str
-) -> str | None:
+def _difference(got: Any, expected: Any, path: tuple, place: Callable, leaf: str) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
     say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
@@ -425,8 +413,8 @@ def no_parameters(root: str, tree: Any) -> ParamsError:
 def first_difference(got: Any, expected: Any, root: str = "", leaf: str = "") -> str | None:
     """Where two trees first differ, "at encoder/bias: got nothing, expected float32[3]"; or None.
 
-    As for `jax.tree.map`, container types, keys, `None`s and static fields count, shapes and dtypes
-    do not. With `root` the place is "params['encoder']['bias']". `leaf` names an expected leaf.
+    Shapes and dtypes do not count. With `root` the place is "params['encoder']['bias']"; `leaf`
+    names an expected leaf.
     """
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None  # without a walk: the usual case

@@ -1,9 +1,4 @@
-"""Sums of weight times array, divided once by the sum of weights: the gradient of several batches.
-
-Sums are float32 at least. What is left out is selected, never multiplied by a flag: 0 · NaN is NaN.
-"""
-
-from __future__ import annotations
+"""Sums of weight times array, in float32 at least, divided once by the sum of weights."""
 
 import jax
 import jax.numpy as jnp

@@ -6,8 +6,6 @@ scale before, the gradient divided by it after.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -22,15 +20,7 @@ from tsunax._step.loss_fn import LossFn, loss_objective
 from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
-from tsunax.state import (
-    TrainState,
-    base,
-    check_state,
-    overwritten_part,
-    trained_part,
-    with_overwritten,
-    with_rest,
-)
+from tsunax.state import TrainState, base, check_state, overwritten_part, trained_part, with_rest
 
 
 def gradient_of(
@@ -69,10 +59,12 @@ def gradient_of(
         keywords = fn.keywords(state, batch, extra, train=True)
         if axes := axes_around(axis_name, where):
             if per_example is True:
-                raise _stacked_over(axes, where)
+                fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
+                got, expected = f"True over axis {axes!r}", "gradients with a mean"
+                raise WrongTypeError("per_example", where, got, expected, fix)
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
         objective = _objective(fn, state)
-        gradient: Any = functools.partial(_differentiated, fn, checkpoint, objective, parts)
+        gradient: Any = functools.partial(_differentiated, name, checkpoint, objective, parts)
         finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
         square = _square_of(state) if noise_scale else None
         rows, given, n = batch, keywords, accumulate
@@ -113,10 +105,9 @@ def gradient_of(
 def _varying(
     axes: tuple[str, ...], parts: PyTree, keywords: Extra, has_key: bool, carries: bool
 ) -> tuple[PyTree, Extra]:
-    """Both as values that differ from device to device along named axes, with a key for each.
+    """Both as values that differ from device to device, with a key for each unless one was given.
 
-    A key that the user gave (`has_key`) stays. Of a loss that `carries` the model state through a
-    loop, that differs too.
+    Of a loss that `carries` the model state through a loop, that differs too.
     """
     from tsunax._core import axes as named_axes
 
@@ -133,19 +124,13 @@ def _objective(fn: LossFn, state: TrainState) -> Function:
     inputs: list[Any] = []  # found once for all micro-batches
 
     def objective(parts: tuple[PyTree, PyTree], rows: PyTree, keywords: Extra):
-        params = with_overwritten(state, with_rest(state, parts[0]), parts[1])
-        return loss_objective(fn, state, rows, keywords, inputs)(params)
+        return loss_objective(fn, state, rows, keywords, inputs)(with_rest(state, *parts))
 
     return objective
 
 
 def _differentiated(
-    fn: LossFn,
-    checkpoint: Function,
-    objective: Function,
-    parts: tuple[PyTree, PyTree],
-    rows: PyTree,
-    keywords: Extra,
+    name: str, remat: Function, objective: Function, parts: PyTree, rows: PyTree, keywords: Extra
 ) -> tuple[Loss, PyTree]:
     """The Loss of `objective`, with the new overwritten leaves, and the gradients of its scalar."""
     notes: list[bool] = []  # one if the loss depends on the trained leaves
@@ -154,7 +139,7 @@ def _differentiated(
         mean, loss = objective(parts, rows, keywords)
         return _noted(mean, notes), loss
 
-    both = jax.value_and_grad(checkpoint(noted), argnums=(0, 1), has_aux=True)
+    both = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._core.cpu.kept_sums import keep_sums
 
@@ -162,9 +147,8 @@ def _differentiated(
     (_, loss), (grads, new) = both(*parts)
     if not notes:
         got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = "Compute it from the params that loss_fn is given, without stop_gradient, argmax or "
-        fix += "rounding."
-        raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
+        fix = "Compute it from the given params, without stop_gradient, argmax or rounding."
+        raise LossError("loss", name, got, expected, fix)
     # jax.checkpoint hands constants out in a class of its own (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
@@ -175,12 +159,6 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
         return grads
     unscale = lambda g: g.astype(trees.wide_dtype(g)) / scale.scale
     return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
-
-
-def _stacked_over(axes: tuple[str, ...], where: str) -> WrongTypeError:
-    fix = "Give a function of the gradient of one row, or axis_name=() and take no mean."
-    got, expected = f"True over axis {axes!r}", "gradients with a mean"
-    return WrongTypeError("per_example", where, got, expected, fix)
 
 
 def _square_of(state: TrainState) -> Function:
@@ -202,8 +180,8 @@ def _with_noise_scale(state: TrainState, loss: Loss, square: jax.Array) -> Loss:
     squares, count = loss.noise_scale
     if state.loss_scale is not None:
         squares = squares / state.loss_scale.scale**2
-    noise_scale = NoiseScale.of(squares, count, loss.weight, square)
-    return dataclasses.replace(loss, noise_scale=noise_scale)
+    found = NoiseScale.of(squares, count, loss.weight, square)
+    return dataclasses.replace(loss, noise_scale=found)
 
 
 def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
@@ -232,13 +210,12 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
         if remat not in known:
             raise WrongTypeError(unknown("remat", where, remat, known))
         remat = getattr(jax.checkpoint_policies, remat)
-    if remat is None or remat is False:
-        return lambda f: f
-    if remat is not True and not callable(remat):
+    if remat is None or isinstance(remat, bool):
+        return jax.checkpoint if remat else lambda f: f
+    if not callable(remat):
         expected = "True, or a policy of jax.checkpoint_policies, or its name"
         raise WrongTypeError("remat", where, trees.describe(remat), expected)
-    policy: Any = None if remat is True else remat
-    return functools.partial(jax.checkpoint, policy=policy)
+    return functools.partial(jax.checkpoint, policy=remat)
 
 
 def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:

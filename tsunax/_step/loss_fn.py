@@ -6,13 +6,11 @@ knows nothing of gradients.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +48,7 @@ class LossFn:
     @classmethod
     def of(
         cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
-    ) -> LossFn:
+    ) -> Self:
         name, expected = form.partition("(")[0], f"a function {form}"
         is_step = hasattr(fn, "pure") and hasattr(fn, "loss_fn")
         if not callable(fn) or isinstance(fn, type) or is_step:
@@ -75,9 +73,7 @@ class LossFn:
         names = tuple(p.name for p in rest)
         return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
-    def keywords(
-        self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool
-    ) -> dict[str, Any]:
+    def keywords(self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool) -> Extra:
         """The keywords that this function names, from the state and `extra`."""
         for name in extra:
             if name in _TAKEN or (name == "key" and train and state.key is not None):
@@ -114,8 +110,7 @@ class LossFn:
     ) -> Loss:
         """The `Loss` of one batch; a scalar is weighed by the number of rows, or of unmasked ones.
 
-        If leaves of the batch differ in rows, the weight is 1; if the Loss `merges` with others,
-        this raises LossError.
+        If leaves differ in rows, the weight is 1, or LossError if the Loss `merges` with others.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace
@@ -189,8 +184,7 @@ def loss_objective(
             loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
         if call.moved and loss.model_state is None:
             got = "none, though a model in train mode made a new one"
-            fix = "Write ts.Loss.mean(values, model_state=new), or model_state=model_state to keep "
-            fix += "the old one."
+            fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
             raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
         mean = loss.compute()
         if state.loss_scale is not None:

@@ -1,10 +1,8 @@
 """Errors of a loss function that fails, names an unknown keyword, or is in the wrong place."""
 
-from __future__ import annotations
-
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +29,7 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
 
-def check_options(
-    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any
-) -> None:
+def check_options(where: str, accumulate: int, per_example: Any, noise_scale: Any, whole) -> None:
     """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination."""
     is_function = callable(per_example) and not isinstance(per_example, type)
     if not (is_function or isinstance(per_example, bool)):
@@ -100,18 +96,15 @@ def hide_own_frames(error: BaseException) -> None:
     """
     if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
         return
-    ours, jaxs = OURS, os.path.dirname(jax.__file__)
-    frames = [(tb, tb.tb_frame.f_code.co_filename) for tb in _each(error.__traceback__)]
+    tb, frames = error.__traceback__, []
+    while tb is not None:
+        frames.append((tb, tb.tb_frame.f_code.co_filename))
+        tb = tb.tb_next
+    jaxs = os.path.dirname(jax.__file__)
     foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(ours):
+    if foreign and not foreign[-1].startswith(OURS):
         kept = None
         for tb, name in reversed(frames):
-            if not name.startswith(ours):
+            if not name.startswith(OURS):
                 kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
         error.__traceback__ = kept
-
-
-def _each(tb: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next

@@ -1,7 +1,5 @@
 """Populations: states whose arrays have a leading axis of members, and functions mapped over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +44,9 @@ def check_local_members(state: Any, where: str) -> None:
 
 
 def over_members(f: Callable, state: TrainState | States, *trees, at_once: int | None = None):
-    """Map `f(state, *trees)` over the members of a population.
+    """Map `f(state, *trees)` over the members of a population, `at_once` of them together.
 
-    A tree in `each` has one value for each member; the members share all others. `at_once` members
-    are computed together, one such group after the other; None: all.
+    A tree in `each` has one value for each member; the members share all others.
     """
     n = members_of(state)
     check_each(state, trees)
@@ -79,6 +76,3 @@ def check_each(state: TrainState | States, trees) -> None:
 
 def _is_each(x) -> bool:
     return isinstance(x, each)
-
-
-__all__ = ["check_local_members", "each", "members_of", "over_members"]

@@ -1,7 +1,5 @@
 """Moving the arguments of a step to the mesh of its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -9,19 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import placement
-from tsunax._core.placement import MeshShardings, mesh_shardings, resharded
+from tsunax._core.placement import MeshShardings
 from tsunax._step.members import members_of
 from tsunax.errors import LossError
 from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
-
-
-def place_state_on_mesh(moving, still=()) -> tuple[MeshShardings | None, Any, Any]:
-    """The shardings of a state on a mesh (None: on one device), and its two parts moved to them."""
-    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
-    if first is None or second is None:
-        return None, moving, still
-    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
 def masked(given, padding):
@@ -32,13 +22,8 @@ def masked(given, padding):
     return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
 
 
-def place_batch(
-    step: Any, state: TrainState, shardings: MeshShardings, batch, extra
-) -> tuple[Any, dict]:
-    """Spread a host batch over the mesh of the state; `extra` is replicated.
-
-    Rows that do not divide are padded if loss_fn takes a mask, and raise DataError if not.
-    """
+def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra) -> tuple:
+    """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
     there = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
@@ -53,7 +38,10 @@ def place_batch(
 def place_as_it_is(
     state: TrainState, shardings: MeshShardings, batch, extra, *, whole: bool = False
 ) -> tuple[Any, dict]:
-    """Spread a host batch without padding; with `whole`, rows that do not divide are replicated."""
+    """Spread a host batch over the mesh of the state; `extra` is replicated.
+
+    Rows that do not divide are replicated if `whole`, and raise DataError if not.
+    """
     there = shardings.replicated
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
         return placement.replicate((batch, extra), there)

@@ -4,8 +4,6 @@ A stack has the memory of as many gradients as there are rows. A mean of changed
 clipped, for example) has that of one micro-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

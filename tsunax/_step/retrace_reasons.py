@@ -1,7 +1,5 @@
 """Why a step was traced again: the first differences between the arguments of two traces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -46,10 +44,10 @@ def _leaf_types(traced: Traced) -> dict[str, str]:
 def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     """How many static parts differ from those of an earlier trace; the differences in words."""
     a, b = _static_parts(new), _static_parts(old)
-    parts, found = [name for name in a if name in b and a[name] != b[name]], []
-    for part in parts[:1]:
-        shown = isinstance(a[part], str)
-        found.append(f"{part} is {a[part]}, was {b[part]}" if shown else f"{part} is another one")
+    parts = [name for name in a if name in b and a[name] != b[name]]
+    found = [f"{part} is another one" for part in parts[:1]]
+    if found and isinstance(a[parts[0]], str):
+        found = [f"{parts[0]} is {a[parts[0]]}, was {b[parts[0]]}"]
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (parts and "state" in place):

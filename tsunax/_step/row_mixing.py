@@ -26,8 +26,6 @@ works row by row, or drops the rows. Statistics do not count if the loss returns
 batch norm is documented to see micro-batches, as in PyTorch.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -101,9 +99,7 @@ _OTHER = "argmax argmin reduce_and reduce_max reduce_min reduce_or".split()
 _REDUCTIONS = frozenset((*_OTHER, "reduce_sum", "reduce_prod"))
 
 
-def warn_of_mixed_rows(
-    objective: Callable, params, batch, keywords, name: str, n: int = 0, in_embed: bool = False
-) -> None:
+def warn_of_mixed_rows(objective, params, batch, keywords, name: str, n=0, in_embed=False) -> None:
     """Warn if the loss in `objective(params, batch, keywords) -> (scalar, Loss)` mixes rows.
 
     `n`: micro-batches, 0 for row by row; `in_embed`: the loss is the first part of a whole_batch.

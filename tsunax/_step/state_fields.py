@@ -33,10 +33,7 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The static part of a state: the rule without its numbers, the trained leaves, dtypes.
-
-    Interned: equal plans are one object, so that jit finds its program by identity.
-    """
+    """The static part of a state. Equal plans are one object: jit finds its program by identity."""
 
     init: Any  # the rule's init without its numbers, only traced for shapes; None in an evaluation
     update: Any  # the rule's update; None in an evaluation

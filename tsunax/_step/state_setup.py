@@ -3,10 +3,7 @@
 A step does not run this file. It does not know `TrainState`, whose methods it helps.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +11,7 @@ import numpy as np
 import optax
 
 from tsunax import guard, reproduce
-from tsunax._core import checks, patterns, trees
+from tsunax._core import Extra, checks, patterns, trees
 from tsunax._step.state_fields import COUNTS, trained_count
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
@@ -22,9 +19,7 @@ from tsunax.precision import Policy, as_loss_scale, cast
 from tsunax.rules.leaf_owners import owners_of
 
 
-def check_setup(
-    params: Any, device: Any, model_state: Any, trainable: Any, copy: bool, freezable: bool
-) -> tuple[bool, ...]:
+def check_setup(params, device, model_state, trainable, copy, freezable) -> tuple[bool, ...]:
     """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
     if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
@@ -43,20 +38,8 @@ def check_setup(
     return flags
 
 
-def stored_params(params: Any, flags: tuple[bool, ...], take: Callable[[Any], Any]) -> Any:
-    """The params as a state stores them, all as JAX arrays, the trained ones copied by `take`."""
-    leaves, treedef = jax.tree.flatten(params)
-    kept = zip(leaves, flags, strict=True)
-    return treedef.unflatten([take(x) if flag else trees.strong(x) for x, flag in kept])
-
-
-def without_overwritten(
-    params: Any, flags: tuple[bool, ...], trainable: Any
-) -> tuple[tuple[bool, ...], tuple[bool, ...] | None]:
-    """Which leaves the rule trains, and which of the selected ones their gradients replace.
-
-    Gradients replace flax's fp8 scales and amax histories: no rule is given those.
-    """
+def without_overwritten(params, flags, trainable) -> tuple[Any, tuple[bool, ...] | None]:
+    """Which leaves the rule trains, and which of the selected ones their gradients replace."""
     pairs = zip(trees.paths(params), flags, strict=True)
     found = tuple(on and trees.is_overwritten(path) for path, on in pairs)
     if not any(found):
@@ -75,7 +58,7 @@ def check_rounding(policy: Policy | None, key: Any, where: str) -> None:
         raise StateError("key", where, "None", "a key", fix)
 
 
-def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
+def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     """The trained part as a state stores it, and its master copies."""
     if policy is None:
         return trained, None
@@ -85,11 +68,7 @@ def rounded_and_masters(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
-    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf.
-
-    A buffer that is donated twice is an error: averaging rules start from the params themselves,
-    and a rule may hold its key for another setup.
-    """
+    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf."""
     try:
         opt_state = rule.init(trained)
     except TsunaxError:
@@ -97,7 +76,7 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
     except Exception as error:
         expected = "one that can start from these params"
         raise RuleError("rule", "setup()", told(error), expected) from error
-    seen = {id(x) for x in jax.tree.leaves(held)}
+    seen = {id(x) for x in jax.tree.leaves(held)}  # a buffer that is donated twice is an error
 
     def fresh(x):
         if trees.is_traced(x):
@@ -113,9 +92,8 @@ def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
 def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     """The state of a rule, as `init` returned it, with its moments in the dtype of the policy.
 
-    A moment has the shape of its parameter, and begins without its value: rules that compare
-    params with a copy of them (Prodigy, schedule-free ones) would compare with its rounding. The
-    sums of a window are no moments: they are added up in float32.
+    A moment has the shape of its parameter, and begins without its value, which Prodigy and
+    schedule-free rules need exactly. Sums of a window are no moments: they stay float32.
     """
     from tsunax._core.dataflow import Analysis
     from tsunax.rules import accumulation
@@ -158,25 +136,18 @@ def as_key(key: Any, where: str) -> Any:
     raise WrongTypeError("key", where, trees.describe(key), expected, fix)
 
 
-def first_values(
-    fields: dict[str, Any], roles: dict[str, str], trained: Any, where: str
-) -> dict[str, Any]:
+def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str) -> Extra:
     """The first values of fields like the trained leaves, or StateError for other leaves."""
-    out = dict(fields)
+    out, shapes = dict(fields), lambda tree: list(map(np.shape, jax.tree.leaves(tree)))
+    expected = shapes(trained)
     for name, value in fields.items():
         if roles[name] == "average" and (average := as_average(value, where, name)) is not None:
             out[name] = average.of(trained) if average.params is None else average
-            check_leaves(name, out[name].params, trained)
-        elif roles[name] == "trained" and value is not None:
-            check_leaves(name, value, trained)
+            value = out[name].params
+        is_like = roles[name] in ("average", "trained") and value is not None
+        if is_like and shapes(value)[: len(expected)] != expected:
+            checks.check_like(name, value, trained, "Give ts.trainable(state).", "field")
     return out
-
-
-def check_leaves(name: str, value: Any, trained: Any) -> None:
-    """Raise StateError unless the first leaves of a field have the shapes of the trained ones."""
-    shapes, expected = (list(map(np.shape, jax.tree.leaves(x))) for x in (value, trained))
-    if shapes[: len(expected)] != expected:
-        checks.check_like(name, value, trained, "Give ts.trainable(state).", "field")
 
 
 def check_field(state: Any, name: str, value) -> None:

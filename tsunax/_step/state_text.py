@@ -1,7 +1,5 @@
 """The text of a state: its tree, counts, hyperparameters, frozen leaves, bytes and devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -43,11 +41,7 @@ def _tree_rows(state: Any) -> list[str]:
 
 
 def leaf_rows(state: Any) -> list[tuple[str, Any, str]]:
-    """Path, leaf and status of each leaf of params.
-
-    The status is "", "frozen", "2 of 8 frozen" (members), "not trained", or "overwritten" by its
-    gradient.
-    """
+    """Path, leaf and status of each leaf of params: "", "2 of 8 frozen", "overwritten", ..."""
     named = trees.leaves_with_names(state.params)
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n

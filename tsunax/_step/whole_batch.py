@@ -6,8 +6,6 @@ arXiv:2101.06983). That is a checkpoint in a scan: for the rest of a step it is 
 like any other, of one batch.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ from tsunax.rules.clipping import add_decayed_weights as add_decayed_weights
 from tsunax.rules.clipping import clip as clip
 from tsunax.rules.clipping import clip_by_global_norm as clip_by_global_norm
 from tsunax.rules.clipping import clip_by_norm as clip_by_norm
+from tsunax.rules.clipping import reject_spikes as reject_spikes
 from tsunax.rules.clipping import sign_decay as sign_decay
 from tsunax.rules.combining import chain as chain
 from tsunax.rules.combining import partition as partition
@@ -67,6 +68,5 @@ from tsunax.rules.optimizers import sm3 as sm3
 from tsunax.rules.optimizers import soap as soap
 from tsunax.rules.optimizers import sophia as sophia
 from tsunax.rules.optimizers import yogi as yogi
-from tsunax.rules.spikes import reject_spikes as reject_spikes
 from tsunax.rules.widths import scale_by_width as scale_by_width
 from tsunax.rules.wrapping import wrap as wrap

@@ -31,9 +31,8 @@ def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=
     >>> rule.update(jnp.ones(1), state)[0]
     Array([-0.19], dtype=float32)
     """
-    return optax.chain(
-        optax.scale_by_learning_rate(learning_rate), optax.trace(momentum, nesterov=nesterov)
-    )
+    rate = optax.scale_by_learning_rate(learning_rate)
+    return optax.chain(rate, optax.trace(momentum, nesterov=nesterov))
 
 
 def flux_rprop(

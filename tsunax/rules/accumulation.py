@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,9 +16,9 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, Scalar, checks, weighted_sums
 from tsunax.errors import RuleError
 from tsunax.rules import number_checks
-from tsunax.rules.extra_arguments import as_rule, with_extra
+from tsunax.rules.clipping import SpikeState
+from tsunax.rules.extra_arguments import Init, as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.spikes import SpikeState
 
 
 @jax.tree_util.register_dataclass
@@ -64,18 +63,14 @@ def in_sums(opt_state: PyTree) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=_is_window))
 
 
-@dataclass(frozen=True)
-class _Init:
-    init: Callable
-
-    def __call__(self, params) -> Window:
-        inner, zero = self.init(params), jnp.float32(0)
-        if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
-            expected = "chain(reject_spikes(), accumulate(...))"
-            fix = "A window that it rejected would stay and be rejected for ever."
-            raise RuleError("reject_spikes", "accumulate()", "it inside", expected, fix)
-        sums, count = weighted_sums.zeros(params), jnp.int32(0)
-        return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
+def _first_window(init, params) -> Window:
+    inner, zero = init(params), jnp.float32(0)
+    if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
+        expected = "chain(reject_spikes(), accumulate(...))"
+        fix = "A window that it rejected would stay and be rejected for ever."
+        raise RuleError("reject_spikes", "accumulate()", "it inside", expected, fix)
+    sums, count = weighted_sums.zeros(params), jnp.int32(0)
+    return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
 
 
 @dataclass(frozen=True)
@@ -155,7 +150,7 @@ def accumulate(
     else:
         checks.check_count(every, "accumulate()", "every")
     rule = with_extra(rule)
-    return as_rule(_Init(rule.init), Gather(rule.update, every))
+    return as_rule(Init(_first_window, (rule.init,)), Gather(rule.update, every))
 
 
 def flush(state: PyTree) -> PyTree:
@@ -170,6 +165,6 @@ def flush(state: PyTree) -> PyTree:
     >>> ts.rules.flush(state).params["w"]
     Array([-0.1, -0.1], dtype=float32)
     """
-    from tsunax._step import window_flush
+    from tsunax._step import between_steps
 
-    return window_flush.windows_flushed(state)
+    return between_steps.windows_flushed(state)

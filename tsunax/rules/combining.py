@@ -17,17 +17,13 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.extra_arguments import as_rule, blank, with_extra
+from tsunax.rules.extra_arguments import Init, as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.leaf_owners import owners_in
 
 
-@dataclass(frozen=True)
-class _ChainInit:
-    inits: tuple[Callable, ...]
-
-    def __call__(self, params):
-        return tuple(init(params) for init in self.inits)
+def _chain_init(inits, params):
+    return tuple(init(params) for init in inits)
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
         fix = "What follows would run on every call: accumulate(chain(...), every)."
         raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
     inits, updates = zip(*rules, strict=True) if rules else ((), ())
-    return as_rule(_ChainInit(inits), _ChainUpdate(updates))
+    return as_rule(Init(_chain_init, (inits,)), _ChainUpdate(updates))
 
 
 @jax.tree_util.register_dataclass
@@ -99,16 +95,11 @@ def _assigned(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool
     return {pattern: tuple(o == pattern for o in owner) for pattern in patterns}
 
 
-@dataclass(frozen=True)
-class _PartitionInit:
-    patterns: tuple[str, ...]
-    inits: tuple[Callable, ...]
-
-    def __call__(self, params):
-        flags = _assigned(self.patterns, params)
-        parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
-        inits = zip(self.patterns, self.inits, strict=True)
-        return PartitionState({pattern: init(parts[pattern]) for pattern, init in inits})
+def _partition_init(patterns, inits, params):
+    flags = _assigned(patterns, params)
+    parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
+    pairs = zip(patterns, inits, strict=True)
+    return PartitionState({pattern: init(parts[pattern]) for pattern, init in pairs})
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,8 @@ def partition(
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
     inits, updates = zip(*map(with_extra, rules.values()), strict=True)
-    return as_rule(_PartitionInit(patterns, inits), _PartitionUpdate(patterns, updates))
+    init = Init(_partition_init, (patterns, inits))
+    return as_rule(init, _PartitionUpdate(patterns, updates))
 
 
 @dataclass(frozen=True)

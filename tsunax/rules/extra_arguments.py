@@ -1,7 +1,5 @@
 """Any optax rule as one that a step can call: it gets the extra arguments of its signature only."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +13,20 @@ from tsunax.rules.number_table import map_live
 
 
 @dataclass(frozen=True)
-class _PlainInit:
-    """The init of a rule that does not take `step=`: its schedules have their own clock."""
+class Init:
+    """`f(*args, params)` as the init of a rule, which compares by value, as no partial does."""
 
-    init: Function
+    f: Function
+    args: tuple[Any, ...]
 
     def __call__(self, params: PyTree) -> PyTree:
-        own = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
-        return map_live(own, self.init(params))
+        return self.f(*self.args, params)
+
+
+def _plain_init(init: Function, params: PyTree) -> PyTree:
+    """The init of a rule that does not take `step=`: its schedules have their own clock."""
+    own = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
+    return map_live(own, init(params))
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,7 @@ class PlainUpdate:
     update: Function
     takes: tuple[str, ...]
 
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
         given = {name: extra[name] for name in self.takes if name in extra}
         return self.update(updates, state, params, **given)
 
@@ -51,7 +53,7 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
         takes = keyword_names(rule.update, 3)  # behind updates, state, params
     if takes is None:
         return as_rule(rule.init, rule.update)
-    init = rule.init if "step" in takes else _PlainInit(rule.init)
+    init = rule.init if "step" in takes else Init(_plain_init, (rule.init,))
     return as_rule(init, PlainUpdate(rule.update, takes))
 
 

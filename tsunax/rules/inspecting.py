@@ -1,7 +1,5 @@
 """Facts about any optax rule before it runs: whether its update works, and its name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -59,9 +57,8 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         got = _unlike(updates, params, "updates")
         got = got and f"other updates ({got})"
         if not got and (difference := _unlike(after, before, "opt_state")):
-            raise RuleError(
-                f"optimizer state {difference}. The rule {name} changes it from call to call."
-            )
+            said = f"optimizer state {difference}. The rule {name} changes it from call to call."
+            raise RuleError(said)
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_):
             return
@@ -72,9 +69,10 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
         fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
         expected = "real numbers for this rule"
         raise RuleError("leaf", where, f"dtype {leaf.dtype}", expected, fix) from cause
-    from_optax = "unexpected keyword argument" in got and not hasattr(rule.update, "around")
-    way = _IN_OPTAX if from_optax else ""
-    what = "rule" if "<" in name else f"rule {name}"
+    way, what = "", "rule" if "<" in name else f"rule {name}"
+    if "unexpected keyword argument" in got and not hasattr(rule.update, "around"):
+        way = "optax's wrappers give extra arguments to all rules inside, also to those that take "
+        way += "others: join them with ts.rules.chain or ts.rules.partition."
     raise RuleError(what, "setup()", got, "updates like the params", way) from cause
 
 
@@ -92,9 +90,7 @@ def takes_rows(update: Function, params: PyTree) -> bool:
         return False
 
 
-def _traced(
-    rule: optax.GradientTransformationExtraArgs, params: PyTree, grads: PyTree = None
-) -> tuple[Any, Any, Any]:
+def _traced(rule, params: PyTree, grads: PyTree = None) -> tuple[Any, Any, Any]:
     """The shapes of the state before an update, of the updates, and of the state after it."""
     wide = lambda x: x.astype(trees.wide_dtype(x))
     loss = lambda p, *_, **__: sum(jnp.sum(wide(jnp.abs(x))) for x in jax.tree.leaves(p))
@@ -106,12 +102,6 @@ def _traced(
     before = jax.eval_shape(rule.init, params)
     grads = params if grads is None else grads
     return before, *jax.eval_shape(run, grads, before, params, *numbers)
-
-
-_IN_OPTAX = (
-    "optax's wrappers give extra arguments to all rules inside, also to those that take others: "
-    "join them with ts.rules.chain or ts.rules.partition."
-)
 
 
 def _unlike(new: PyTree, old: PyTree, root: str) -> str:

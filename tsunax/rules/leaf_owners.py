@@ -1,7 +1,5 @@
 """Which parameter each leaf of an optimizer state belongs to."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,9 +13,7 @@ from tsunax._core import Function, PyTree, trees
 from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
-def _owners_by_marks(
-    init: Callable[[Any], Any], params: Any, keyed: list
-) -> list[int | None] | None:
+def _owners_by_marks(init: Function, params: Any, keyed: list) -> list[int | None] | None:
     """Owners found by marking the params; None if `init` fails on those, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]

@@ -16,15 +16,7 @@ from tsunax._core import Function, PyTree, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
-from tsunax.rules.live_rules import (
-    Live,
-    LiveState,
-    LiveUpdate,
-    Scope,
-    building,
-    factory_module,
-    factory_name,
-)
+from tsunax.rules.live_rules import Live, LiveState, LiveUpdate, Scope, building, factory_name
 from tsunax.rules.number_table import Number, interned
 
 
@@ -109,7 +101,7 @@ class LiveFactory(Generic[P]):
         self.__doc__ = factory.__doc__
 
     def __repr__(self) -> str:
-        names = factory_module(self.factory), factory_name(self.factory)
+        names = getattr(self.factory, "__module__", None), factory_name(self.factory)
         return f"live({'.'.join(filter(None, names))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:

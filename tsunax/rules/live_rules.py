@@ -116,14 +116,9 @@ def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def factory_module(factory: object) -> str:
-    """The name of a factory's module; "" if it has none, for example when made by `exec`."""
-    return getattr(factory, "__module__", None) or ""
-
-
 def is_known(factory: object) -> bool:
     """Whether a factory is optax's or ours, and so known to work with any live number."""
-    return factory_module(factory).partition(".")[0] in ("optax", "tsunax")
+    return (getattr(factory, "__module__", None) or "").partition(".")[0] in ("optax", "tsunax")
 
 
 @dataclass(frozen=True)
@@ -199,21 +194,16 @@ class LiveUpdate:
         if not is_live(state) or state.table is None:
             where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
             raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
-        clock = state.count if step is None else step
-        extra["step"] = step
+        given = state.count if step is None else step, updates, params, {**extra, "step": step}
+        table = state.table
+        run = lambda i, inner: _run_factory(self.live, table[:, i], inner, *given)
         if state.groups == 1:
-            table = state.table[:, 0]
-            updates, inner = _run_factory(
-                self.live, table, clock, updates, state.inner, params, extra
-            )
-            counters = ()
+            (updates, inner), counters = run(0, state.inner), ()
         else:
             from tsunax.rules import subtree_numbers
 
-            runs = [
-                _run_factory(self.live, state.table[:, i], clock, updates, inner, params, extra)
-                for i, inner in enumerate(subtree_numbers.inners(self.live, state, updates))
-            ]
+            parts = subtree_numbers.inners(self.live, state, updates)
+            runs = [run(i, inner) for i, inner in enumerate(parts)]
             updates, inner, counters = subtree_numbers.merge_groups(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, dataclasses.replace(state, inner=inner, extra=counters, count=count)
@@ -222,7 +212,7 @@ class LiveUpdate:
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
-def _run_factory(live: Live, table, clock, updates, inner, params, extra):
+def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")

@@ -4,8 +4,6 @@ Without this, XLA cuts each product of the Newton-Schulz iteration if the params
 gathers its factors; if they are whole, every device computes all of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -68,9 +66,8 @@ def update_muon(
 
     def orthogonal(x: jax.Array) -> jax.Array:
         how = {name: given[name] for name in ("ns_steps", "preconditioning", "eps")}
-        rule = scale_by_muon(
-            beta=0.0, nesterov=False, weight_dimension_numbers=MuonDimensionNumbers(), **how
-        )
+        plain = MuonDimensionNumbers()
+        rule = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=plain, **how)
         fresh: Any = MuonState(jnp.int32(0), jnp.zeros_like(x), old.ns_coeffs)
         found: Any = rule.update(x, fresh)
         return found[0]

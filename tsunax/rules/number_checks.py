@@ -1,7 +1,5 @@
 """Checks of live numbers and their schedules: which parameters take them, and in which range."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Sequence
@@ -65,12 +63,10 @@ _RANGES = {
 }
 
 
-def check_number(
-    where: str, name: str, value: Any, expected: str = "a number or a schedule"
-) -> None:
+def check_number(where: str, name: str, value: Any, kind: str = "a number or a schedule") -> None:
     """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
     if not checks.is_real(value):
-        raise WrongTypeError(name, where, trees.describe(value), expected)
+        raise WrongTypeError(name, where, trees.describe(value), kind)
     if trees.is_traced(value):
         return
     if np.ndim(value):

@@ -5,17 +5,14 @@ its value, its complement `1 - value`, whether it is held against its schedule, 
 at `setup`, from which a restored run sees what was adjusted.
 
 **Why beside the optimizer state.** The state of a live rule has its own table. A `TrainState` keeps
-all tables of its rule apart from the optimizer state, as one array: `hoist` takes them out at
-`setup`, `lower` puts them back inside the trace, for one update, and `hoist_like` takes them out
-again. So the numbers are an argument of a step and never a result, for three reasons. A step pays
-for each array that it returns (about 1 us on a CPU). Numbers that are not donated can be read and
-adjusted without waiting for a running step. And the optimizer state has the plain structure of
-optax: code written for `ScaleByAdamState` reads it, and other tools read its checkpoints.
+all tables of its rule apart from it, as one array: `hoist` takes them out at `setup`, `lower` puts
+them back inside the trace, for one update, and `hoist_like` takes them out again. So the numbers
+are an argument of a step and never a result: a step pays for each array that it returns (about 1 us
+on a CPU), numbers that are not donated can be read and adjusted without waiting for a running step,
+and the optimizer state has the plain structure of optax, which other code and tools can read.
 
 The cost: an optimizer state has two structures, with live states (`Layout.full`) and without
-(`Layout.plain`), and only `Layout` knows which leaves of the first are missing from the second. A
-rule whose update changes its own table would break this: the change would be lost. No rule does
-that; `adjust` writes `Numbers.values`.
+(`Layout.plain`). If the update of a rule changed its own table, the change would be lost.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ All but these seven are optax's own: the same arguments and defaults, and the sa
 rounding (docs/live-rules.md lists the rules that differ, and by how much).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import optax

@@ -1,18 +1,15 @@
 """Cuts: several groups of values in one live rule, for disjoint sets of leaves.
 
 `adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own during a run.
-The rule stays one rule: its moments stay where they are, a global norm is over all leaves, and a
-step count counts all steps. The table of numbers gets one more group, and at every update the
-whole rule runs once per group, on all leaves, with the numbers of the group. Each leaf, and each
-leaf of the optimizer state that belongs to it, is then taken from the run of its own group. XLA
-drops the rest: a cut costs the scalars that the groups do not share. Leaves of the optimizer state
-that belong to no parameter (counts) exist once per group, because they may depend on its numbers.
+The rule stays one rule: a global norm is over all leaves. The table of numbers gets one more group,
+and at every update the whole rule runs once per group, on all leaves, with the numbers of the
+group. Each leaf, and each leaf of the optimizer state that belongs to it, is then taken from the
+run of its own group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
+(counts) exist once per group, because they may depend on its numbers.
 
 A rule would break this if its update of one leaf depended on the *numbers* for another one. No rule
-of optax does. The owners of the leaves are found by `leaf_owners.owners`.
+of optax does.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -11,6 +11,7 @@ import optax
 
 from tsunax._core import PyTree, trees
 from tsunax.errors import RuleError
+from tsunax.rules.extra_arguments import Init
 
 
 def scale_by_width(narrow: PyTree) -> optax.GradientTransformation:
@@ -39,35 +40,27 @@ def scale_by_width(narrow: PyTree) -> optax.GradientTransformation:
     [0.5, 0.5, 0.75]
     """
     leaves = jax.tree_util.tree_flatten_with_path(narrow)[0]
-    fans = tuple((trees.shown_path(path), np.ndim(x), _fan_in(x)) for path, x in leaves)
-    return optax.GradientTransformation(_WidthInit(fans), _WidthUpdate(fans))
+    # path, number of axes and fan-in of each leaf
+    fan = lambda path, x: (trees.shown_path(path), np.ndim(x), math.prod(x.shape[:-1]))
+    fans = tuple(fan(path, x) for path, x in leaves)
+    return optax.GradientTransformation(Init(_check_narrow, (fans,)), _WidthUpdate(fans))
 
 
-@dataclass(frozen=True)
-class _WidthInit:
-    fans: tuple[tuple[str, int, int], ...]  # path, number of axes and fan-in of each narrow leaf
-
-    def __call__(self, params: PyTree) -> optax.EmptyState:
-        known = {path: axes for path, axes, _ in self.fans}
-        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-            if known.get(name := trees.shown_path(path)) != np.ndim(x):
-                has = f"{known[name]} axes" if name in known else "nothing"
-                expected = f"{np.ndim(x)} axes, as in the wide model"
-                raise RuleError(f"leaf {name}", "scale_by_width()", f"{has} in narrow", expected)
-        return optax.EmptyState()
+def _check_narrow(fans, params):
+    known = {path: axes for path, axes, _ in fans}
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if known.get(name := trees.shown_path(path)) != np.ndim(x):
+            has = f"{known[name]} axes" if name in known else "nothing"
+            expected = f"{np.ndim(x)} axes, as in the wide model"
+            raise RuleError(f"leaf {name}", "scale_by_width()", f"{has} in narrow", expected)
+    return optax.EmptyState()
 
 
 @dataclass(frozen=True)
 class _WidthUpdate:
     fans: tuple[tuple[str, int, int], ...]
 
-    def __call__(
-        self, updates: PyTree, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[PyTree, optax.OptState]:
+    def __call__(self, updates, state, params=None):
         known = {path: fan for path, _, fan in self.fans}
-        scaled = lambda path, u: u * (known[trees.shown_path(path)] / _fan_in(u))
+        scaled = lambda path, u: u * (known[trees.shown_path(path)] / math.prod(u.shape[:-1]))
         return jax.tree_util.tree_map_with_path(scaled, updates), state
-
-
-def _fan_in(x: jax.Array | np.ndarray) -> int:
-    return math.prod(x.shape[:-1])

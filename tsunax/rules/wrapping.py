@@ -11,7 +11,7 @@ import optax
 from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import keyword_names
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.rules.extra_arguments import as_rule, with_extra
+from tsunax.rules.extra_arguments import Init, as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.live_rules import factory_name
 
@@ -25,13 +25,8 @@ class Wrapped:
     own: Any
 
 
-@dataclass(frozen=True)
-class _WrapInit:
-    init: Function
-    own: Function | None
-
-    def __call__(self, params):
-        return Wrapped(self.init(params), None if self.own is None else self.own(params))
+def _wrap_init(init, own, params):
+    return Wrapped(init(params), None if own is None else own(params))
 
 
 @dataclass(frozen=True)
@@ -86,4 +81,4 @@ def wrap(
             raise WrongTypeError(name, "wrap()", trees.describe(f), "a function")
     rule = with_extra(rule)
     around = _WrapUpdate(rule.update, update, keyword_names(update, 4))
-    return as_rule(_WrapInit(rule.init, init), around)
+    return as_rule(Init(_wrap_init, (rule.init, init)), around)

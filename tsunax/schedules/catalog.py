@@ -10,15 +10,7 @@ import jax.numpy as jnp
 
 from tsunax._core import checks, trees
 from tsunax.schedules import schedule_type as t
-from tsunax.schedules.schedule_type import (
-    Length,
-    NotNegative,
-    Period,
-    Positive,
-    Value,
-    Wait,
-    schedule,
-)
+from tsunax.schedules.schedule_type import Length, NotNegative, Positive, Value, Wait, schedule
 
 # ------------------------------------------------------------------------ what formulas are made of
 
@@ -34,11 +26,7 @@ def _ramp(step, begin, length):
 
 
 def _left(step, begin, length):
-    """From 1 at `begin` to 0 `length` steps later: the ramp's rest.
-
-    1 - ramp would keep no digit of it near the end: of 10⁶ steps the last one is 1.0133e-6 that
-    way.
-    """
+    """From 1 at `begin` to 0 `length` steps later; 1 - ramp would keep no digit near the end."""
     length = jnp.maximum(length, 1)
     return jnp.clip((begin + length - step) / length, 0, 1)
 
@@ -330,9 +318,8 @@ def inverse_time(step, init_value: Value, decay_rate: NotNegative, power: NotNeg
 def inverse_sqrt(step, peak_value: Value, warmup_steps: Wait, init_value: Value = 0.0):
     """A straight line from `init_value` to `peak_value`, then `peak · sqrt(warmup_steps / step)`.
 
-    The line takes `warmup_steps` steps. Noam's schedule counts from
-    1: with a model of width d it is `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps),
-    1)`. (Vaswani et al., arXiv:1706.03762.)
+    The line takes `warmup_steps` steps. Noam's schedule counts from 1: for a model of width d it is
+    `shift(inverse_sqrt((d * warmup_steps) ** -0.5, warmup_steps), 1)`. (arXiv:1706.03762.)
 
     >>> from tsunax.schedules import inverse_sqrt
     >>> inverse_sqrt(1.0, warmup_steps=4).values(17)[[0, 2, 4, 16]]
@@ -356,8 +343,7 @@ def warmup_stable_decay(
     """A straight line up to `peak_value`, a flat part, and a straight line down to `end_value`.
 
     It starts at `init_value`; the parts take `warmup_steps`, `stable_steps` and `cooldown_steps`.
-    (Hu et al.,
-    MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al., arXiv:2405.18392.)
+    (MiniCPM, arXiv:2404.06395; the straight cooldown is Hägele et al., arXiv:2405.18392.)
 
     >>> from tsunax.schedules import warmup_stable_decay
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
@@ -368,59 +354,54 @@ def warmup_stable_decay(
     return _through(step, [(0, init_value), (warmup_steps, peak_value), *falling])
 
 
-def _wave(u):
-    return 1 - jnp.abs(2 * u - 1)
-
-
-def _hump(u):
-    return jnp.sin(jnp.pi * u)
+_wave = lambda u: 1 - jnp.abs(2 * u - 1)
+_hump = lambda u: jnp.sin(jnp.pi * u)
 
 
 @schedule
-def triangle(step, low: Value, high: Value, period: Period):
+def triangle(step, low: Value, high: Value, period: t.Period):
     """From `low` up to `high` and back in `period` steps, repeated. (Smith, arXiv:1506.01186.)"""
     return _between(low, high, _wave(_cycle(step, period)[0]))
 
 
 @schedule
-def triangle_halving(step, low: Value, high: Value, period: Period):
+def triangle_halving(step, low: Value, high: Value, period: t.Period):
     """`triangle(low, high, period)` whose height `high - low` halves after each `period` steps."""
     u, past = _cycle(step, period)
     return _between(low, high, _wave(u) * 0.5**past)
 
 
 @schedule
-def triangle_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
+def triangle_exponential(step, low: Value, high: Value, period: t.Period, decay_rate: t.Decay):
     """`triangle(low, high, period)`, its height times the float `decay_rate` at each step."""
     return _between(low, high, _wave(_cycle(step, period)[0]) * decay_rate**step)
 
 
 @schedule
-def sine(step, low: Value, high: Value, period: Period):
+def sine(step, low: Value, high: Value, period: t.Period):
     """`low + (high - low) · |sin(π step / period)|`: one hump in each `period` steps."""
     return _between(low, high, _hump(_cycle(step, period)[0]))
 
 
 @schedule
-def sine_halving(step, low: Value, high: Value, period: Period):
+def sine_halving(step, low: Value, high: Value, period: t.Period):
     """`sine(low, high, period)` whose height `high - low` halves after each `period` steps."""
     u, past = _cycle(step, period)
     return _between(low, high, _hump(u) * 0.5**past)
 
 
 @schedule
-def sine_exponential(step, low: Value, high: Value, period: Period, decay_rate: t.Decay):
+def sine_exponential(step, low: Value, high: Value, period: t.Period, decay_rate: t.Decay):
     """`sine(low, high, period)`, its height times the float `decay_rate` at each step."""
     return _between(low, high, _hump(_cycle(step, period)[0]) * decay_rate**step)
 
 
 @schedule
-def cosine_annealing(step, low: Value, high: Value, period: Period, restart: bool = True):
+def cosine_annealing(step, low: Value, high: Value, period: t.Period, restart: bool = True):
     """Half a cosine from `high` towards `low` in `period` steps, repeated if `restart`.
 
     With restarts `low` itself is never reached: the last step of a period is 1/period before it.
-    (Loshchilov and Hutter, SGDR,
-    arXiv:1608.03983.)
+    (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
     u = _cycle(step, period)[0] if restart else _ramp(step, 0, period)
     return _between(low, high, _cosine(u))

@@ -11,18 +11,9 @@ import numpy as np
 
 from tsunax._core import Function, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.schedules import schedule_type as t
 from tsunax.schedules.catalog import warmup_cosine_decay_schedule
-from tsunax.schedules.schedule_type import (
-    Offset,
-    Period,
-    Piece,
-    Schedule,
-    at,
-    check_piece,
-    check_steps,
-    schedule,
-    whole,
-)
+from tsunax.schedules.schedule_type import Piece, Schedule, at, schedule, whole
 
 
 def _check_pieces(where, name, value):
@@ -34,11 +25,11 @@ def _check_pieces(where, name, value):
     for i, item in enumerate(value):
         piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
         if length is not None:
-            length = check_steps(where, f"{name}[{i}][1]", length)
+            length = t.check_steps(where, f"{name}[{i}][1]", length)
         elif i < len(value) - 1:
             got, fix = "a piece without a length", "Only the last piece goes on without end."
             raise HyperparameterError(f"{name}[{i}]", where, got, "(schedule, length)", fix)
-        out.append((check_piece(where, f"{name}[{i}][0]", piece), length))
+        out.append((t.check_piece(where, f"{name}[{i}][0]", piece), length))
     return tuple(out)
 
 
@@ -63,31 +54,31 @@ def sequence(step, pieces: Pieces):
 
 
 @schedule
-def loop(step, schedule: Piece, period: Period):
+def loop(step, schedule: Piece, period: t.Period):
     """The first `period` steps of a schedule, repeated: `schedule(step % period)`."""
     return at(schedule, step % jnp.maximum(whole(period), 1))
 
 
 @schedule
-def interpolate(step, schedule: Piece, rate: Period):
+def interpolate(step, schedule: Piece, rate: t.Period):
     """`schedule(step // rate)`: a schedule of epochs that have `rate` steps each."""
     return at(schedule, step // jnp.maximum(whole(rate), 1))
 
 
 @schedule
-def shift(step, schedule: Piece, offset: Offset):
+def shift(step, schedule: Piece, offset: t.Offset):
     """`schedule(step + offset)`; with a negative offset, first `schedule(0)` for so many steps."""
     return at(schedule, step + whole(offset))
 
 
 @schedule
-def reverse(step, schedule: Piece, period: Period):
+def reverse(step, schedule: Piece, period: t.Period):
     """`schedule(period - step)`: from its value at step `period` back to that at 0, which stays."""
     return at(schedule, whole(period) - step)
 
 
 @schedule
-def symmetric(step, schedule: Piece, period: Period):
+def symmetric(step, schedule: Piece, period: t.Period):
     """`schedule(min(step, period - step))`: up to the middle of `period` steps, and back.
 
     >>> from tsunax.schedules import *

@@ -120,13 +120,10 @@ def _as_step(step, title: str):
 @jax.jit
 def _evaluate(schedule: Schedule, step):
     """The formula, compiled once for all numbers: a call has the bits that it has inside a step."""
-    # XLA folds constants that it can see into the formula (a / 3 becomes a * (1 / 3)), which costs
-    # the last bit
+    # XLA folds constants that it sees (a / 3 becomes a * (1 / 3)), which costs the last bit
     schedule, step = jax.lax.optimization_barrier((schedule, step))
-    arguments = {
-        name: x if name == "schedule" else at(x, step) for name, x in schedule.arguments.items()
-    }
-    value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
+    given = {k: x if k == "schedule" else at(x, step) for k, x in schedule.arguments.items()}
+    value = schedule.factory.__wrapped__(step, **given, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
     return value if value.ndim else _number_table.weak(value)
 
@@ -207,9 +204,7 @@ def _check_flag(where: str, name: str, value: Any) -> bool:
 
 
 def _or_schedule(check: Callable) -> Callable:
-    return lambda where, name, value: (check_piece if callable(value) else check)(
-        where, name, value
-    )
+    return lambda where, name, x: (check_piece if callable(x) else check)(where, name, x)
 
 
 _check_value = _or_schedule(check_finite)

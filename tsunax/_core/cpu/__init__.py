@@ -1,4 +1,1 @@
-"""Programs rewritten for XLA's CPU compiler: the same numbers, in less time.
-
-It knows jaxprs only.
-"""
+"""Programs rewritten for XLA:CPU: the same numbers, in less time. It knows jaxprs only."""

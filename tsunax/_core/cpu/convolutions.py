@@ -7,19 +7,13 @@ slower. `fast` writes the transposes that XLA leaves out. It replaces equations 
 others of the same type, so that it reaches the convolutions of the gradient in any model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.cpu.rewriting import rewritten
-
-if TYPE_CHECKING:
-    from jax.extend import core
+from tsunax._core.cpu.rewriting import Equation, Jaxpr, rewritten
 
 # of the inner functions that stand for a convolution: they are not looked into again
 NAME = "convolution_in_loop"
@@ -29,8 +23,7 @@ _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
     "precision preferred_element_type rhs_dilation window_strides".split()
 )
-# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel,
-# once per group.
+# Groups that read so few features are up to 15 times faster in scalar loops than in the kernel
 _NARROW = 4
 
 
@@ -38,9 +31,7 @@ def fast(fn: Callable) -> Callable:
     """`fn` with convolutions that stay fast inside a compiled loop on CPU.
 
     Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's
-    convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over. The
-    platform is the one that the program is compiled for, not the one where the arrays are while it
-    is traced.
+    convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over.
 
     Bits are those of the same convolution outside of a loop, with two exceptions, within 1e-6 of
     the largest value. Grouped convolutions that read 4 features or fewer per group stay as they
@@ -56,15 +47,15 @@ def fast(fn: Callable) -> Callable:
     return rewritten(fn, equations, closed=NAME)
 
 
-def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+def equations(jaxpr: Jaxpr) -> list[Equation]:
     """The equations of a program, with a call of a fast convolution for each slow one."""
     is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
     return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
 
 
-def _convolution(eqn: core.JaxprEqn) -> core.JaxprEqn:
+def _convolution(eqn: Equation) -> Equation:
     """One equation that calls the fast form on CPU and the old one elsewhere."""
-    x, w, out = cast(Any, [v.aval for v in (*eqn.invars, *eqn.outvars)])
+    x, w, out = (v.aval for v in (*eqn.invars, *eqn.outvars))
     if eqn.params.keys() != _PARAMETERS:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
@@ -85,7 +76,7 @@ def _is_cut(sharding) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _convolution_call(x, w, params: tuple) -> core.JaxprEqn | None:
+def _convolution_call(x, w, params: tuple) -> Equation | None:
     """The equation for these types, traced once: equal layers of a model share it."""
     options = dict(params)
 
@@ -120,8 +111,7 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     (n, c, *x_space), (o, i, *w_space), (out_n, out_c, *out_space) = dimension_numbers
     x = jnp.transpose(x, (n, *x_space, c))
     w = jnp.transpose(w, (*w_space, i, o))
-    # One kernel per group is what XLA makes a convolution of feature groups with, in the same order
-    # of additions.
+    # as XLA computes a convolution of feature groups: one kernel per group, the same additions
     if batch_group_count not in (1, w.shape[-1]):
         x = _as_features(x, batch_group_count)
         feature_group_count, batch_group_count = batch_group_count, 1

@@ -11,24 +11,18 @@ CPU seconds of a step over those without it (`python -m benchmarks kept_sums`): 
 `optimization_barrier` does nothing for it: XLA:CPU drops it before it fuses.
 
 Bits: XLA may multiply and add in one instruction, and other kernels choose other products for it.
-Of eleven models nine had the same bits as before, two ViT differed by 1e-7. Without that
-instruction (`XLA_FLAGS=--xla_cpu_max_isa=AVX`) the ViT had them, too. `LEAST` is the switch.
+Of eleven models nine had the same bits as before, two ViT differed by 1e-7.
 """
-
-from __future__ import annotations
 
 import collections
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.cpu.rewriting import rewritten
-
-if TYPE_CHECKING:
-    from jax.extend import core
+from tsunax._core.cpu.rewriting import Equation, Jaxpr, rewritten
 
 LEAST = 1 << 16  # bytes of a sum: smaller ones are computed again faster than they are kept
 # For each dtype the bits of a NaN that arithmetic never makes: no sum has them
@@ -46,7 +40,7 @@ def keep_sums(fn: Callable) -> Callable:
     return rewritten(fn, _equations)
 
 
-def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+def _equations(jaxpr: Jaxpr) -> list[Equation]:
     if not any(map(_is_large_sum, jaxpr.eqns)):
         return jaxpr.eqns
     readers = collections.Counter(map(id, jaxpr.outvars))
@@ -58,7 +52,7 @@ def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
             found.append(eqn)
             continue
         (out,) = eqn.outvars
-        fused: Any = type(out)(out.aval)
+        fused = type(out)(out.aval)
         call = _sum_call(out.aval).replace(
             invars=[fused], outvars=[out], source_info=eqn.source_info
         )
@@ -66,16 +60,16 @@ def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     return found
 
 
-def _is_large_sum(eqn: core.JaxprEqn) -> bool:
+def _is_large_sum(eqn: Equation) -> bool:
     if eqn.primitive.name != "add_any":
         return False
-    aval: Any = eqn.outvars[0].aval
+    aval = eqn.outvars[0].aval
     is_known = aval.dtype.name in _NEVER and isinstance(aval.size, int)  # no symbolic shape
     return is_known and aval.size * aval.dtype.itemsize >= LEAST
 
 
 @functools.lru_cache(maxsize=1024)
-def _sum_call(aval: Any) -> core.JaxprEqn:
+def _sum_call(aval: Any) -> Equation:
     """The equation for sums of this type, traced once."""
 
     def kept_sum(x):

@@ -1,28 +1,23 @@
 """Functions with other equations in their jaxpr, at any depth."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from jax.extend import core
-
-# Equations whose inner programs are rewritten, too. Not shard_map, pallas_call and others that have
-# layouts of their own.
+# of jax.extend.core, which costs 20 ms to import
+Jaxpr: TypeAlias = Any
+Equation: TypeAlias = Any
+# Their inner programs are rewritten, too; those of shard_map, pallas_call ... have own layouts
 _OPEN = frozenset(
     "jit pjit scan while cond remat2 checkpoint call closed_call custom_jvp_call "
     "custom_vjp_call".split()
 )
 
 
-def rewritten(
-    fn: Callable, change: Callable[[core.Jaxpr], list[core.JaxprEqn]], closed: str = ""
-) -> Callable:
+def rewritten(fn: Callable, change: Callable, closed: str = "") -> Callable:
     """`fn`, of trees of arrays, with the equations that `change` gives for each jaxpr in it.
 
     Equations that stay are the same objects. Calls named `closed` are not rewritten. Results that
@@ -37,9 +32,8 @@ def rewritten(
     def wrapped(*args, **kwargs):
         # One equation around it all, so that the rewritten program is not traced again; of a
         # function that is new each time, because jit remembers what an old one closed over.
-        program, shapes = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)(
-            *args, **kwargs
-        )
+        trace = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)
+        program, shapes = trace(*args, **kwargs)
         program = of_program(program, change, closed, {})
         out = core.jaxpr_as_fun(program)(*jax.tree.leaves((args, kwargs)))
         constants = _constants(getattr(program, "jaxpr", program))
@@ -49,7 +43,7 @@ def rewritten(
     return wrapped
 
 
-def _constants(outer: core.Jaxpr) -> dict[int, np.ndarray]:
+def _constants(outer: Jaxpr) -> dict[int, np.ndarray]:
     """The results that are numbers of the program, by position."""
     from jax.extend import core
 
@@ -77,7 +71,7 @@ def of_program(program: Any, change: Callable, closed: str, done: dict) -> Any:
     return done[id(program)][1]
 
 
-def _of_equation(eqn: core.JaxprEqn, change: Callable, closed: str, done: dict) -> core.JaxprEqn:
+def _of_equation(eqn: Equation, change: Callable, closed: str, done: dict) -> Equation:
     if eqn.primitive.name not in _OPEN or (closed and eqn.params.get("name") == closed):
         return eqn
     params = {name: _of_parameter(x, change, closed, done) for name, x in eqn.params.items()}

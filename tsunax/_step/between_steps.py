@@ -1,0 +1,61 @@
+"""What changes a state between steps: `averages.update_batch_stats` and `rules.flush`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsunax import guard
+from tsunax._core import placement
+from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax.errors import LossError
+from tsunax.loss import check_model_state
+from tsunax.program import call_on_mesh
+from tsunax.rules import accumulation
+from tsunax.state import TrainState, check_state, trained_part
+from tsunax.step import update_unchecked
+
+
+def batch_stats_updated(loss_fn: Callable) -> Callable:
+    """`averages.update_batch_stats`."""
+    fn = LossFn.of(loss_fn, "update_batch_stats()")
+
+    @jax.jit
+    def run(state: TrainState, batch, extra) -> TrainState:
+        keywords = fn.keywords(state, batch, extra, train=True)
+        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
+        if loss.model_state is None:
+            expected = "ts.Loss.mean(values, model_state=...)"
+            raise LossError("model_state", "update_batch_stats()", "None", expected)
+        check_model_state(loss.model_state, state.model_state)
+        return state.replace(model_state=loss.model_state, calls=state.calls + 1)
+
+    def call(state: TrainState, batch, **extra) -> TrainState:
+        of_state = lambda *args: run(state, *args)
+        return call_on_mesh(of_state, state, batch, extra, "update_batch_stats()", whole=False)
+
+    return call
+
+
+def windows_flushed(state: TrainState) -> TrainState:
+    """`rules.flush`."""
+    check_state(state, "flush()")
+    if accumulation.any_emitted(state.opt_state) is None:
+        return state
+    shardings = placement.mesh_shardings(state)
+    if shardings is not None:
+        there = shardings.of_leaves  # what it computes stays where it was
+        return jax.jit(_flushed, out_shardings=there)(placement.resharded(state, there))
+    return _flushed(state)
+
+
+def _flushed(state: TrainState) -> TrainState:
+    zeros, extra = jax.tree.map(jnp.zeros_like, trained_part(state)), {"weight": 0.0, "flush": True}
+    new, _ = update_unchecked(state, zeros, None, None, "skip", True, extra)
+    old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
+    emitted: Any = accumulation.any_emitted(new.opt_state)
+    judged = emitted | (new.rejected != state.rejected)
+    new = guard.choose(judged, new, old)
+    return dataclasses.replace(new, loss_scale=state.loss_scale)
