@@ -40,7 +40,7 @@ def by_hand(rate, steps=STEPS):
         (ts.averages.ema(0.9, warmup=True), lambda n: 1 - min(0.9, n / (9 + n))),
         (ts.averages.polyak(), lambda n: 1 / n),
         (ts.averages.polyak(start=5), lambda n: 1 if n <= 5 else 1 / (n - 5)),
-        (ts.averages.polyak(start=4, every=2), lambda n: 1 if n <= 4 else (2 / (n - 4) if n % 2 == 0 else None)),
+        (ts.averages.swa(4, 2), lambda n: 1 if n <= 4 else (2 / (n - 4) if n % 2 == 0 else None)),
     ],
     ids=["ema", "every 3", "from 4", "warm-up", "polyak", "polyak from 5", "swa"],
 )
@@ -100,7 +100,7 @@ def test_a_state_without_one_says_so():
             ts.averages.ema(bad)
     with pytest.raises(WrongTypeError, match=r"warmup at ema\(\): got 'no' \(str\), expected True or False"):
         ts.averages.ema(0.9, warmup="no")
-    assert ts.averages.polyak(start=np.int64(4), every=np.int32(2)) == ts.averages.polyak(start=4, every=2)
+    assert ts.averages.swa(np.int64(4), np.int32(2)) == ts.averages.swa(4, 2)
 
 
 def test_batch_statistics_of_averaged_params():

@@ -9,7 +9,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
 from tsunax.errors import ParamsError, PatternError
-from tsunax.regularize import l1, l2
+from tsunax.regularize import elastic, l1, l2
 
 RATE, STEPS = 0.02, 20
 WHERE = ["**", "!**/bias"]
@@ -63,7 +63,7 @@ def test_values_and_gradients():
     penalties = {
         "l1": lambda p: l1(p, WHERE),
         "l2": lambda p: l2(p, WHERE),
-        "elastic": lambda p: 0.3 * l1(p, WHERE) + 0.7 * l2(p, WHERE),
+        "elastic": lambda p: elastic(p, WHERE, l1_ratio=0.3),
         "all": l1,
     }
     found = jax.jit(lambda p: {name: jax.value_and_grad(f)(p) for name, f in penalties.items()})(params)
@@ -77,7 +77,7 @@ def test_values_and_gradients():
 
 def test_the_gradient_at_zero_is_zero():
     zeros = {"w": jnp.zeros(3), "b": jnp.zeros(())}
-    for f in (l1, l2):
+    for f in (l1, l2, elastic):
         assert_trees_equal(jax.grad(f)(zeros), zeros)
 
 
@@ -88,7 +88,7 @@ def test_low_precision_sums_in_f32():
         "v": jnp.full(4, 300.0, jnp.float16),
     }  # 4097 is no bfloat16, 300² no float16
     assert l1(ones) == np.float32(4097 + 1200) and l2(ones) == np.float32(2048.5 + 180_000)
-    assert l1(ones).dtype == l2(ones).dtype == jnp.float32
+    assert l1(ones).dtype == l2(ones).dtype == elastic(ones).dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(jax.grad(l2)(ones))} == {jnp.dtype("bfloat16"), jnp.dtype("float16")}
 
 
@@ -150,7 +150,7 @@ DECAYS = {
     "l2": (lambda p: RATE * l2(p, WHERE), lambda: [ts.rules.add_decayed_weights(RATE, where=WHERE)]),
     "l1": (lambda p: RATE * l1(p, WHERE), lambda: [ts.rules.sign_decay(RATE, where=WHERE)]),
     "elastic": (
-        lambda p: RATE * (0.25 * l1(p, WHERE) + 0.75 * l2(p, WHERE)),
+        lambda p: RATE * elastic(p, WHERE, l1_ratio=0.25),
         lambda: [ts.rules.add_decayed_weights(0.75 * RATE, where=WHERE), ts.rules.sign_decay(0.25 * RATE, where=WHERE)],
     ),
 }

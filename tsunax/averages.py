@@ -25,7 +25,7 @@ from tsunax.errors import HyperparameterError, WrongTypeError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Average:
-    """An average under way; made by `ema` and `polyak`, for `setup(..., ema=...)`."""
+    """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
 
     params: PyTree  # f32, like the trained params. None before setup
     count: Scalar  # int32: how many were averaged
@@ -93,13 +93,21 @@ def polyak(*, start: int = 0, every: int = 1) -> Average:
 
     `a ← a + (params - a) / n` for the n-th averaged params. `start` >= 0 and `every` >= 1 are
     counts of updates; other values raise HyperparameterError or WrongTypeError. (Polyak and
-    Juditsky 1992.) With cycles of `every` updates it is stochastic weight averaging (SWA, Izmailov
-    et al. 2018, arXiv:1803.05407): use a cyclic or constant learning rate, and `update_batch_stats`
-    at the end if the model has batch statistics.
+    Juditsky 1992.)
 
         state = ts.setup(ts.rules.sgd(0.1), params, ema=ts.averages.polyak(start=1000))
     """
     return _average("polyak()", start, every)
+
+
+def swa(start: int, every: int) -> Average:
+    """Stochastic weight averaging: the mean of the params after every cycle of `every` updates.
+
+    The same as `polyak(start=start, every=every)`, HyperparameterError included: `start` updates
+    come before the first cycle. Use a cyclic or constant learning rate (Izmailov et al. 2018,
+    arXiv:1803.05407), and `update_batch_stats` at the end if the model has batch statistics.
+    """
+    return _average("swa()", start, every)
 
 
 def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema") -> Average | None:
@@ -124,4 +132,4 @@ def update_batch_stats(loss_fn: Function) -> Function:
     return between_steps.batch_stats_updated(loss_fn)
 
 
-__all__ = ["ema", "polyak", "update_batch_stats"]
+__all__ = ["ema", "polyak", "swa", "update_batch_stats"]

@@ -1,4 +1,4 @@
-"""Penalties on parameters, to add to a loss: L1 and L2, whose sum is the elastic net's.
+"""Penalties on parameters, to add to a loss: L1, L2, and both.
 
 Each is a plain function of the params, over the leaves that a pattern selects, without its factor:
 `loss + 1e-4 * l2(params)`. The rules `ts.rules.add_decayed_weights` and `ts.rules.sign_decay`,
@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core import PyTree, Where, checks, patterns, trees
+from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import PatternError
 from tsunax.guard import square_sums
 
-__all__ = ["l1", "l2"]
+__all__ = ["elastic", "l1", "l2"]
 
 
 def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
@@ -70,3 +70,17 @@ def l2(params: PyTree, where: Where = "**") -> jax.Array:
     (Array(12.5, dtype=float32), Array([ 3., -4.], dtype=float32))
     """
     return 0.5 * sum(square_sums(_selected(params, where, "l2()")), start=jnp.float32(0))
+
+
+def elastic(params: PyTree, where: Where = "**", *, l1_ratio: Scalar = 0.5) -> jax.Array:
+    """`r · Σ |w| + (1 - r) · ½ Σ w²`: the elastic net's penalty; otherwise as `l1`.
+
+    The sums are over the leaves of `params` that `where` selects; PatternError if there are none.
+    (Zou and Hastie, 2005.) In the loss, `factor * elastic(params, l1_ratio=r)` has the gradient of
+    `chain(add_decayed_weights((1 - r) * factor), sign_decay(r * factor), ...)`. `r` is `l1_ratio`
+    and may be traced.
+
+    >>> elastic({"w": jnp.array([3.0, -4.0])}, l1_ratio=0.1)
+    Array(11.95, dtype=float32)
+    """
+    return l1_ratio * l1(params, where) + (1 - l1_ratio) * l2(params, where)

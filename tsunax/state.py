@@ -307,7 +307,7 @@ def setup(
         or donation.
       freezable: make room for freezing now, so that not even the first `freeze` compiles a step.
       ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a
-        decay, or `averages.ema` or `polyak`.
+        decay, or one of `averages.ema`, `polyak`, `swa`.
       precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
         `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.
