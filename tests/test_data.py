@@ -824,7 +824,7 @@ MESSAGES = {
     "used up": (
         lambda: drain(generator(3)),
         "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
-        "One for every epoch, such as a list, ts.batches(...) or a grain dataset",
+        "A generator can be read once: give a list, ts.batches(...) or a grain dataset",
     ),
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),

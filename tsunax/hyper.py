@@ -333,6 +333,10 @@ def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> No
             expected = "a number: it has no schedule to go back to"
             raise HyperparameterError(name, where, "None", expected)
         return
+    if callable(value):
+        fix = "Give it to the rule: ts.migrate(state, rule)."
+        got = f"{trees.describe(value)}, a function of the step"
+        raise WrongTypeError(name, where, got, "a number", fix)
     each = [value]
     if np.ndim(value) and members:  # a population takes one value per member
         if np.shape(value) != members:

@@ -126,10 +126,12 @@ class Source:
     def _ended(self) -> None:
         if self.position == 0:
             got, expected, fix = "no batch at all", "at least one", ""
-            if self._given and not self.restartable:
-                got = f"a {type(self.data).__name__} that is used up after {self._given} batches"
+            kind = type(self.data).__name__
+            if not self.restartable:
+                fix = f"A {kind} can be read once: give a list, ts.batches(...) or a grain dataset."
+            if self._given and fix:
+                got = f"a {kind} that is used up after {self._given} batches"
                 expected = "data that can be iterated again"
-                fix = "One for every epoch, such as a list, ts.batches(...) or a grain dataset."
             raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0

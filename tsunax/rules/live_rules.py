@@ -191,11 +191,12 @@ class LiveUpdate:
         step: Maybe = None,
         **extra: Any,
     ) -> tuple[PyTree, LiveState]:
-        if not is_live(state) or state.table is None:
+        table: Any = state.table if is_live(state) else None
+        if table is None:
             where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
             raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
         given = state.count if step is None else step, updates, params, {**extra, "step": step}
-        run = lambda i, inner: _run_factory(self.live, state.table[:, i], inner, *given)
+        run = lambda i, inner: _run_factory(self.live, table[:, i], inner, *given)
         if state.groups == 1:
             (updates, inner), counters = run(0, state.inner), ()
         else:
