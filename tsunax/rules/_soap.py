@@ -56,11 +56,11 @@ def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) ->
 
 def soap(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.95,
-    b2: Any = 0.95,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.01,
-    mask: Any = None,
+    b1=0.95,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.01,
+    mask=None,
     precondition_frequency: int = 10,
     max_size: int = 10_000,
 ):
