@@ -1,10 +1,11 @@
 """One verdict per step, and one choice: was everything finite, and which of two states goes on.
 
-A verdict is one int32 computed inside the step: 0 if the step is applied, else the place of the
-first value that is not finite (the loss, the norm of the gradient, or a number that a rule
-reported). It is part of the info, so that no step waits for the device; `explain` turns it into
-words on the host. It does not say which leaf of the gradient was bad, because a map of 200 leaves
-would cost every step what only a bad one needs: `locate` looks at the gradients again.
+A verdict is one int32 computed inside the step: 0 if the step is applied, -1 if it only gathered
+its gradient, else twice the place of the first value that is not finite, plus one if it is NaN.
+The places are the loss, the norm of the gradient, the clock, what rules report, and the norm of
+the update. The verdict is part of the info, so that no step waits for the device; `explain` turns
+it into words on the host. It does not say which leaf of the gradient was bad, because a map of
+200 leaves would cost every step what only a bad one needs: `locate` looks at the gradients again.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -167,8 +168,8 @@ def count(clock: jax.Array, emitted: Maybe, verdict: Maybe = None) -> jax.Array:
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
     """A verdict in words; given the gradients, with the leaf that was not finite."""
-    if verdict == 0:
-        return "applied"
+    if verdict <= 0:
+        return "applied" if verdict == 0 else "gathered"
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
     places = [f"loss: {GOT}", f"{norm}: {GOT}", f"clock, at its limit of {LIMIT} calls"]

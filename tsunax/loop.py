@@ -233,9 +233,23 @@ def fit(
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None
-    calls = evaluate, evaluate_every, callbacks, logger, log_every, steps_per_call, max_bad
-    more = {} if extra is None else extra, dry_run, progress, history, resume, fast_forward
-    options = Options(goal, *calls, *more, checkpoint)
+    options = Options(
+        goal=goal,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        callbacks=callbacks,
+        loggers=logger,
+        log_every=log_every,
+        steps_per_call=steps_per_call,
+        max_bad=max_bad,
+        extra={} if extra is None else extra,
+        dry_run=dry_run,
+        progress=progress,
+        history=history,
+        resume=resume,
+        fast_forward=fast_forward,
+        saver=checkpoint,
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(options.clock.lap, "idle")
         if checkpoint is not None:

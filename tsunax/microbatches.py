@@ -113,6 +113,7 @@ def over_micro_batches(
     batch: PyTree,
     keywords: dict[str, Any],
     like: PyTree,
+    model_state: PyTree = None,
     overwritten: PyTree = None,
     *,
     drop: bool,
@@ -140,7 +141,7 @@ def over_micro_batches(
         rows, given = _part((batch, {} if mask is None else {"mask": mask}), i)
         if "key" in keywords:
             given["key"] = jax.random.fold_in(keywords["key"], i)
-        if model_state is not None:
+        if "model_state" in keywords:
             given["model_state"] = model_state
 
         def traced(rows: Any, given: Any):
@@ -162,7 +163,7 @@ def over_micro_batches(
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
         return (sums, most, model_state), (take, Loss(loss.total, weight, loss.metrics), squares)
 
-    carry = _axes.vary((weighted_sums.zeros(like), lowest, keywords.get("model_state")), axes)
+    carry = _axes.vary((weighted_sums.zeros(like), lowest, model_state), axes)
     (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
     loss = merged_losses(take, losses)
     grads = weighted_sums.divided(sums, loss.weight, like)

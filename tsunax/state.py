@@ -134,7 +134,8 @@ class TrainState(Clocked):
             state_setup.check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
-            fields["key"] = state_setup.as_key(fields["key"], "replace()")
+            members = np.shape(self.clock)[:-1]
+            fields["key"] = state_setup.as_keys(fields["key"], "replace()", members)
             state_setup.check_rounding(self.plan.precision, fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:

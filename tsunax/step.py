@@ -196,6 +196,8 @@ def update_unchecked(
         updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         opt_state = number_table.hoist_like(opt_state, state.numbers)
+        if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
+            raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
         if (policy := state.plan.precision) is not None:
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
         clock = guard.count(state.clock, emitted)
@@ -210,8 +212,6 @@ def update_unchecked(
     once = state.plan.overwritten is not None
     trained = jax.tree.leaves(trained_part(state))
     (new, updates, emitted), again = guard.candidate(applied, trained, state, once=once)
-    if difference := trees.first_difference(new.opt_state, state.opt_state, "opt_state"):
-        raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     update_norm = guard.global_norm(_without_frozen(updates, thawed)) if measures else None
     verdict = None
     if on_nonfinite != "ignore":
@@ -278,7 +278,7 @@ def _mean(grads: PyTree, params: PyTree) -> PyTree:
 
 
 def _errors() -> Any:
-    """The module with the errors of an update, imported only if there is one."""
+    """The module with the errors of an update, which a step does without as a rule."""
     from tsunax._step import step_errors
 
     return step_errors
@@ -295,8 +295,9 @@ def _ruled(
     state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule."""
-    params = base(state)
-    grads = grads if params is trained_part(state) else trees.cast_like(grads, params)
+    params, precision = base(state), state.plan.precision
+    if state.masters is not None or (precision is not None and precision.stochastic):
+        grads = trees.cast_like(grads, params)
     mean = _mean(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tsunax import guard
 from tsunax._core import placement
 from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.members import over_members
 from tsunax.errors import LossError
 from tsunax.loss import check_model_state
 from tsunax.program import call_on_mesh
@@ -32,7 +33,7 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
-    def call(state: TrainState, batch, **extra) -> TrainState:
+    def call(state: TrainState, batch=None, **extra) -> TrainState:
         of_state = lambda *args: run(state, *args)
         return call_on_mesh(of_state, state, batch, extra, "update_batch_stats()", whole=False)
 
@@ -47,14 +48,18 @@ def windows_flushed(state: TrainState) -> TrainState:
     shardings = placement.mesh_shardings(state)
     if shardings is not None:
         there = shardings.of_leaves  # what it computes stays where it was
-        return jax.jit(_flushed, out_shardings=there)(placement.resharded(state, there))
-    return _flushed(state)
+        return jax.jit(_each_flushed, out_shardings=there)(placement.resharded(state, there))
+    return _each_flushed(state)
+
+
+def _each_flushed(state: TrainState) -> TrainState:
+    return over_members(_flushed, state)
 
 
 def _flushed(state: TrainState) -> TrainState:
     zeros, extra = jax.tree.map(jnp.zeros_like, trained_part(state)), {"weight": 0.0, "flush": True}
     new, _ = update_unchecked(state, zeros, None, None, "skip", True, extra)
-    old = dataclasses.replace(state, clock=state.clock.at[..., 1].add(1))
+    old = dataclasses.replace(state, clock=state.clock.at[1].add(1))
     emitted: Any = accumulation.any_emitted(new.opt_state)
     judged = emitted | (new.rejected != state.rejected)
     new = guard.choose(judged, new, old)

@@ -40,17 +40,18 @@ def gradient_of(
     checkpoint = _checkpoint(remat, where)
     checks.as_axes(axis_name, where)
     whole: Any = loss_fn if hasattr(loss_fn, "in_micro_batches") else None  # `losses.whole_batch`
-    if per_example is not False or noise_scale is not False:
+    drops = on_nonfinite == "drop" and whole is not None
+    if per_example is not False or noise_scale is not False or drops:
         from tsunax._step.loss_fn_errors import check_options
 
-        check_options(where, accumulate, per_example, noise_scale, whole)
+        check_options(where, accumulate, per_example, noise_scale, whole, on_nonfinite)
     if whole:
         fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
 
     def f(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
-        check_state(state, "value_and_grad()", batch)
+        check_state(state, where, batch)
         trained = trained_part(state)
         if at is not None:
             checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
@@ -83,7 +84,9 @@ def gradient_of(
             from tsunax.microbatches import over_micro_batches
 
             of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            loss, grads = of_all(gradient, n, rows, given, base(state), parts[1], square=square)
+            old = given.get("model_state", state.model_state)
+            more = base(state), old, parts[1]
+            loss, grads = of_all(gradient, n, rows, given, *more, square=square)
         if accumulate > 1 or per_example:
             from tsunax._step.row_mixing import warn_of_mixed_rows
 

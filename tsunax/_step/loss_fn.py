@@ -82,7 +82,7 @@ class LossFn:
         if extra.get("mask") is not None:
             # NumPy's is the one that nobody gave: known to let every row through
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
-        offered = {"train": train, "step": state.step, "mask": None, **extra}
+        offered = {"train": train, "step": state.step, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
         if state.model_state is not None:
@@ -91,7 +91,7 @@ class LossFn:
             offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"), train=train)
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
-            if name == "mask" and "mask" not in extra:
+            if name == "mask" and extra.get("mask") is None:
                 rows = rows_of(batch)
                 ones = np.ones if type(rows) is int else jnp.ones
                 out[name] = ones(rows, np.float32)

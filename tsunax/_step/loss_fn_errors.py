@@ -29,8 +29,14 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
 
-def check_options(where: str, accumulate: int, per_example: Any, noise_scale: Any, whole) -> None:
+def check_options(
+    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any, policy: str
+) -> None:
     """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination."""
+    if policy == "drop" and (whole or per_example):
+        got = "'drop' with " + ("a whole_batch loss" if whole else "per_example")
+        fix = "No micro-batch can be left out there: use 'skip'."
+        raise WrongTypeError("on_nonfinite", where, got, "'skip', 'raise' or 'ignore'", fix)
     is_function = callable(per_example) and not isinstance(per_example, type)
     if not (is_function or isinstance(per_example, bool)):
         expected = "True, or a function of the gradient of one row"

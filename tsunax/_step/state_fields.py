@@ -28,10 +28,10 @@ T = TypeVar("T")
 COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
 
 _PLANS: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a user's `__eq__`, in a comparison of plans, may set up a state
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Plan:
     """The static part of a state. Equal plans are one object: jit finds its program by identity."""
 
@@ -43,7 +43,13 @@ class Plan:
 
     def __new__(cls, *fields: Any) -> Plan:
         with _LOCK:
-            return _PLANS.setdefault(fields, object.__new__(cls))
+            plan = _PLANS.get(fields)
+            if plan is None:
+                plan = object.__new__(cls)
+                names = (f.name for f in dataclasses.fields(cls))
+                plan.__dict__.update(zip(names, fields, strict=True))
+                _PLANS[fields] = plan
+            return plan
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
         return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)

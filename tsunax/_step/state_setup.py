@@ -103,12 +103,7 @@ def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     made = Analysis(False, operator.or_, lambda eqn, given: [any(given)] * len(eqn.outvars))
     program = jax.make_jaxpr(plan.init)(seen).jaxpr
     copies = made.run(program, [True] * len(program.invars))
-    # L-BFGS keeps the params and the gradient of the step before, to subtract them
-    is_pair = lambda x: isinstance(x, optax.ScaleByLBFGSState)
-    pairs = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: is_pair(x), x), opt_state, is_leaf=is_pair
-    )
-    others = copies, accumulation.in_sums(opt_state), jax.tree.leaves(pairs)
+    others = copies, accumulation.in_sums(opt_state), _exact(opt_state)
     no_moment = map(any, zip(*others, strict=True))
     low, out = plan.precision.moments, []
     for x, owner, other in zip(leaves, owners, no_moment, strict=True):
@@ -116,6 +111,40 @@ def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
         is_moment = is_moment and owner is not None and x.shape == shapes[owner].shape
         out.append(x.astype(low) if is_moment else x)
     return treedef.unflatten(out)
+
+
+# Fields of states of rules that are no moments though they may have the shape of a parameter: L-BFGS
+# subtracts params and gradients of two steps, and the bases of SOAP are orthogonal.
+_EXACT = {
+    "ScaleByLBFGSState": optax.ScaleByLBFGSState._fields,
+    "ScaleBySoapState": ("rows", "columns", "row_basis", "column_basis"),
+}
+
+
+def _exact(opt_state: Any) -> list[bool]:
+    """For each leaf whether it belongs to a field of `_EXACT`."""
+    is_known = lambda x: type(x).__name__ in _EXACT
+
+    def flags(x):
+        if not is_known(x):
+            return False
+        exact = lambda name: jax.tree.map(
+            lambda _: name in _EXACT[type(x).__name__], getattr(x, name)
+        )
+        return x._replace(**{name: exact(name) for name in x._fields})
+
+    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=is_known))
+
+
+def as_keys(key: Any, where: str, members: tuple[int, ...]) -> Any:
+    """`as_key`, of a population one for each member: as given, or split from a single one."""
+    if not members or key is None:
+        return as_key(key, where)
+    is_key = isinstance(key, jax.Array) and (trees.is_key(key) or key.dtype == np.uint32)
+    if is_key and key.shape[: len(members)] == members:
+        checks.check_alive(key, where)
+        return key
+    return jax.random.split(as_key(key, where), members)
 
 
 def as_key(key: Any, where: str) -> Any:

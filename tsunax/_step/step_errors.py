@@ -57,6 +57,15 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
 
 def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
     """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
+    if np.ndim(info.verdict):
+        verdicts = np.asarray(info.verdict)
+        if len(bad := np.flatnonzero(verdicts > 0)):
+            reason = guard.explain(int(verdicts[bad[0]]), state.opt_state)
+            what = (
+                f"members {bad.tolist()} of a population were rejected, the first for its {reason}"
+            )
+            raise NonFiniteError(f"{what}. `error.state` is the state after the step.", state, info)
+        return
     verdict = int(info.verdict)
     if verdict <= 0 or is_searching(state, info, verdict):
         return

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tsunax._core import PyTree, trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core import patterns as _patterns
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
@@ -190,6 +190,16 @@ class _SkipZeroUpdate:
         return updates, choose([o is None or moves[o] for o in owners], new, state)
 
 
+def _without_window(init: Function, params: PyTree) -> PyTree:
+    state = init(params)
+    if accumulation.any_emitted(state) is not None:
+        fix = (
+            "The last gradient of a window would decide for all. Write accumulate(skip_zero(rule))."
+        )
+        raise RuleError("rule", "skip_zero()", "accumulate inside", "it outside", fix)
+    return state
+
+
 def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Leave every leaf whose gradient is exactly zero as it is, with its moments and without decay.
 
@@ -207,4 +217,6 @@ def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     check_rule(rule, "skip_zero()")
     rule = with_extra(rule)
-    return as_rule(rule.init, _SkipZeroUpdate(blank(rule.init), rule.update))
+    return as_rule(
+        Init(_without_window, (rule.init,)), _SkipZeroUpdate(blank(rule.init), rule.update)
+    )
