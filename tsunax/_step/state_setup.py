@@ -113,8 +113,8 @@ def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     return treedef.unflatten(out)
 
 
-# Fields of states of rules that are no moments though they may have the shape of a parameter: L-BFGS
-# subtracts params and gradients of two steps, and the bases of SOAP are orthogonal.
+# Fields of states of rules that are no moments, though they may have the shape of a parameter:
+# L-BFGS subtracts params and gradients of two steps, and the bases of SOAP are orthogonal.
 _EXACT = {
     "ScaleByLBFGSState": optax.ScaleByLBFGSState._fields,
     "ScaleBySoapState": ("rows", "columns", "row_basis", "column_basis"),
