@@ -804,7 +804,7 @@ def test_does_the_norm_have_the_bits_of_optax(run, factor):
     apart = run(lambda tree: guard.global_norm(tree))  # a program of its own
     for seed in range(8):
         tree = [jnp.asarray(x * factor) for x in random_tree(seed)]
-        with guard.leaves_apart(True):
+        with guard.tracing(True):
             norm = apart(tree)
         assert norm.dtype == jnp.float32 and norm.shape == ()
         assert np.asarray(norm).tobytes() == np.asarray(theirs(tree)).tobytes()
@@ -815,7 +815,7 @@ def test_the_norm_of_small_leaves_is_one_reduction():
     tree = [jnp.ones(n) for n in (3, 5, guard.SMALL, guard.SMALL + 1, 2)]
     count = lambda: str(jax.make_jaxpr(lambda tree: guard.global_norm(tree))(tree)).count("reduce_sum")
     assert count() == 2
-    with guard.leaves_apart(True):
+    with guard.tracing(True):
         assert count() == 5
 
 

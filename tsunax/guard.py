@@ -46,7 +46,7 @@ _over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", 
 
 
 @contextlib.contextmanager
-def leaves_apart(over_mesh: bool) -> Generator[None, None, None]:
+def tracing(over_mesh: bool) -> Generator[None, None, None]:
     """A context that says whether the program traced in it is one over a mesh."""
     before = _over_mesh.set(over_mesh)
     try:

@@ -64,7 +64,8 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     the names do, `adjust(run, **hyperparams(other))`.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
-    name that a chain repeats; PatternError if `where` matches nothing.
+    name that a chain repeats; PatternError if `where` matches nothing; WrongTypeError for a number
+    as `where` and a function as a value.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"body": jnp.ones(2), "head": jnp.ones(2)})

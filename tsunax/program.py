@@ -24,7 +24,7 @@ from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import StateError
-from tsunax.guard import leaves_apart
+from tsunax.guard import tracing
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, update_unchecked
@@ -44,7 +44,7 @@ def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree
     return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
 
 
-def raise_fault(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
+def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
     """Raise the error in the arguments that made a program fail, if there is one."""
     from tsunax._step import step_errors
 
@@ -65,7 +65,7 @@ def call_on_mesh(
             batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=whole)
         return run(batch, extra)
     except Exception as error:
-        raise_fault(error, state, batch, extra)
+        raise_if_faulty(error, state, batch, extra)
         raise
 
 
@@ -98,7 +98,7 @@ class Programs(dict[Any, Any]):
     def __init__(self, build: Function) -> None:
         super().__init__()
         self._build = build
-        self.traced: int = 0  # how often, of those of a loop
+        self.traced: int = 0  # how often a loop was traced
         self._sharding: Any = None  # of the clock of the last state that lay on one device
 
     def __missing__(self, shardings: Hashable) -> Function:
@@ -210,7 +210,7 @@ class TrainStep:
         def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
-            with leaves_apart(shardings is not None):
+            with tracing(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
             if isinstance(weight, np.ndarray | np.generic):
@@ -245,7 +245,7 @@ class TrainStep:
             program = self.programs[shardings]
             moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
         except Exception as error:
-            raise_fault(error, state, batch, extra)
+            raise_if_faulty(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _KnownWeight else weight

@@ -41,8 +41,8 @@ from tsunax._step.members import over_members
 from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
-from tsunax.guard import leaves_apart
-from tsunax.program import Programs, Traced, TrainStep, place_state, raise_fault
+from tsunax.guard import tracing
+from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
@@ -190,7 +190,7 @@ class Fused:
                 state, given = whole(moving, still), extra
                 if (mask := getattr(feed, "mask", None)) is not None:
                     given = {**extra, "mask": masked(extra.get("mask"), mask)}
-                with leaves_apart(shardings is not None):
+                with tracing(shardings is not None):
                     new, info = run(state, batch, given)
                 _check_same(state, new)
                 # those of the state after the call
@@ -290,7 +290,7 @@ class Calls:
             if isinstance(state := self.state, TrainState):
                 given = getattr(feed, "batches", getattr(feed, "arrays", None))
                 first = jax.tree.map(lambda x: x[0], given)
-                raise_fault(error, state, first, self._extra)
+                raise_if_faulty(error, state, first, self._extra)
             raise
         if more:
             self._still = _with_leaves(self._still, more)
