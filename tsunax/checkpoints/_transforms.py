@@ -62,7 +62,9 @@ class Transform:
         is_cast = self.dtype and dtype and jnp.issubdtype(np.dtype(dtype), np.floating)
         return self.dtype if is_cast else dtype
 
-    def part(self, shape, bounds: Bounds, read: Callable[[Bounds], np.ndarray]) -> np.ndarray:
+    def part(
+        self, shape: tuple[int, ...], bounds: Bounds, read: Callable[[Bounds], np.ndarray]
+    ) -> np.ndarray:
         """The part within `bounds` of a leaf of this shape; `read` reads parts of the file's array.
 
         Of a name that comes first in its axis on both sides, only a part is read; of others, all.

@@ -321,7 +321,7 @@ def _value(one: Mapped, like, read: Callable[[str, Bounds], Any]):
 
 #: Kernels of flax's Linear and Conv, from torch's weights: `transform={"**/kernel": torch_kernel}`.
 #: Transposed convolutions have other axes.
-torch_kernel = rearrange("o i ... -> ... i o")
+torch_kernel: Transform = rearrange("o i ... -> ... i o")
 
 
 def torch_name(name: str) -> str:

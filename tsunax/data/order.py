@@ -72,7 +72,8 @@ class EpochOrder:
     ) -> None:
         self.batch_size: int = batch_size
         self.process: Process = process
-        self.batches, rest = divmod(n, batch_size)
+        self.batches: int = n // batch_size
+        rest = n % batch_size
         self.rest: slice = share(rest, batch_size, process)  # of the short batch at the end
         self.dtype: type = np.int32 if n < 2**31 else np.int64
         self.of: Any = lambda at: at  # from places in the epoch of all processes to rows

@@ -60,7 +60,7 @@ def soap(
     b2=0.95,
     eps=1e-8,
     weight_decay=0.01,
-    mask=None,
+    mask: Any = None,
     precondition_frequency: int = 10,
     max_size: int = 10_000,
 ):

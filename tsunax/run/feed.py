@@ -136,7 +136,9 @@ class Feed:
         ended, self._ended = self._ended, False
         return ended
 
-    def take(self, n: int, state, step: int, limit=NO_LIMIT, until: float = 1) -> Chunk | None:
+    def take(
+        self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT, until: float = 1
+    ) -> Chunk | None:
         """The next batches, n at most and all of one shape; None at the end of an epoch.
 
         For `until` steps nobody looks at the place of the data: so far may be read ahead.
@@ -378,7 +380,7 @@ class _Block:
         return self.treedef.unflatten(leaves), n
 
 
-def with_room(x, size: int):
+def with_room(x: Any, size: int) -> Any:
     """An array with a first axis of `size`: its last row is repeated."""
     if len(x) == size:
         return x
@@ -401,7 +403,9 @@ def buffer_size(size: int, leaves: Sequence[Any], bytes: int, setting: Any, inte
     return int(max(2, min(bytes // max(size, 1), most, interval)))
 
 
-def place(feed: PyTree, n: int, home, limit=NO_LIMIT, *, step: Any = None, whole=False) -> Any:
+def place(
+    feed: PyTree, n: int, home: Any, limit: int = NO_LIMIT, *, step: Any = None, whole: bool = False
+) -> Any:
     """Stacked batches, in memory of ours, where the state lives, and how many are to be read.
 
     Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is

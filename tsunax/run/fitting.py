@@ -45,7 +45,14 @@ class Fit:
     """A run of `fit` under way."""
 
     def __init__(
-        self, step: Step, state, data, options: Options, history: History, memory: dict, start: int
+        self,
+        step: Step,
+        state: PyTree,
+        data: Any,
+        options: Options,
+        history: History,
+        memory: dict[str, Any],
+        start: int,
     ) -> None:
         self.step: Step = step
         self.options: Options = options
@@ -53,7 +60,9 @@ class Fit:
         left = options.goal.left(start)
         crosses = not options.listens_to_epochs and jax.process_count() == 1
         given, last = (options.steps_per_call, interval, left), options.goal.epochs
-        self.feed = feed.Feed(step, data, state, *given, goes_on=True, crosses=crosses, last=last)
+        self.feed: feed.Feed = feed.Feed(
+            step, data, state, *given, goes_on=True, crosses=crosses, last=last
+        )
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
         self.run: Run = Run(state, start, self.feed.epoch, history)

@@ -22,7 +22,9 @@ from tsunax.state import TrainState, check_state
 class Goal:
     """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
 
-    def __init__(self, where: str, steps: int | None, epochs: int | None, has_data=True) -> None:
+    def __init__(
+        self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
+    ) -> None:
         for name, value in {"steps": steps, "epochs": epochs}.items():
             if value is not None:
                 checks.check_count(value, where, name)

@@ -53,7 +53,9 @@ class Rejections:
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
         return [(at[:-1], states[at], x) for at, x in infos.items() if is_rejected(x)]
 
-    def note(self, verdicts, steps, epochs, infos: PyTree) -> int | None:
+    def note(
+        self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
+    ) -> int | None:
         """Mark rejected calls, warn of the first, the tenth, ...; which one was one too many."""
         run, count = self.run, self.count
         if not np.any(verdicts > 0):
@@ -80,7 +82,9 @@ class Rejections:
                 return i
         return None
 
-    def keep(self, verdicts, steps, chunks: Sequence[Chunk], infos: PyTree) -> None:
+    def keep(
+        self, verdicts: np.ndarray, steps: np.ndarray, chunks: Sequence[Chunk], infos: PyTree
+    ) -> None:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
         state, before = self.run.state, self.calls
         self.calls += len(verdicts)
