@@ -14,7 +14,7 @@ import jax
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
-from tsunax.program import TrainStep
+from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
 from tsunax.state import TrainState, check_state
 
@@ -94,6 +94,8 @@ class Options:
             self.evaluate_steps = self.evaluate_epochs = None
         elif not callable(self.evaluate):
             raise wrong("evaluate", self.evaluate, f"f(state) -> {{name: number}}. {example}")
+        elif isinstance(self.evaluate, EvalStep):
+            raise wrong("evaluate", self.evaluate, f"f(state). {example}")
         else:
             checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
         if not checks.is_one_of(self.resume, ("auto", "must", "never")):
