@@ -483,6 +483,7 @@ STATE = [
             "value_and_grad()": lambda s: ts.value_and_grad(loss_fn)(s, X),
             "update()": lambda s: ts.update(s, GRADS),
             "lower()": lambda s: ts.train_step(loss_fn).lower(s, X),
+            "trace()": lambda s: ts.train_step(loss_fn).trace(s, X),
             "adjust()": lambda s: ts.adjust(s, b1=0.5),
             "freeze()": lambda s: ts.freeze(s, "head/**"),
             "thaw()": lambda s: ts.thaw(s),

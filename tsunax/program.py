@@ -262,6 +262,7 @@ class TrainStep:
         `step.lower(state, batch).compile().cost_analysis()["flops"]`. Raises WrongTypeError unless
         `state` is a TrainState, StateError for one that a step has consumed.
         """
+        check_state(state, "lower()", batch)
         return self.trace(state, batch, **extra).lower()
 
     def trace(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Traced:
@@ -269,7 +270,7 @@ class TrainStep:
 
         Takes arrays or `ShapeDtypeStruct`s, and raises, as `lower`.
         """
-        check_state(state, "lower()", batch)
+        check_state(state, "trace()", batch)
         shardings, moving, still = place_state(*split(state))
         if shardings is not None:
             batch, extra = self._place_batch(state, shardings, batch, extra)
