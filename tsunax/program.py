@@ -171,6 +171,12 @@ class TrainStep:
         """Whether loss_fn takes `mask`, so that rows of padding do not count."""
         return "mask" in LossFn.of(self.loss_fn).names
 
+    @property
+    def cuts_evenly(self) -> bool:
+        """Whether rows that `accumulate` does not divide are an error, instead of padded."""
+        pads = self.masks or hasattr(self.loss_fn, "in_micro_batches")
+        return self.accumulate > 1 and not self.per_example and not pads
+
     def pure(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any = None
     ) -> tuple[TrainState, StepInfo]:

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 
 import tsunax as ts
 
-TIMES = 200
+TIMES, PIXELS = 200, 64
 KEPT = np.cumprod(1 - np.linspace(1e-4, 0.05, TIMES)).astype(np.float32)  # of the image's variance
 
 
@@ -31,7 +31,10 @@ class Denoiser(nnx.Module):
     """(images, times) -> the noise in them."""
 
     def __init__(self, width, rngs):
-        self.first, self.last = nnx.Linear(64, width, rngs=rngs), nnx.Linear(width, 64, rngs=rngs)
+        self.first, self.last = (
+            nnx.Linear(PIXELS, width, rngs=rngs),
+            nnx.Linear(width, PIXELS, rngs=rngs),
+        )
         self.times = nnx.Embed(TIMES, width, rngs=rngs)
         block = lambda: nnx.Sequential(
             nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs), nnx.silu,
@@ -74,12 +77,13 @@ def sample(predict, key, n=500):
 
     first, *keys = jax.random.split(key, TIMES + 1)
     return jax.lax.scan(
-        back, jax.random.normal(first, (n, 64)), (jnp.arange(TIMES)[::-1], jnp.stack(keys))
+        back, jax.random.normal(first, (n, PIXELS)), (jnp.arange(TIMES)[::-1], jnp.stack(keys))
     )[0]
 
 
 def make(steps, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(Denoiser(256, nnx.Rngs(seed)), nnx.Param)
     predict = lambda params, x, t: nnx.merge(graphdef, params)(x, t)
 
@@ -90,7 +94,7 @@ def make(steps, seed=0):
             jax.random.randint(keys[0], len(x), 0, TIMES),
             jax.random.normal(keys[1], x.shape),
         )
-        kept = jnp.asarray(KEPT)[t, None]
+        kept = jnp.asarray(KEPT)[t].reshape(-1, *[1] * (x.ndim - 1))
         seen = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
         return ts.Loss.mean((predict(params, seen, t) - noise) ** 2)
 

@@ -2,6 +2,8 @@
 
     python examples/ports/dqn.py            # half a minute on two CPU cores; options: --steps, --seed
 
+It needs ppo.py beside it, for the pole and the cart.
+
 It ends in `steps that the pole stands, by the greedy policy: 500`, all of them, and fails below 400.
 
 Follows CleanRL's cleanrl/dqn_jax.py (vwxyzjn/cleanrl at fe8d8a0), with eight environments for its
@@ -18,7 +20,7 @@ from ppo import begin, move
 
 import tsunax as ts
 
-ENVS, BUFFER, ROWS = 8, 16_384, 128
+ENVS, BUFFER, ROWS = 8, 16_384, 128  # ENVS divides BUFFER
 
 
 class Network(nnx.Module):
@@ -32,6 +34,7 @@ class Network(nnx.Module):
 
 def make(steps, seed=0):
     """The run, its step and the network, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(Network(nnx.Rngs(seed)), nnx.Param)
     apply = lambda params, seen: nnx.merge(graphdef, params)(seen)
 

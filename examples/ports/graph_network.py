@@ -18,7 +18,8 @@ from sklearn.datasets import load_digits
 
 import tsunax as ts
 
-NODES, EDGES, GRAPHS, WIDTH = 256, 2048, 8, 64
+NODES, EDGES, GRAPHS, WIDTH = 256, 2048, 8, 64  # of a row; of the network
+ROWS, NEIGHBORS = 8, 8  # of a batch; of a node at most
 
 
 def graph_of(image, target):
@@ -74,7 +75,7 @@ def apply(params, graphs):
     for edges, nodes in zip(params["edges"], params["nodes"], strict=True):
         between = jnp.concatenate([x[graphs.senders], x[graphs.receivers], graphs.edges], 1)
         messages = jax.ops.segment_sum(mlp(edges, between), graphs.receivers, len(x))
-        x = x + mlp(nodes, jnp.concatenate([x, messages / 8], 1))
+        x = x + mlp(nodes, jnp.concatenate([x, messages / NEIGHBORS], 1))
     total, count = (
         jax.ops.segment_sum(a, graphs.graph_of_node, GRAPHS) for a in (x, jnp.ones(len(x)))
     )
@@ -100,7 +101,7 @@ def make(steps, seed=0):
     # training
     rule = ts.rules.adam(ts.schedules.cosine_decay_schedule(2e-3, steps))
     state = ts.setup(rule, init(jax.random.key(seed)))
-    data = ts.batches(train, 8, shuffle=True, seed=seed)
+    data = ts.batches(train, ROWS, shuffle=True, seed=seed)
     # end of training
     return data, state, loss_fn, test
 
@@ -109,7 +110,7 @@ def main(steps, seed, target=0.92):
     data, state, _, test = make(steps, seed)
     # training
     state, _ = ts.fit(ts.train_step(loss_fn), state, data, steps=steps)
-    found = ts.evaluate(ts.eval_step(loss_fn), state, ts.batches(test, 8))
+    found = ts.evaluate(ts.eval_step(loss_fn), state, ts.batches(test, ROWS))
     # end of training
     print(f"test accuracy: {found['accuracy']:.4f}")
     assert found["accuracy"] >= target, f"expected at least {target}"

@@ -64,10 +64,10 @@ def loss_fn(params, batch):
     return ts.Loss.mean(losses, metrics={"accuracy": logits.argmax(-1) == y})
 
 
-def make(params, seed=0):
+def make(params, steps, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
     # training
-    rule = ts.rules.adam(ts.schedules.cosine_decay_schedule(1e-2, 200))
+    rule = ts.rules.adam(ts.schedules.cosine_decay_schedule(1e-2, steps))
     state = ts.setup(rule, params, trainable="**/lora/*")
     # end of training
     return ts.batches(load(range(5, 10))[0], 64, shuffle=True, seed=seed), state, loss_fn
@@ -75,7 +75,7 @@ def make(params, seed=0):
 
 def main(steps, seed, target=0.95):
     params = trained(seed)
-    data, state, _ = make(jax.tree.map(jnp.copy, params), seed)
+    data, state, _ = make(jax.tree.map(jnp.copy, params), steps, seed)
     # training
     state, _ = ts.fit(ts.train_step(loss_fn), state, data, steps=steps)
     found = ts.evaluate(ts.eval_step(loss_fn), state, [load(range(5, 10))[1]])

@@ -53,6 +53,7 @@ inner = ts.train_step(error)
 
 
 def adapted(params, rows):
+    # adam needs eps_root=1e-8 here: the derivative of a root at 0 is infinite
     state, _ = inner(ts.setup(ts.rules.sgd(RATE), params), rows)
     return state.params
 

@@ -23,7 +23,7 @@ from flax import nnx
 
 import tsunax as ts
 
-CONTEXT, MASK = 64, 256  # bytes of a row; the token that stands for one
+CONTEXT, MASK = 64, 256  # bytes of a row; the token that stands for one, after all bytes
 
 
 class Block(nnx.Module):
@@ -42,10 +42,10 @@ class Encoder(nnx.Module):
     """Tokens (n, CONTEXT) -> logits (n, CONTEXT, 256)."""
 
     def __init__(self, width, depth, rngs):
-        self.tokens = nnx.Embed(257, width, rngs=rngs)
+        self.tokens = nnx.Embed(MASK + 1, width, rngs=rngs)
         self.places = nnx.Embed(CONTEXT, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, rngs) for _ in range(depth)])
-        self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, 256, rngs=rngs)
+        self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, MASK, rngs=rngs)
 
     def __call__(self, rows):
         x = self.tokens(rows) + self.places(jnp.arange(CONTEXT))[None]
@@ -66,15 +66,16 @@ def load():
 
 def make(steps, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(Encoder(96, 3, nnx.Rngs(seed)), nnx.Param)
 
     # training
-    def loss_fn(params, rows, key=None):
-        keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    def loss_fn(params, rows, train, key=None):
+        keys = jax.random.split(key if train else jax.random.key(0), 3)
         rows = rows.astype(jnp.int32)
         masked = jax.random.bernoulli(keys[0], 0.15, rows.shape)
         how = jax.random.uniform(keys[1], rows.shape)  # 0.8 masked, 0.1 another byte, 0.1 as it is
-        other = jnp.where(how < 0.8, MASK, jax.random.randint(keys[2], rows.shape, 0, 256))
+        other = jnp.where(how < 0.8, MASK, jax.random.randint(keys[2], rows.shape, 0, MASK))
         logits = nnx.merge(graphdef, params)(jnp.where(masked & (how < 0.9), other, rows))
         losses = ts.losses.softmax_cross_entropy_with_integer_labels(logits, rows)
         metrics = {"accuracy": logits.argmax(-1) == rows}
@@ -85,7 +86,9 @@ def make(steps, seed=0):
     rule = ts.rules.adamw(rate, b2=0.98, weight_decay=0.01, mask=decayed)
     state = ts.setup(rule, params, key=seed)
     # end of training
-    return ts.batches(load()[0], 64, shuffle=True, seed=seed), state, loss_fn
+    # of whole batches, which `accumulate` can cut
+    data = ts.batches(load()[0], 64, shuffle=True, seed=seed, drop_remainder=True)
+    return data, state, loss_fn
 
 
 def main(steps, seed, target=0.42):
@@ -98,7 +101,7 @@ def main(steps, seed, target=0.42):
         data,
         steps=steps,
         evaluate=lambda state: ts.evaluate(score, state, {"held_out": test}),
-        evaluate_every=steps // 3,
+        evaluate_every=max(1, steps // 3),
     )
     found = ts.evaluate(score, state, test)["accuracy"]
     # end of training

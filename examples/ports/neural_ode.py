@@ -59,12 +59,13 @@ def load(n=256):
         return jnp.stack([x[..., 1], -x[..., 0]], -1)
 
     first = np.random.default_rng(0).uniform(-0.6, 1, (n, 2)).astype(np.float32)
-    fine = np.linspace(0, 10, 991, dtype=np.float32)
+    fine = np.linspace(0, 10, 10 * len(TIMES) - 9, dtype=np.float32)
     return np.asarray(jax.jit(lambda y: path(field, y, fine)[:, ::10])(first))
 
 
 def make(steps, seed=0, length=10):
     """Data, state and loss function, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(Field(64, nnx.Rngs(seed)), nnx.Param)
 
     # training
@@ -79,6 +80,7 @@ def make(steps, seed=0, length=10):
 
 def main(steps, seed, target=0.01):
     data, state, loss_fn = make(steps, seed)
+    # with checkpoint=, give each of the two its own folder
     # training
     step, whole = ts.train_step(loss_fn), ts.batches(load(), 32, shuffle=True, seed=seed)
     state, _ = ts.fit(step, state, data, steps=steps // 2)

@@ -72,6 +72,7 @@ def make(seed=0):
 def main(steps, seed, target=0.003):
     state, drawn, residuals = make(seed)
     points = np.random.default_rng(seed).uniform((-1, 0), (1, 1), (4096, 2)).astype(np.float32)
+    # with checkpoint=, give each of the two its own folder
     # training
     state, _ = ts.fit(ts.train_step(drawn), state, steps=steps)
     state, _ = ts.migrate(state, ts.rules.lbfgs())

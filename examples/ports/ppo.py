@@ -19,7 +19,7 @@ from flax import nnx
 
 import tsunax as ts
 
-ENVS, STEPS, EPOCHS, PARTS = 4, 128, 4, 4
+ENVS, STEPS, EPOCHS, PARTS = 4, 128, 4, 4  # PARTS divides ENVS * STEPS
 
 
 class Network(nnx.Module):
@@ -108,6 +108,7 @@ def play(network, cart, key):
 
 def make(updates, seed=0):
     """The run and its step, for `main` and for the tests; `seed` may be traced."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(Network(nnx.Rngs(jax.random.key(seed))), nnx.Param)
     apply = lambda params, seen: nnx.merge(graphdef, params)(seen)
 

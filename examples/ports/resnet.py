@@ -60,8 +60,10 @@ def shifted(x, key):
     return jax.vmap(cut)(padded, jax.random.randint(key, (len(x), 2), 0, 3))
 
 
-def make(steps, seed=0):
+def make(epochs, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
+    data = ts.batches(load()[0], 100, shuffle=True, seed=seed)
+    steps = epochs * len(data)
     model = ts.models.nnx(ResNet(nnx.Rngs(seed)))
 
     # training
@@ -79,11 +81,11 @@ def make(steps, seed=0):
     )
     state = ts.setup(rule, model.params, model_state=model.model_state, key=seed)
     # end of training
-    return ts.batches(load()[0], 100, shuffle=True, seed=seed), state, loss_fn
+    return data, state, loss_fn
 
 
 def main(epochs, seed, target=0.98):
-    data, state, loss_fn = make(15 * epochs, seed)
+    data, state, loss_fn = make(epochs, seed)
     # training
     score, test = ts.eval_step(loss_fn), ts.batches(load()[1], 99)
     state, _ = ts.fit(

@@ -38,11 +38,12 @@ def load():
 
 def make(steps, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     graphdef, params = nnx.split(VAE(8, nnx.Rngs(seed)), nnx.Param)
 
     # training
-    def loss_fn(params, x, step, key=None):
-        key = jax.random.key(0) if key is None else key
+    def loss_fn(params, x, step, train, key=None):
+        key = key if train else jax.random.key(0)
         logits, mean, log_var = nnx.merge(graphdef, params)(x, key)
         seen = -ts.losses.sigmoid_binary_cross_entropy(logits, x).sum(-1)
         kl = ((mean**2 + jnp.exp(log_var) - 1 - log_var) / 2).sum(-1)

@@ -43,7 +43,7 @@ class ViT(nnx.Module):
         self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, 10, rngs=rngs)
 
     def __call__(self, x):
-        x = x.reshape(-1, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 16, 4)
+        x = x.reshape(len(x), 4, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 16, 4)
         token = jnp.broadcast_to(self.token[...], (len(x), 1, self.token.shape[-1]))
         x = jnp.concatenate([token, self.patches(x)], 1) + self.places[...]
         for block in self.blocks:
@@ -58,8 +58,10 @@ def load():
     return (x[297:], y[297:]), (x[:297], y[:297])
 
 
-def make(steps, seed=0):
+def make(epochs, seed=0):
     """Data, state and loss function, for `main` and for the tests."""
+    data = ts.batches(load()[0], 60, shuffle=True, seed=seed)
+    steps = epochs * len(data)
     model = ts.models.nnx(ViT(48, 3, nnx.Rngs(seed)))
 
     # training
@@ -73,11 +75,11 @@ def make(steps, seed=0):
     rule = ts.rules.adamw(ts.schedules.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps))
     state = ts.setup(rule, model.params, model_state=model.model_state, key=seed)
     # end of training
-    return ts.batches(load()[0], 60, shuffle=True, seed=seed), state, loss_fn
+    return data, state, loss_fn
 
 
 def main(epochs, seed, target=0.94):
-    data, state, loss_fn = make(25 * epochs, seed)
+    data, state, loss_fn = make(epochs, seed)
     # training
     state, _ = ts.fit(ts.train_step(loss_fn), state, data, epochs=epochs)
     found = ts.evaluate(ts.eval_step(loss_fn), state, ts.batches(load()[1], 99))

@@ -43,6 +43,7 @@ def distance(a, b):
 
 def make(seed=0):
     """Data, the run, its step, what draws images, and both losses, for `main` and for the tests."""
+    # with dropout or batch statistics: ts.models.nnx, as in vit.py
     rngs = nnx.Rngs(seed)
     drawing, g_params = nnx.split(dense((CODE, 128, 128, 64), rngs), nnx.Param)
     judging, c_params = nnx.split(dense((64, 128, 128, 1), rngs), nnx.Param)
@@ -53,7 +54,8 @@ def make(seed=0):
 
     # training
     def critic_loss(params, real, key, generator):
-        fake, mix = draw(generator, key), jax.random.uniform(jax.random.fold_in(key, 1), (ROWS, 1))
+        fake, mixing = draw(generator, key, len(real)), jax.random.fold_in(key, 1)
+        mix = jax.random.uniform(mixing, (len(real), 1))
         slopes = jax.vmap(jax.grad(judge, 1), (None, 0))(params, mix * real + (1 - mix) * fake)
         penalty = (jnp.linalg.norm(slopes, axis=-1) - 1) ** 2
         return jnp.mean(judge(params, fake) - judge(params, real) + 10 * penalty)
@@ -65,7 +67,9 @@ def make(seed=0):
 
     def step(run, real):
         train = lambda critic, x: critic_step(critic, x, generator=run.generator.params)
-        critic, infos = jax.lax.scan(train, run.critic, real.reshape(CRITIC_STEPS, ROWS, -1))
+        critic, infos = jax.lax.scan(
+            train, run.critic, real.reshape(CRITIC_STEPS, -1, real.shape[-1])
+        )
         generator, info = generator_step(run.generator, critic=critic.params)
         run = run.advance(critic=critic, generator=generator)
         return run, {"generator": info, "critic_loss": jnp.mean(infos.loss)}

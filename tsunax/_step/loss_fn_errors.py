@@ -10,7 +10,7 @@ import numpy as np
 
 from tsunax._core import checks, trees
 from tsunax._core.source_lines import OURS
-from tsunax.errors import LossError, WrongTypeError, remedy, unknown
+from tsunax.errors import LossError, WrongTypeError, remedy, unknown, warn
 from tsunax.loss import Loss
 
 
@@ -18,8 +18,9 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     """The error for a keyword that a loss function names and nobody gives."""
     what = f"keyword {name!r}"
     if name == "key" and not train:
-        got, fix = "an evaluation, which has no key", "Write key=None in its signature."
-        return LossError(what, "loss_fn", got, "a default", fix)
+        fix = "Pass key=jax.random.key(0) to evaluate or to the eval step. Or write key=None in "
+        fix += "its signature, and do without a key if it is None."
+        return LossError(what, "loss_fn", "an evaluation, which has no key", "one", fix)
     if name in ("key", "model_state", "ema"):
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
         fix = f"Give it: setup(..., {name}={value})."
@@ -27,6 +28,12 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     fix = "Rename it to key, pass" if "rng" in name else "Pass"
     fix = f"{fix} step(state, batch, {name}=...), or read it from the batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
+
+
+def warn_of_no_key(fn: Callable) -> None:
+    """Warn of a training step without the key that a loss function would take."""
+    fix = "For dropout or noise give it one: setup(..., key=0)."
+    warn(f"{trees.describe_call(fn)} names key, but the state has none: it gets its default. {fix}")
 
 
 def check_options(

@@ -83,21 +83,23 @@ def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    for found in (guard.in_batch(batch), _about_labels(step, state, batch, extra)):
-        what += f", {found}" if found else ""
+    what += about_batch(step, state, batch, extra)
     if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
         what += f", loss scale {float(info.loss_scale)}{floor}"
     return what
 
 
-def _about_labels(step, state: TrainState, batch, extra) -> str:
-    """The first wrong label in a class loss, in words; "" if none. It runs loss_fn eagerly."""
+def about_batch(step, state: TrainState, batch, extra) -> str:
+    """What is not finite in a batch, and its first wrong label in a class loss; "" if neither.
+
+    It runs loss_fn eagerly.
+    """
     fn = LossFn.of(step.loss_fn)
     with label_faults() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
         fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
-    return next(iter(found), "")
+    return "".join(f", {text}" for text in (guard.in_batch(batch), *found[:1]) if text)
 
 
 @contextlib.contextmanager

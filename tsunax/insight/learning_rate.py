@@ -89,7 +89,7 @@ class _Ramp:
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,
-    data: Iterable[PyTree],
+    data: Iterable[PyTree] | None = None,
     *,
     low: float = 1e-8,
     high: float = 1.0,
@@ -111,7 +111,7 @@ def find_learning_rate(
     a sixth of the range wide: never in its first or last twelfth. `report.tenth` is another choice.
 
     Args:
-      data: as for `fit`; read anew after its end, and put back to its place. No iterator.
+      data: as for `fit`, None too; read anew after its end, and put back to its place. No iterator.
       points: of the range, 10 or more.
       name: of the hyperparameter, where there are several: "learning_rate@head", "1.learning_rate".
       extra: arguments for the step.

@@ -267,7 +267,7 @@ class Fit:
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.count + np.cumsum(verdicts > 0)
         self.gathered += float(np.mean(verdicts < 0)) * len(epochs)
-        fatal = rejections.note(verdicts, steps, epochs, infos)
+        fatal = rejections.note(verdicts, steps, chunks, infos, self.extra)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named

@@ -13,8 +13,11 @@ import numpy as np
 from tsunax._core import PyTree, Step, StrPath, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
+from tsunax.data import Batches
 from tsunax.errors import WrongTypeError, warn
 from tsunax.hyper import hyperparams
+from tsunax.microbatches import indivisible
+from tsunax.program import TrainStep
 from tsunax.rules.accumulation import any_emitted
 from tsunax.run import progress
 from tsunax.run.fitting import Fit
@@ -54,6 +57,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     history = History() if history is None else history
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    _check_last_batch(fitting, data)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
         with options.clock("data"):
@@ -77,6 +81,20 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if saver is not None and restored.step is not None:
         bar.note(f"resumed from {saver.path}, step {start}")
     return fitting
+
+
+def _check_last_batch(fitting: Fit, data: Any) -> None:
+    """Raise now for the short last batch of an epoch that the step cannot cut, not when it comes.
+
+    LossError if the run comes so far, as the step itself would raise.
+    """
+    step, goal, feed = fitting.step, fitting.options.goal, fitting.feed
+    if not (isinstance(step, TrainStep) and type(data) is Batches and jax.process_count() == 1):
+        return
+    ends = feed.steps_to(feed.epoch + 1, fitting.run.step) or 0
+    if step.cuts_evenly and data.tail_rows % step.accumulate and ends <= (goal.steps or ends):
+        which = f", the last batch of an epoch of {len(data)}"
+        raise indivisible(data.tail_rows, step.accumulate, which)
 
 
 def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Rejections:
         is_one = isinstance(self.run.state, TrainState) and not self.is_population
         return isinstance(info, StepInfo) and is_one
 
+    def _has_batch(self, info: Any) -> bool:
+        """Whether the batch of a rejected call can be looked at: several processes have parts."""
+        is_alone = isinstance(self.step, TrainStep) and jax.process_count() == 1
+        return is_alone and self._is_known(info)
+
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
         """The rejected parts of a call, (name, state, info), if the infos name their states."""
         if self.is_population:
@@ -54,7 +59,12 @@ class Rejections:
         return [(at[:-1], states[at], x) for at, x in infos.items() if is_rejected(x)]
 
     def note(
-        self, verdicts: np.ndarray, steps: np.ndarray, epochs: np.ndarray, infos: PyTree
+        self,
+        verdicts: np.ndarray,
+        steps: np.ndarray,
+        chunks: Sequence[Chunk],
+        infos: PyTree,
+        extra: Mapping[str, Any],
     ) -> int | None:
         """Mark rejected calls, warn of the first, the tenth, ...; which one was one too many."""
         run, count = self.run, self.count
@@ -75,7 +85,11 @@ class Rejections:
                 why, loss = _why(parts) or "a loss or gradient is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
-                what = f"step {int(steps[i])} of epoch {epochs[i]} was rejected{loss}: {why}"
+                at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
+                what = f"{at} was rejected{loss}: {why}"
+                if self._has_batch(infos):
+                    batch, _ = _batch_of(i, chunks)
+                    what += step_errors.about_batch(self.step, run.state, batch, extra)
                 whose = "the state" if isinstance(run.state, TrainState) else "what was rejected"
                 warn(f"{what}. {count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
@@ -104,10 +118,8 @@ class Rejections:
         last = f"the last of {self.max_bad} in a row, " if self.max_bad > 1 else ""
         raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
         limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
-        known, after = self._is_known(run.info), ""
-        why = _why(self._rejected_parts(run.info)) or "not finite"
-        # of several processes none has the batch
-        if known and isinstance(self.step, TrainStep) and jax.process_count() == 1:
+        why, after = _why(self._rejected_parts(run.info)) or "not finite", ""
+        if self._has_batch(run.info):
             batch, _ = _batch_of(i, chunks)
             why = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
             after = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
