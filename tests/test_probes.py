@@ -1,12 +1,16 @@
 """Mistakes and rare combinations that a hostile user found; each failed once."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
 from tsunax import exchange
-from tsunax.errors import CheckpointError, DataError, HyperparameterError, StateError, WrongTypeError
+from tsunax.errors import CheckpointError, DataError, HyperparameterError, LossError, StateError, WrongTypeError
 from tsunax.run import feed
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -107,12 +111,104 @@ SAID = {
     "unit axes": (lambda: exchange.rearrange("() a -> a ()"), HyperparameterError, "pattern at rearrange"),
     "a number for an axis": (lambda: exchange.rearrange("1 a -> a 1"), HyperparameterError, "pattern at rearrange"),
     "rename to None": (lambda: exchange.save("a.safetensors", {"w": X}, rename={}.get), WrongTypeError, "result of rename for 'w' at save"),
+    "no batch to size": (lambda: ts.find_batch_size(ts.train_step(drawn), with_key(), None), WrongTypeError, "got None, expected a batch with rows"),
+    "no batch to cut": (lambda: ts.insight.find_accumulation(ts.train_step(drawn), with_key(), None, 64), WrongTypeError, "with rows"),
+    "a key for an evaluation": (lambda: ts.evaluate(ts.eval_step(noisy), state(), [X]), LossError, "Pass key=jax.random.key(0) to evaluate"),
     "no data": (lambda: ts.fit(ts.train_step(loss_fn), state(), steps=3, progress=False), TypeError, ""),
 }  # fmt: skip
 
 
 def state():
     return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8)})
+
+
+def with_key():
+    return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8)}, key=0)
+
+
+def drawn(params, key):
+    return loss_fn(params, jax.random.normal(key, (4, 8)))
+
+
+def noisy(params, x, key):
+    return loss_fn(params, x + jax.random.normal(key, x.shape))
+
+
+def dropping(params, x, key=None):
+    return loss_fn(params, x if key is None else x * jax.random.bernoulli(key, 0.5, x.shape))
+
+
+def test_a_key_that_a_loss_function_would_take_and_the_state_lacks_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"dropping\(params, x, key\) names key, but the state has none.* setup\(\.\.\., key=0\)"
+    ):
+        ts.train_step(dropping)(state(), X)
+    ts.train_step(dropping)(with_key(), X)
+    ts.eval_step(dropping)(state(), X)
+    ts.value_and_grad(dropping)(state(), X, key=jax.random.key(0))
+
+
+def test_an_evaluation_takes_a_key():
+    found = [ts.evaluate(ts.eval_step(noisy), state(), [X], key=jax.random.key(i))["loss"] for i in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_learning_rate_is_found_for_a_loss_without_data():
+    rate, _ = ts.find_learning_rate(ts.train_step(drawn), with_key(), points=20, low=1e-4)
+    assert 0 < rate < 1
+
+
+def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step():
+    data, step, calls = ts.batches(X, 12), ts.train_step(loss_fn, accumulate=3), []
+    text = (
+        r"got 4 rows, the last batch of an epoch of 6, expected a multiple of accumulate=3\. Choose such a batch_size"
+    )
+    with pytest.raises(LossError, match=text):
+        ts.fit(step, state(), data, epochs=1, progress=False, callbacks=calls.append)
+    with pytest.raises(LossError, match=text):
+        ts.fit(step, state(), data, steps=6, progress=False, callbacks=calls.append)
+    assert not calls
+    ts.fit(step, state(), data, steps=5, progress=False)  # it never gets there
+    ts.fit(step, state(), ts.batches(X, 12, drop_remainder=True), epochs=2, progress=False)
+    padding = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
+    ts.fit(ts.train_step(padding, accumulate=3), state(), ts.batches(X, 12), epochs=1, progress=False)
+
+
+def test_the_first_warning_of_a_rejected_step_names_wrong_labels_and_data():
+    def classes(params, batch):
+        logits = batch[0] * params["w"]
+        return ts.Loss.mean(ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+
+    labels, x = np.zeros(64, np.int32), X.copy()
+    labels[2] = 11
+    with pytest.warns(
+        RuntimeWarning, match=r"got nan, 1 of 64 labels are none of the 8 classes, first label 11 at \[2\]\. 1 so"
+    ):
+        ts.fit(ts.train_step(classes), state(), [(x, labels)], steps=1, epochs=None, progress=False, max_bad=3)
+    x[5, 1] = np.nan
+    with pytest.warns(RuntimeWarning, match=r"batch has 1 of 512 not finite, the first at \[5, 1\]\. 1 so"):
+        ts.fit(ts.train_step(loss_fn), state(), [x], steps=1, progress=False, max_bad=3)
+
+
+HANGS = """
+import jax, jax.numpy as jnp, numpy as np, tsunax as ts
+init, shapes = jax.nn.initializers.orthogonal(), [(4, 64), (64, 64), (64, 2)] * 2
+def make(key, seed):
+    params = {str(i): init(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)}
+    carry = jax.random.uniform(key, (4, 4)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), key
+    return ts.States(agent=ts.setup(ts.rules.adam(1e-3), params), carry=carry)
+runs = ts.population(make, 4, seed=np.arange(4))
+w = runs.agent.params["1"]
+np.testing.assert_allclose(w @ w.swapaxes(1, 2), np.tile(np.eye(64), (4, 1, 1)), atol=1e-5)
+"""
+
+
+@pytest.mark.medium
+def test_a_population_of_orthogonal_weights_does_not_wait_forever():
+    """As the members' decompositions did under vmap, with a thread pool of two."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"NPROC": "2"}
+    done = subprocess.run([sys.executable, "-c", HANGS], env=env, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", SAID)
