@@ -201,10 +201,12 @@ def test_the_first_warning_of_a_rejected_step_names_wrong_labels_and_data():
 
 HANGS = """
 import jax, jax.numpy as jnp, numpy as np, tsunax as ts
-init, shapes = jax.nn.initializers.orthogonal(), [(4, 64), (64, 64), (64, 2)] * 2
-def make(key, seed):
+init, shapes = jax.nn.initializers.orthogonal(1.0), [(4, 64), (64, 64), (64, 2), (4, 64), (64, 64), (64, 1)]
+def make(_, seed):
+    key = jax.random.key(seed)
+    keys = jax.random.split(key)
+    carry = (jax.random.uniform(keys[0], (4, 4)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32)), keys[1]
     params = {str(i): init(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)}
-    carry = jax.random.uniform(key, (4, 4)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), key
     return ts.States(agent=ts.setup(ts.rules.adam(1e-3), params), carry=carry)
 runs = ts.population(make, 4, seed=np.arange(4))
 w = runs.agent.params["1"]
