@@ -266,7 +266,8 @@ class History:
 
     def _column(self, name: str) -> tuple[array, array]:
         if name not in self._columns:
-            raise RowError(unknown("name", "history", str(name), ["step", *self.names]))
+            fix = "" if self.names else "It has no row: no step was applied and logged."
+            raise RowError(unknown("name", "history", str(name), ["step", *self.names], fix))
         return self._columns[name]
 
     def plain(self) -> dict[str, Any]:
