@@ -123,7 +123,7 @@ SAID = {
     "no batch to size": (lambda: ts.find_batch_size(ts.train_step(drawn), with_key(), None), WrongTypeError, "got None, expected a batch with rows"),
     "no batch to cut": (lambda: ts.insight.find_accumulation(ts.train_step(drawn), with_key(), None, 64), WrongTypeError, "with rows"),
     "a key for an evaluation": (lambda: ts.evaluate(ts.eval_step(noisy), state(), [X]), LossError, "Pass key=jax.random.key(0) to evaluate"),
-    "a history of nothing": (lambda: ts.History()["loss"], RowError, "It has no row: no step was applied and logged"),
+    "a history of nothing": (lambda: ts.loop.History()["loss"], RowError, "It has no row: no step was applied and logged"),
     "no data": (lambda: ts.fit(ts.train_step(loss_fn), state(), steps=3, progress=False), TypeError, ""),
 }  # fmt: skip
 
