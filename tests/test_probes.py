@@ -168,7 +168,7 @@ def test_a_learning_rate_is_found_for_a_loss_without_data():
     assert 0 < rate < 10
 
 
-def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step():
+def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_path):
     data, step, calls = ts.batches(X, 12), ts.train_step(loss_fn, accumulate=3), []
     text = (
         r"got 4 rows, the last batch of an epoch of 6, expected a multiple of accumulate=3\. Choose such a batch_size"
@@ -179,6 +179,10 @@ def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step():
         ts.fit(step, state(), data, steps=6, progress=False, callbacks=calls.append)
     assert not calls
     ts.fit(step, state(), data, steps=5, progress=False)  # it never gets there
+    ts.fit(step, state(), ts.batches(X, 12), steps=3, progress=False, checkpoint=tmp_path)
+    with pytest.raises(LossError, match=text):  # resumed in the middle of the epoch
+        ts.fit(step, state(), ts.batches(X, 12), steps=6, progress=False, checkpoint=tmp_path, callbacks=calls.append)
+    assert not calls
     ts.fit(step, state(), ts.batches(X, 12, drop_remainder=True), epochs=2, progress=False)
     padding = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
     ts.fit(ts.train_step(padding, accumulate=3), state(), ts.batches(X, 12), epochs=1, progress=False)

@@ -57,12 +57,12 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     history = History() if history is None else history
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
-    _check_last_batch(fitting, data)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
         history.mark("restart", start)
+    _check_last_batch(fitting, data)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
         began = {name: before[name] for name in ("calls", "states") if name in before}
