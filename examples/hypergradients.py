@@ -1,9 +1,11 @@
 """A learning rate and a weight decay for each array, by gradients through the training.
 
 Real data (scikit-learn's digits), 200 rows of it to train on, a small network, 60 steps of SGD with
-momentum. It ends in `held-out loss: 1.103 before, 0.270 after`, and fails if that did not fall by
-0.4 (after two steps it has not). The inner training is a scan of steps under `jax.checkpoint`, the outer one is
+momentum. The inner training is a scan of steps under `jax.checkpoint`, the outer one is
 `train_step` again, whose parameters are the logarithms of the hyperparameters.
+
+It ends in `held-out loss: 1.103 before, 0.270 after` and fails above 0.6 of the loss before, as it
+does after two outer steps.
 """
 
 import argparse
