@@ -380,7 +380,7 @@ RULE = [
     row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError, "sign_decay()", "got -1.0", "≥ 0"),
     row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), HyperparameterError, "'betas'", "b1, b2"),
     row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError, "nesterov at sgd()", "True or False"),
-    row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError, "'**/kernal'", "Nearest"),
+    row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError, "'**/kernal' at adamw(mask=)", "Nearest"),
     row(0, "mask malformed", lambda: rules.adamw(1e-3, mask="a//b"), PatternError, "'a//b'", "an empty component"),
     row(23, "array", lambda: rules.adam(lambda s: jnp.ones(2) * s), HyperparameterError, "step 0 of its schedule", "shape (2,)"),
     row(23, "NaN", lambda: rules.adam(lambda s: NAN), HyperparameterError, "learning_rate at adam()", "step 0", "got nan"),
@@ -420,12 +420,12 @@ RULE = [
 
 NEAREST = "Nearest: 'encoder/bias', 'encoder/kernel', 'head/bias'."
 SELECTION = [
-    row(33, "freeze", lambda: ts.freeze(good(), "encodr/**"), PatternError, "'encodr/**'", "no match among 4 leaves", NEAREST),
+    row(33, "freeze", lambda: ts.freeze(good(), "encodr/**"), PatternError, "'encodr/**' at freeze()", "no match among 4 leaves", NEAREST),
     row(33, "thaw", lambda: ts.thaw(good(), "encodr/**"), PatternError, "'encodr/**'", NEAREST),
-    row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError, "'encodr/**'", NEAREST),
-    row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError, "'encodr/**'", NEAREST),
-    row(33, "groups", lambda: setup(rule=rules.partition({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**'", NEAREST),
-    row(33, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, "encodr/**")), PatternError, "'encodr/**'", NEAREST),
+    row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError, "'encodr/**' at adjust()", NEAREST),
+    row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError, "'encodr/**' at setup(trainable=)", NEAREST),
+    row(33, "groups", lambda: setup(rule=rules.partition({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**' at partition()", NEAREST),
+    row(33, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, "encodr/**")), PatternError, "'encodr/**' at add_decayed_weights()", NEAREST),
     row(33, "in a list", lambda: ts.freeze(good(), ["encoder/**", "!haed/**"]), PatternError, "'!haed/**'", "'head/bias'"),
     row(33, "dots", lambda: ts.freeze(good(), "encoder.kernel"), PatternError, "Nearest: 'encoder/kernel'"),
     row(33, "case", lambda: ts.freeze(good(), "Encoder/**"), PatternError, "Nearest: 'encoder/bias'"),

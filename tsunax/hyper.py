@@ -153,7 +153,7 @@ def _set_frozen(state: _State, where: Where, on: bool) -> _State:
         new = {name: _set_frozen(state.members[name], inside, on) for name, inside in at}
         return cast(_State, state.replace(**new))
     check_state(state, by, where)
-    flags = patterns.select(where, state.params)
+    flags = patterns.select(where, state.params, by)
     selected = state.plan.selected or (True,) * len(flags)
     outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
     trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
@@ -189,7 +189,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
     """Key paths of the leaves that `where` matches; of all, also those that wrappers made."""
-    flags = patterns.select(where, state.params)
+    flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
     pairs = zip(trees.paths(state.params), flags, strict=True)

@@ -76,7 +76,7 @@ class Policy:
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
         if self.batch is not None:
-            patterns.compile_where(self.batch)
+            patterns.compile_where(self.batch, "Policy(batch=)")
 
     def to_param(self, tree: PyTree) -> PyTree:
         """`tree` with its real float leaves in the dtype `param`, and all others as they are."""
@@ -105,7 +105,10 @@ class Policy:
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
         if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch
-        flags = inputs(low) if self.batch is None else patterns.select(self.batch, batch)
+        if self.batch is None:
+            flags = inputs(low)
+        else:
+            flags = patterns.select(self.batch, batch, "Policy(batch=)")
         leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 

@@ -23,7 +23,7 @@ __all__ = ["elastic", "l1", "l2"]
 
 def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     """The float leaves that `where` selects, an array at two paths once."""
-    selected = trees.take(params, patterns.select(where, params))
+    selected = trees.take(params, patterns.select(where, params, place))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
         got = f"{patterns.where_text(where)}, which selects no floats"

@@ -67,7 +67,7 @@ def _glob(text: str) -> _Glob:
     return _Glob(text, excludes, tuple(tests))
 
 
-def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
+def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:
     leaf_names = [name for name, _, _ in trees.leaves_with_names(tree)]
     flags = [False] * len(leaf_names)
     for glob in globs:
@@ -79,7 +79,7 @@ def _by_globs(globs: Sequence[_Glob], tree: Any) -> tuple[bool, ...]:
             inside = any(_fits(_glob(below).tests, name) for name in leaf_names)
             is_subtree = inside and not glob.text.endswith("**")
             fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
-            raise PatternError(f"pattern {glob.text!r}", "", got, "at least one", fix)
+            raise PatternError(f"pattern {glob.text!r}", place, got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
     return tuple(flags)
 
@@ -109,7 +109,7 @@ def _by_mask(mask: Any, tree: Any) -> tuple[bool, ...]:
 _LISTS = (list, tuple)  # exactly: a NamedTuple is a tree
 
 
-def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
+def compile_where(where: Any, place: str = "") -> Callable[[Any], tuple[bool, ...]]:
     """Check `where`, one of the four forms of `select`; the result maps a tree to its flags."""
     where = [where] if isinstance(where, str) else where
     texts = [entry for entry in where if isinstance(entry, str)] if type(where) in _LISTS else []
@@ -117,15 +117,15 @@ def compile_where(where: Any) -> Callable[[Any], tuple[bool, ...]]:
         globs = [_glob(text) for text in texts]
         if globs and all(glob.excludes for glob in globs):
             got = f"only exclusions {texts}"
-            raise PatternError("where", "", got, "one that selects", "Start with '**'.")
-        return functools.partial(_by_globs, globs)
+            raise PatternError("where", place, got, "one that selects", "Start with '**'.")
+        return functools.partial(_by_globs, globs, place)
     is_node = where is not None and not jtu.all_leaves([where])
     if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
         return functools.partial(_by_predicate, where)  # a callable module is a tree of bools
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)
     forms = "a pattern ('encoder/**'), a list of patterns, a predicate f(path, leaf) or a bool tree"
-    raise WrongTypeError("where", "", f"{where_text(where)} ({type(where).__name__})", forms)
+    raise WrongTypeError("where", place, f"{where_text(where)} ({type(where).__name__})", forms)
 
 
 def where_text(where: Any) -> str:
@@ -135,7 +135,7 @@ def where_text(where: Any) -> str:
     return re.sub(r" at 0x\w+", "", " ".join(repr(where).split()))[:80]
 
 
-def select(where: Any, tree: Any) -> tuple[bool, ...]:
+def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
     """One flag per leaf of `tree`, in flatten order: whether `where` selects it.
 
     `where` is one of
@@ -148,18 +148,18 @@ def select(where: Any, tree: Any) -> tuple[bool, ...]:
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
+    `place` is the call in errors. Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
     and if a bool tree or the result of a predicate does not fit; `ParamsError` if there are no
     leaves.
 
     >>> select(["**", "!**/bias"], {"dense": {"bias": 0.0, "kernel": 1.0}})
     (False, True)
     """
-    flags_of = compile_where(where)
+    flags_of = compile_where(where, place)
     if jax.tree.structure(tree).num_leaves == 0:
         raise trees.no_parameters("params", tree)
     flags = flags_of(tree)
     if not any(flags):
         got = f"{where_text(where)}, which selects nothing"
-        raise PatternError("where", "", got, "at least one leaf")
+        raise PatternError("where", place, got, "at least one leaf")
     return flags

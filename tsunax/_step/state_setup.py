@@ -31,7 +31,7 @@ def check_setup(params, device, model_state, trainable, copy, freezable) -> tupl
         got, expected = "some that do not sort", "all str, or all int"
         raise ParamsError("dict keys", "setup()", got, expected) from None
     checks.check_arrays(model_state, "model_state")
-    flags = patterns.select(trainable, params)
+    flags = patterns.select(trainable, params, "setup(trainable=)")
     checks.check_params(params, flags)
     if not copy:
         checks.check_aliases(params, flags, model_state=model_state)

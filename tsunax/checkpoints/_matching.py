@@ -100,7 +100,8 @@ class RestoreRequest:
             extra = _extra_leaves(wanted, saved, under)
         else:
             params = [s.params for s in mine.states.values()] or [self.like]
-            flags = [on for tree in params for on in patterns.select(self.partial, tree)]
+            call = "restore(partial=)"
+            flags = [on for tree in params for on in patterns.select(self.partial, tree, call)]
             wanted, extra = [w for w, on in zip(wanted, flags, strict=True) if on], []
         found, pairs = _differences(wanted, saved, self.cast)
         return RestorePlan(self.like, mine, pairs, found + extra, {}, {}, [])

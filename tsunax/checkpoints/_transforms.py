@@ -166,7 +166,8 @@ class Mapped:
 def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict[int, Mapped]:
     """For each leaf that `where` selects, by its number, the arrays of a file that make it."""
     names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
-    flags = patterns.select(where, tree) if where is not None else (True,) * len(names)
+    select = lambda where, name: patterns.select(where, tree, f"{call[:-1]}{name}=)")
+    flags = select(where, "where") if where is not None else (True,) * len(names)
     if rename is not None and not callable(rename):
         got = trees.describe(rename)
         fix = "Of a dict d: lambda name: d.get(name, name)."
@@ -181,7 +182,7 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
     if not isinstance(given, Mapping) or any(type(x) is not Transform for x in given.values()):
         got, expected = trees.describe(transform), "{pattern: rearrange(…)} or {pattern: cast(…)}"
         raise WrongTypeError("transform", call, got, expected)
-    hits = {pattern: patterns.select(pattern, tree) for pattern in given}
+    hits = {pattern: select(pattern, "transform") for pattern in given}
     plan, faults = {}, []
     for i, (path, x) in enumerate(leaves.tree_of(tree).leaves):
         if flags[i]:

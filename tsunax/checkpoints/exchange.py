@@ -249,7 +249,7 @@ def _part(named: Mapping[str, Any], name: str, bounds: Bounds):
 def _restored(source: _Source, like, where, rename, transform, cast: bool):
     checks.check_flags("restore()", cast=cast)
     if where is not None:
-        patterns.compile_where(where)
+        patterns.compile_where(where, "restore(where=)")
     if like is None:
         if not (rename is where is transform is None):
             expected = "the tree whose names are renamed or chosen"

@@ -269,7 +269,7 @@ class _Choice:
                 expected = "a PartitionSpec, a tuple of axis names, or None"
                 raise WrongTypeError("rule", at, got, expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
-            for i, on in enumerate(patterns.select(pattern, params)):
+            for i, on in enumerate(patterns.select(pattern, params, "shard()")):
                 if on:
                     found.setdefault(i, spec)
         return found

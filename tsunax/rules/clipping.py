@@ -120,7 +120,7 @@ def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"
     {'bias': Array([0.], dtype=float32), 'w': Array([0.1], dtype=float32)}
     """
     rate = as_scalar(weight_decay)
-    return _decay(where, lambda g, p: g + rate * p)
+    return _decay("add_decayed_weights()", where, lambda g, p: g + rate * p)
 
 
 def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
@@ -131,14 +131,14 @@ def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
     HyperparameterError, PatternError.
     """
     rate = as_scalar(sign_decay)
-    return _decay(where, lambda g, p: g + rate * jnp.sign(p))
+    return _decay("sign_decay()", where, lambda g, p: g + rate * jnp.sign(p))
 
 
-def _decay(where, f):
-    _patterns.compile_where(where)  # raises for a malformed pattern
+def _decay(place, where, f):
+    _patterns.compile_where(where, place)  # raises for a malformed pattern
 
     def init(params):
-        _patterns.select(where, params)  # raises for a pattern that matches nothing
+        _patterns.select(where, params, place)  # raises for a pattern that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):

@@ -82,7 +82,7 @@ def _assigned(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool
     named = trees.leaves_with_names(params)
     owner: list = [None] * len(named)
     for pattern in patterns:
-        flags = _patterns.select(pattern, params)
+        flags = _patterns.select(pattern, params, "partition()")
         owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
         if pattern not in owner:
             fix = "The patterns before it take all of its leaves."

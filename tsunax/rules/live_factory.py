@@ -64,15 +64,17 @@ class PatternMask:
     """A function for optax's `mask=` from a pattern: to optax a str is a tree that is true."""
 
     where: Where
+    place: str  # the argument, in errors
 
     def __post_init__(self) -> None:
-        patterns.compile_where(self.where)
+        patterns.compile_where(self.where, self.place)
 
     def __repr__(self) -> str:
         return repr(self.where)
 
     def __call__(self, params: PyTree) -> PyTree:
-        return jax.tree.unflatten(jax.tree.structure(params), patterns.select(self.where, params))
+        flags = patterns.select(self.where, params, self.place)
+        return jax.tree.unflatten(jax.tree.structure(params), flags)
 
 
 def _is_pattern(x) -> bool:
@@ -112,7 +114,8 @@ class LiveFactory(Generic[P]):
                 checks.check_flags(where, **{name: value})
             is_static = building.get() or name in self.static
             if is_static or not number_checks.takes_number(parameter, value):
-                value = PatternMask(value) if "mask" in name and _is_pattern(value) else value
+                if "mask" in name and _is_pattern(value):
+                    value = PatternMask(value, f"{self.__name__}({name}=)")
                 # a copy: rules are compared by their statics, which must not change
                 is_mutable = isinstance(value, (dict, list))
                 statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
