@@ -1,5 +1,6 @@
 """Mistakes and rare combinations that a hostile user found; each failed once."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tsunax as ts
 from tsunax import exchange
@@ -122,7 +124,7 @@ SAID = {
     "rename to None": (lambda: exchange.save("a.safetensors", {"w": X}, rename={}.get), WrongTypeError, "result of rename for 'w' at save"),
     "no batch to size": (lambda: ts.find_batch_size(ts.train_step(drawn), with_key(), None), WrongTypeError, "got None, expected a batch with rows"),
     "no batch to cut": (lambda: ts.insight.find_accumulation(ts.train_step(drawn), with_key(), None, 64), WrongTypeError, "with rows"),
-    "a key for an evaluation": (lambda: ts.evaluate(ts.eval_step(noisy), state(), [X]), LossError, "Pass key=jax.random.key(0) to evaluate"),
+    "a key for an evaluation": (lambda: ts.evaluate(ts.eval_step(noisy), state(), [X]), LossError, "pass key=jax.random.key(0) to evaluate"),
     "a history of nothing": (lambda: ts.loop.History()["loss"], RowError, "It has no row: no step was applied and logged"),
     "no data": (lambda: ts.fit(ts.train_step(loss_fn), state(), steps=3, progress=False), TypeError, ""),
 }  # fmt: skip
@@ -153,6 +155,10 @@ def test_a_key_that_a_loss_function_would_take_and_the_state_lacks_is_warned_of(
         UserWarning, match=r"dropping\(params, x, key\) names key, but the state has none.* setup\(\.\.\., key=0\)"
     ):
         ts.train_step(dropping)(state(), X)
+    with pytest.warns(UserWarning) as told:
+        ts.train_step(dropping)(state(), X[:8])
+    assert len(told) == 1
+    ts.train_step(functools.partial(dropping, key=None))(state(), X)  # meant so
     ts.train_step(dropping)(with_key(), X)
     ts.eval_step(dropping)(state(), X)
     ts.value_and_grad(dropping)(state(), X, key=jax.random.key(0))
@@ -184,6 +190,15 @@ def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_pa
         ts.fit(step, state(), ts.batches(X, 12), steps=6, progress=False, checkpoint=tmp_path, callbacks=calls.append)
     assert not calls
     ts.fit(step, state(), ts.batches(X, 12, drop_remainder=True), epochs=2, progress=False)
+    with pytest.raises(LossError, match=text):  # read ahead, and by row
+        rows = ts.train_step(loss_fn, accumulate=3, per_example=lambda grads: grads)
+        ts.fit(rows, state(), ts.prefetch(ts.batches(X, 12)), epochs=1, progress=False, callbacks=calls.append)
+    assert not calls
+    means = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -0.1 * g.mean(0), grads))
+    apart = ts.train_step(loss_fn, accumulate=3, per_example=True)
+    ts.fit(apart, ts.setup(means, {"w": jnp.ones(8)}), ts.batches(X, 12), epochs=1, progress=False)
+    with pytest.raises(LossError, match=r"got 10 rows, expected"):  # no last one, but all
+        ts.fit(step, state(), ts.batches(X[:43], 10), epochs=1, progress=False)
     padding = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
     ts.fit(ts.train_step(padding, accumulate=3), state(), ts.batches(X, 12), epochs=1, progress=False)
 
@@ -203,6 +218,35 @@ def test_the_first_warning_of_a_rejected_step_names_wrong_labels_and_data():
     for loss, batch, text in zip((classes, loss_fn), ((X, labels), x), texts, strict=True):
         with pytest.warns(RuntimeWarning, match=text), pytest.raises(NonFiniteError):
             ts.fit(ts.train_step(loss), state(), [batch], steps=1, progress=False, max_bad=3)
+
+
+def test_a_finished_run_says_that_nothing_is_to_do_whatever_would_not_divide(tmp_path):
+    again = lambda step, **options: ts.fit(step, state(), ts.batches(X, 12), epochs=1, progress=False, **options)
+    again(ts.train_step(loss_fn), checkpoint=tmp_path)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        again(ts.train_step(loss_fn, accumulate=3), checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["log", "gradient", "accumulate"])
+def test_labels_are_not_blamed_for_what_they_did_not_do(fault):
+    calls = []
+
+    def masked(params, batch):
+        jax.debug.callback(lambda: calls.append(0)) if fault == "gradient" else None
+        logits = batch[0] * params["w"][None]
+        logits = jnp.log(-logits) if fault == "log" else logits + jnp.sqrt(0 * params["w"][None])
+        losses = ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return ts.Loss.mean(losses, batch[1] >= 0)
+
+    labels = np.full(64, -100, np.int32)
+    labels[::2] = 1  # the others are padding
+    step = ts.train_step(masked, accumulate=2 if fault == "accumulate" else 1)
+    with pytest.warns(RuntimeWarning) as told, pytest.raises(NonFiniteError):
+        ts.fit(step, state(), [(X, labels)], steps=1, progress=False, max_bad=2)
+    assert all("labels" not in str(warning.message) for warning in told)
+    if fault == "gradient":
+        jax.effects_barrier()
+        assert len(calls) == 3  # two rejected steps, and the search for the leaf: no run for the labels
 
 
 HANGS = """

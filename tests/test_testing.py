@@ -1,6 +1,7 @@
 """Checks for a user's own step: each holds for a good one, and names the leaf of a planted mistake."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tests.helpers import medium_if
 from tsunax import testing
 from tsunax.errors import CheckError, DataError, HyperparameterError, LossError, StateError, WrongTypeError
 
-# the checks that compare parts of a batch are for states without a key, which this loss function can take
+# many of these checks have states without a key, which this loss function could take
 pytestmark = pytest.mark.filterwarnings("ignore:.* names key, but the state has none:UserWarning")
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
@@ -258,6 +259,12 @@ def test_the_state_stays_as_it_is():
     testing.check_resume(STEP, state, data())
     testing.check_frozen(STEP, state, X, "head")
     assert ts.reproduce.fingerprint(state) == before
+
+
+def test_checks_that_ask_for_a_state_without_a_key_do_not_warn_of_it():
+    with warnings.catch_warnings(action="error"):
+        testing.check_accumulation(ts.train_step(loss_fn), make(), X)
+        testing.check_sharding(ts.train_step(loss_fn), make(), X)
 
 
 OWN = {"own": Own, "loader": Loader, "cursor": Cursor, "prefetched": lambda: ts.prefetch(Own())}

@@ -409,10 +409,10 @@ def test_leaves_that_do_not_fit_their_transform(path):
 def test_other_mistakes(path):
     exchange.save(path, {"w": normal(2, 3)})
     tree, restore = {"w": normal(3, 2)}, exchange.restore
-    assert "pattern 'v': got no match" in error_of(
+    assert "pattern 'v' at restore(transform=): got no match" in error_of(
         lambda: restore(path, tree, transform={"v": torch_kernel}), PatternError
     )
-    assert "pattern 'v': got no match" in error_of(
+    assert "pattern 'v' at save(transform=): got no match" in error_of(
         lambda: exchange.save(path, tree, transform={"v": torch_kernel}), PatternError
     )
     for odd in (torch_kernel, {"w": np.transpose}, [("w", torch_kernel)], {"w": [torch_kernel]}):

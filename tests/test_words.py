@@ -99,3 +99,8 @@ def test_bits_keep_their_shape():
         expected = np.asarray(jax.random.key_data(x) if isinstance(x, jax.Array) and x.dtype.name[:3] == "key" else x)
         assert bits_of(x).shape == expected.shape
         np.testing.assert_array_equal(bits_of(x), expected)
+
+
+def test_checkpoints_compare_the_pattern_of_a_mask_and_no_words_of_errors():
+    outline = words_of(ts.rules.adamw(1e-3, mask="**/kernel").update, code=False, numbers=False)
+    assert "mask=PatternMask(where='**/kernel')," in outline

@@ -144,6 +144,11 @@ def overflowed(verdict: Scalar) -> Scalar:
     return (verdict > 0) & (verdict < 2 * _CLOCK)
 
 
+def is_of_loss(verdict: Scalar) -> Scalar:
+    """Whether the loss was not finite."""
+    return (verdict > 0) & (verdict < 2 * _GRADIENT)
+
+
 def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
     """The verdict, or -1 if the step was taken but only gathered its gradient."""
     if emitted is None:

@@ -138,8 +138,9 @@ def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis
     return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
 
-# A function (labels, number of classes), set while `_step/step_errors.py` explains a rejected step.
-label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], None] | None]
+# A function from labels and the number of classes to labels, set while `_step/step_errors.py`
+# explains a rejected step.
+label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], jax.Array] | None]
 label_watcher = contextvars.ContextVar("label_watcher", default=None)
 
 
@@ -157,7 +158,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     if (watch := label_watcher.get()) is not None:
-        watch(labels, int(np.prod([logits.shape[i] for i in np.atleast_1d(axis)])))
+        labels = watch(labels, int(np.prod([logits.shape[i] for i in np.atleast_1d(axis)])))
     values = _with_integer_labels(logits, labels, axis, where)
     return jnp.where(labels < 0, jnp.nan, values)
 

@@ -65,8 +65,8 @@ def check_rows(batch: PyTree) -> None:
 def indivisible(rows: int, n: int, which: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
     fix = "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
-    fix += "name `mask` in loss_fn and return ts.Loss.mean(values, mask), times a mask that you "
-    fix += "have: the batch is then padded."
+    fix += "name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your own "
+    fix += "in its place: the batch is then padded."
     got, expected = f"{rows} rows{which}", f"a multiple of accumulate={n}"
     return LossError("batch", "train_step()", got, expected, fix)
 

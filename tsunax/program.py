@@ -175,7 +175,7 @@ class TrainStep:
     def cuts_evenly(self) -> bool:
         """Whether rows that `accumulate` does not divide are an error, instead of padded."""
         pads = self.masks or hasattr(self.loss_fn, "in_micro_batches")
-        return self.accumulate > 1 and not self.per_example and not pads
+        return self.accumulate > 1 and self.per_example is not True and not pads
 
     def pure(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any = None
@@ -418,9 +418,9 @@ class EvalStep:
 def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
     """The compiled evaluation of a step's `loss_fn`: `f(state, batch, **extra) -> Loss`.
 
-    `train` is False, there is no `key`, and `model_state` is read only; the precision is that of
-    the state. Results of several batches merge: `a.merge(b).compute()` is the mean over all rows of
-    both. `axis_name` and errors are those of `train_step`.
+    `train` is False, there is a `key` only if you pass one, and `model_state` is read only; the
+    precision is that of the state. Results of several batches merge: `a.merge(b).compute()` is the
+    mean over all rows of both. `axis_name` and errors are those of `train_step`.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts

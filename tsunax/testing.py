@@ -420,9 +420,10 @@ def _copy(state):
 def _run_steps(step, state, batch, extra, steps: int, where: str = "") -> tuple[Any, list[Any]]:
     """The state after some steps with one batch, and their infos. With `where` checked."""
     infos = []
-    for _ in range(steps):
-        state, info = step(state, batch, **extra)
-        infos.append(info)
+    with _keyless():
+        for _ in range(steps):
+            state, info = step(state, batch, **extra)
+            infos.append(info)
     if where:
         _check_taken(_taken_steps(infos, state), where, batch)
     return state, infos
@@ -453,8 +454,17 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
 def _gradient(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[Any, Any]:
     """Loss and gradients of a step, in float32 at least."""
     run = dataclasses.replace(step, on_nonfinite="ignore", axis_name=None).gradient
-    loss, grads = jax.jit(run)(_copy(state), batch, **extra)
+    with _keyless():
+        loss, grads = jax.jit(run)(_copy(state), batch, **extra)
     return loss.compute(), grads
+
+
+@contextlib.contextmanager
+def _keyless() -> Iterator[None]:
+    """Without the warning of a state without a key: several checks ask for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* names key, but the state has none")
+        yield
 
 
 def _settled(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainState:

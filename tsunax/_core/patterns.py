@@ -148,9 +148,9 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    `place` is the call in errors. Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
+    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
     and if a bool tree or the result of a predicate does not fit; `ParamsError` if there are no
-    leaves.
+    leaves. `place` is the call that the errors of patterns without a match name.
 
     >>> select(["**", "!**/bias"], {"dense": {"bias": 0.0, "kernel": 1.0}})
     (False, True)

@@ -58,6 +58,10 @@ def gradient_of(
             trained = at
         parts = trained, overwritten_part(state)
         keywords = fn.keywords(state, batch, extra, train=True)
+        if "key" in fn.names and "key" not in keywords:
+            from tsunax._step.loss_fn_errors import warn_of_no_key
+
+            warn_of_no_key(loss_fn)
         if axes := axes_around(axis_name, where):
             if per_example is True:
                 fix = "Give a function of the gradient of one row, or axis_name=() and no mean."

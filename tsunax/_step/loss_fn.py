@@ -99,8 +99,6 @@ class LossFn:
                 out[name] = offered[name]
             elif name not in self.optional:
                 raise _explaining().missing_keyword(name, _OFFERED, extra, train)
-            elif name == "key" and train:
-                _explaining().warn_of_no_key(self.fn)
         for name in extra:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."

@@ -18,8 +18,10 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     """The error for a keyword that a loss function names and nobody gives."""
     what = f"keyword {name!r}"
     if name == "key" and not train:
-        fix = "Pass key=jax.random.key(0) to evaluate or to the eval step. Or write key=None in "
-        fix += "its signature, and do without a key if it is None."
+        fix = "For dropout write key=None in its signature, and leave it out if key is None. If "
+        fix += (
+            "the loss itself is random, pass key=jax.random.key(0) to evaluate or to the eval step."
+        )
         return LossError(what, "loss_fn", "an evaluation, which has no key", "one", fix)
     if name in ("key", "model_state", "ema"):
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
@@ -31,9 +33,11 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
 
 
 def warn_of_no_key(fn: Callable) -> None:
-    """Warn of a training step without the key that a loss function would take."""
-    fix = "For dropout or noise give it one: setup(..., key=0)."
-    warn(f"{trees.describe_call(fn)} names key, but the state has none: it gets its default. {fix}")
+    """Warn of a training step without the key that a loss function would take, unless bound."""
+    if "key" not in getattr(fn, "keywords", {}):
+        what = f"{trees.describe_call(fn)} names key, but the state has none: it gets its default."
+        fix = "For dropout or noise give it one: setup(..., key=0). To mean it, bind the default: "
+        warn(f"{what} {fix}functools.partial(loss_fn, key=None).")
 
 
 def check_options(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
@@ -83,39 +84,48 @@ def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    what += about_batch(step, state, batch, extra)
+    what += about_batch(step, state, info, batch, extra)
     if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
         what += f", loss scale {float(info.loss_scale)}{floor}"
     return what
 
 
-def about_batch(step, state: TrainState, batch, extra) -> str:
-    """What is not finite in a batch, and its first wrong label in a class loss; "" if neither.
+def about_batch(step, state: TrainState, info: Any, batch, extra) -> str:
+    """What is not finite in a batch, or the first wrong label in a class loss; "" if neither."""
+    is_of_loss = info.verdict is not None and guard.is_of_loss(info.verdict)
+    found = guard.in_batch(batch) or (_wrong_label(step, state, batch, extra) if is_of_loss else "")
+    return found and f", {found}"
 
-    It runs loss_fn eagerly.
-    """
+
+def _wrong_label(step, state: TrainState, batch, extra) -> str:
+    """The first wrong label, if without such labels the loss is finite. It runs loss_fn eagerly."""
     fn = LossFn.of(step.loss_fn)
-    with label_faults() as found, contextlib.suppress(Exception):
+    with _repaired_labels() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
-        fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
-    return "".join(f", {text}" for text in (guard.in_batch(batch), *found[:1]) if text)
+        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords).compute()
+        return found[0] if found and np.isfinite(loss) else ""
+    return ""
 
 
 @contextlib.contextmanager
-def label_faults() -> Iterator[list[str]]:
-    """Collect labels that are no class, from class losses that run eagerly in this context."""
+def _repaired_labels() -> Iterator[list[str]]:
+    """Class losses take labels that are no class for class 0 in this context, which collects them.
+
+    Only those that run eagerly do so.
+    """
     found: list[str] = []
 
-    def watch(labels: jax.Array, classes: int) -> None:
+    def watch(labels: jax.Array, classes: int) -> jax.Array:
         if trees.is_traced(labels):
-            return
+            return labels
         bad = (labels < 0) | (labels >= classes)
         if count := int(np.sum(bad)):
             at = [int(i) for i in np.unravel_index(int(np.argmax(bad)), labels.shape)]
             first = f"label {int(labels[tuple(at)])} at {at}" if at else f"label {int(labels)}"
             text = f"{count} of {labels.size} labels are none of the {classes} classes"
             found.append(f"{text}, first {first}")
+        return jnp.where(bad, 0, labels)
 
     token = losses.label_watcher.set(watch)
     try:

@@ -225,8 +225,8 @@ def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> A
     if odd := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
         raise WrongTypeError("example", where, trees.describe(odd[0]), "one batch")
     if not any(map(np.ndim, jax.tree.leaves(example))):
-        got, fix = trees.describe(example), "Without a batch its size is a number in loss_fn."
-        raise WrongTypeError("example", where, got, "a batch with rows", fix)
+        fix = "A loss that draws its own samples has their number in loss_fn."
+        raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
     step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
         got = trees.describe(margin)

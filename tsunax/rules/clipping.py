@@ -144,7 +144,7 @@ def _decay(place, where, f):
     def update(updates, state, params=None, **_):
         if params is None:
             raise RuleError("params", "update()", "None", "the params, to decay them")
-        flags = _patterns.select(where, params)
+        flags = _patterns.select(where, params, place)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]

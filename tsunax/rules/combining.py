@@ -169,7 +169,7 @@ def partition(
     for pattern, rule in rules.items():
         if not isinstance(pattern, str):
             raise WrongTypeError("pattern", "partition()", trees.describe(pattern), "a str")
-        _patterns.compile_where(pattern)
+        _patterns.compile_where(pattern, "partition()")
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
     inits, updates = zip(*map(with_extra, rules.values()), strict=True)

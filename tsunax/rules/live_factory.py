@@ -64,13 +64,16 @@ class PatternMask:
     """A function for optax's `mask=` from a pattern: to optax a str is a tree that is true."""
 
     where: Where
-    place: str  # the argument, in errors
+    place: str = field(compare=False)  # the argument, in errors
 
     def __post_init__(self) -> None:
         patterns.compile_where(self.where, self.place)
 
     def __repr__(self) -> str:
         return repr(self.where)
+
+    def in_words(self, inner: Function) -> str:
+        return f"PatternMask(where={inner(self.where)})"
 
     def __call__(self, params: PyTree) -> PyTree:
         flags = patterns.select(self.where, params, self.place)

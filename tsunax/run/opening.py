@@ -20,6 +20,7 @@ from tsunax.microbatches import indivisible
 from tsunax.program import TrainStep
 from tsunax.rules.accumulation import any_emitted
 from tsunax.run import progress
+from tsunax.run.feed import innermost
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
@@ -61,8 +62,9 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
+    _check_last_batch(fitting, innermost(data))
+    if restored.step is not None:
         history.mark("restart", start)
-    _check_last_batch(fitting, data)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
         began = {name: before[name] for name in ("calls", "states") if name in before}
@@ -88,11 +90,13 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
 
     LossError if the run comes so far, as the step itself would raise.
     """
-    step, goal, feed = fitting.step, fitting.options.goal, fitting.feed
+    step, goal, feed, start = fitting.step, fitting.options.goal, fitting.feed, fitting.run.step
     if not (isinstance(step, TrainStep) and type(data) is Batches and jax.process_count() == 1):
         return
-    ends = feed.steps_to(feed.epoch + 1, fitting.run.step) or 0
-    if step.cuts_evenly and data.tail_rows % step.accumulate and ends <= (goal.steps or ends):
+    ends: Any = feed.steps_to(feed.epoch + 1, start)
+    comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
+    is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
+    if step.cuts_evenly and comes and is_the_one:
         which = f", the last batch of an epoch of {len(data)}"
         raise indivisible(data.tail_rows, step.accumulate, which)
 

@@ -87,9 +87,9 @@ class Rejections:
                     loss = f" (loss {float(x):.6g})"
                 at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
                 what = f"{at} was rejected{loss}: {why}"
-                if self._has_batch(infos):
-                    batch, _ = _batch_of(i, chunks)
-                    what += step_errors.about_batch(self.step, run.state, batch, extra)
+                if self._has_batch(infos) and self.step.accumulate == 1:  # else it may be large
+                    (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
+                    what += step_errors.about_batch(self.step, state, info, batch, extra)
                 whose = "the state" if isinstance(run.state, TrainState) else "what was rejected"
                 warn(f"{what}. {count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
