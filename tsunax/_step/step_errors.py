@@ -84,17 +84,21 @@ def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    what += about_batch(step, state, info, batch, extra)
+    what += about_batch(step, state, info, batch, extra, at_once=True)
     if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
         what += f", loss scale {float(info.loss_scale)}{floor}"
     return what
 
 
-def about_batch(step, state: TrainState, info: Any, batch, extra) -> str:
-    """What is not finite in a batch, or the first wrong label in a class loss; "" if neither."""
-    is_of_loss = info.verdict is not None and guard.is_of_loss(info.verdict)
-    found = guard.in_batch(batch) or (_wrong_label(step, state, batch, extra) if is_of_loss else "")
+def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bool = False) -> str:
+    """What is not finite in a batch, or the first wrong label in a class loss; "" if neither.
+
+    Labels of several micro-batches are looked at under `at_once`: loss_fn sees all rows together.
+    """
+    found, fits = guard.in_batch(batch), at_once or step.accumulate == 1
+    if not found and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
+        found = _wrong_label(step, state, batch, extra)
     return found and f", {found}"
 
 

@@ -87,7 +87,7 @@ class Rejections:
                     loss = f" (loss {float(x):.6g})"
                 at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
                 what = f"{at} was rejected{loss}: {why}"
-                if self._has_batch(infos) and self.step.accumulate == 1:  # else it may be large
+                if self._has_batch(infos):
                     (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
                     what += step_errors.about_batch(self.step, state, info, batch, extra)
                 whose = "the state" if isinstance(run.state, TrainState) else "what was rejected"
