@@ -308,8 +308,10 @@ def test_labels_that_are_no_class():
     expected, right = jax.value_and_grad(mean(theirs, good))(logits)
     assert value == expected
     np.testing.assert_array_equal(slope, right)
-    with step_errors.label_faults() as found:
-        ours(logits, good), jax.jit(ours)(logits, bad), ours(logits, bad)
+    with step_errors.repaired_labels() as found:
+        ours(logits, good), jax.jit(ours)(logits, bad)
+        repaired = ours(logits, bad)
+    np.testing.assert_array_equal(repaired, theirs(logits, np.array([0, 0, 1, 0])))
     assert found == ["2 of 4 labels are none of the 3 classes, first label -1 at [1]"]
 
 

@@ -105,7 +105,7 @@ def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bo
 def _wrong_label(step, state: TrainState, batch, extra) -> str:
     """The first wrong label, if without such labels the loss is finite. It runs loss_fn eagerly."""
     fn = LossFn.of(step.loss_fn)
-    with _repaired_labels() as found, contextlib.suppress(Exception):
+    with repaired_labels() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords).compute()
         return found[0] if found and np.isfinite(loss) else ""
@@ -113,7 +113,7 @@ def _wrong_label(step, state: TrainState, batch, extra) -> str:
 
 
 @contextlib.contextmanager
-def _repaired_labels() -> Iterator[list[str]]:
+def repaired_labels() -> Iterator[list[str]]:
     """Class losses take labels that are no class for class 0 in this context, which collects them.
 
     Only those that run eagerly do so.
