@@ -1,6 +1,7 @@
-"""What the number of leaves costs, beside plain JAX: an MLP of 10, 100 and 1,000 arrays.
+"""What the number of leaves costs, beside plain JAX: an MLP of 10, 200 and 1,000 arrays.
 
-`same info` computes both norms, the finite check and the select, as tsunax does; `bare` does not.
+`same info` computes both norms, the finite check and a select of each array, `one cond` the same in
+the fastest way known (benchmarks/step.py), which tsunax takes, too; `bare` computes none of them.
 `--leaves 10 3000` measures other numbers; one compilation of 3,000 takes minutes. Times are the
 best of three, but of one trace and compilation from 1,000 leaves on; a step is the median of bursts
 that take turns. All but `adjust again` and the step are cold: the caches of JAX are empty.
@@ -13,12 +14,13 @@ import time
 import jax
 import tsunax as ts
 
+from benchmarks import verdict
 from benchmarks._common import batch_of, interleave, mlp, mlp_loss, note, save, table
-from benchmarks.step import TX, bare, by_hand, by_tsunax, same_info
+from benchmarks.step import CLOCK, ONE_COND, TX, bare, by_hand, by_tsunax, one_cond, same_info
 
 ADAM = ts.rules.adam(1e-3)
 UNGUARDED = functools.partial(ts.train_step, mlp_loss, norms=False, on_nonfinite="ignore")
-STEPS = {10: 300, 100: 30}  # of a burst; 3 where there are more
+STEPS = {10: 300, 200: 30}  # of a burst; 3 where there are more
 
 
 def seconds(f, tries: int = 3) -> float:
@@ -66,15 +68,17 @@ def measure(leaves: int) -> None:
     alone = [
         ("setup", seconds(fresh), seconds(lambda: TX.init(params))),
         ("eval_shape of setup", shapes(functools.partial(ts.setup, ADAM)), shapes(TX.init)),
-        ("adjust(learning_rate=)", seconds(slower), ""),
-        ("adjust again", warm(slower), ""),
+        ("adjust(learning_rate=)", seconds(slower), None),
+        ("adjust again", warm(slower), None),
     ]
-    table(f"{leaves} leaves, seconds", alone, ("what", "tsunax", "optax's init"))
+    shown = [(what, *(1e3 * value if value else "" for value in times)) for what, *times in alone]
+    table(f"{leaves} leaves, milliseconds", shown, ("what", "tsunax", "optax's init"))
 
     opt_state = TX.init(params)
     programs = {
         "by hand, bare": lambda: bare.trace(params, opt_state, batch),
         "by hand, same info": lambda: same_info.trace(params, opt_state, batch),
+        "by hand, one cond": lambda: one_cond.trace(params, opt_state, CLOCK, batch),
         "tsunax, bare": lambda: UNGUARDED().trace(state, batch),
         "tsunax": lambda: ts.train_step(mlp_loss).trace(state, batch),
     }
@@ -82,10 +86,11 @@ def measure(leaves: int) -> None:
     bursts = {
         "by hand, bare": by_hand(bare, params, batch),
         "by hand, same info": by_hand(same_info, params, batch),
+        "by hand, one cond": verdict.single(ONE_COND, params, batch)[0],
         "tsunax, bare": by_tsunax(UNGUARDED(), fresh(), batch),
         "tsunax": by_tsunax(ts.train_step(mlp_loss), fresh(), batch),
     }
-    times = interleave(bursts, rounds=20 if leaves <= 100 else 8, steps=STEPS.get(leaves, 3))
+    times = interleave(bursts, rounds=20 if leaves <= 200 else 8, steps=STEPS.get(leaves, 3))
     middle = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     rows = []
     for name, (trace, compile) in found.items():
@@ -98,7 +103,7 @@ def measure(leaves: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leaves", description=__doc__)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--leaves", type=int, nargs="+", default=[10, 200, 1000])
     for leaves in parser.parse_args().leaves:
         began = time.perf_counter()
         measure(leaves)

@@ -4,7 +4,7 @@
 runs; `late` judges the update too, from the norm of what the rule would add. `twice` runs the rule
 again in the cond's taken branch, so that XLA drops all but the norm from the first run. `one vector`
 sums small leaves together. tsunax takes `late, cond, twice, one vector` for small states on a CPU and
-`late, select` for all others (`tsunax/choice.py`).
+`late, select` for all others (`tsunax/guard.py`).
 """
 
 import functools
@@ -60,8 +60,12 @@ def step(kind, params, opt_state, clock, batch):
     return (*new, clock + ok), (loss, grad_norm, update_norm, ok)
 
 
+def jitted(kind):
+    return jax.jit(functools.partial(step, kind), donate_argnums=(0, 1, 2))
+
+
 def single(kind, params, batch):
-    run = jax.jit(functools.partial(step, kind), donate_argnums=(0, 1, 2))
+    run = jitted(kind)
     held = [copied(params), TX.init(params), jnp.zeros(4, jnp.int32)]
     program = run.lower(*held, batch).compile()
 
