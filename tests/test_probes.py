@@ -249,6 +249,21 @@ def test_labels_are_not_blamed_for_what_they_did_not_do(fault):
         assert len(calls) == 3  # two rejected steps, and the search for the leaf: no run for the labels
 
 
+@pytest.mark.parametrize("bad", [8, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replay_names_wrong_labels(bad, accumulate):
+    def classes(params, batch):
+        logits = batch[0] * params["w"][None] + (jnp.nan if bad == 1 else 0)  # not by the labels
+        return ts.Loss.mean(ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+
+    labels = np.zeros(64, np.int32)
+    labels[3] = bad
+    report = ts.replay(ts.train_step(classes, accumulate=accumulate), state(), (X, labels))
+    assert report.result == "loss" and report.primitive
+    wrong = "In this batch, 1 of 64 labels are none of the 8 classes, first label 8 at [3]."
+    assert report.text.endswith(wrong) == (bad == 8)
+
+
 HANGS = """
 import jax, jax.numpy as jnp, numpy as np, tsunax as ts
 init, shapes = jax.nn.initializers.orthogonal(1.0), [(4, 64), (64, 64), (64, 2), (4, 64), (64, 64), (64, 1)]

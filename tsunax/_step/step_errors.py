@@ -98,12 +98,12 @@ def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bo
     """
     found, fits = guard.in_batch(batch), at_once or step.accumulate == 1
     if not found and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
-        found = _wrong_label(step, state, batch, extra)
+        found = wrong_label(step, state, batch, extra)
     return found and f", {found}"
 
 
-def _wrong_label(step, state: TrainState, batch, extra) -> str:
-    """The first wrong label, if without such labels the loss is finite. It runs loss_fn eagerly."""
+def wrong_label(step, state: TrainState, batch, extra) -> str:
+    """The first wrong label, if without such labels the loss is finite; loss_fn runs eagerly."""
     fn = LossFn.of(step.loss_fn)
     with repaired_labels() as found, contextlib.suppress(Exception):
         keywords = fn.keywords(state, batch, extra, train=True)

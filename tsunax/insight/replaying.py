@@ -18,6 +18,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
+from tsunax._step import step_errors
 from tsunax._step.members import members_of
 from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
@@ -63,9 +64,9 @@ def replay(
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
     as in that call. If both are finite, the same is done with what the step makes of them: params,
     model state, optimizer state, average. The report names the micro-batch, the argument or the
-    primitive, and the line: the user's own, or that of a library if none of the user's is around
-    it. -inf that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed.
-    Nothing is donated. It needs memory for every intermediate value of the step.
+    primitive, the line (the user's own, or that of a library if none of the user's is around it)
+    and labels that are no class. -inf that a mask puts in, or log(0) in a branch that `where` does
+    not take, is not blamed. Nothing is donated. It needs memory for every intermediate value.
 
     Args:
       step: the `train_step`; for `States` the function that `fit` takes, whose infos are looked
@@ -123,6 +124,8 @@ def replay(
         return _moved(free.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0])
 
     found = _searched(look, ("loss", "gradient of params"), given, step.accumulate)
+    if found and found.result == "loss" and (wrong := step_errors.wrong_label(step, *given)):
+        return dataclasses.replace(found, text=f"{found.text} In this batch, {wrong}.")
     if found := found or _searched(move, MOVED, given, step.accumulate, _moved(state)):
         return found
     large = guard.locate(jax.jit(look)(*given)[1])
