@@ -1143,6 +1143,47 @@ def test_signals_save(tmp_path):
     assert_trees_equal(state, expected)
 
 
+class Pressing(list):
+    """Batches; a signal comes while the batch of this number is fetched."""
+
+    at = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.at -= 1
+            if self.at == 0:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+
+@pytest.mark.parametrize("steps_per_call", [None, 1, "auto"])
+def test_what_a_step_calls_for_happens_before_a_signal_ends_the_run(tmp_path, steps_per_call):
+    def run(at=0, folder=None):
+        state = ts.setup(ts.rules.adam(0.05), init())
+        batches = Pressing((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
+        batches.at = at
+        halve = callbacks.every(2, lambda run: ts.adjust(run.state, learning_rate=0.05 / run.step))
+        evaluate = lambda state: {"val/bias": float(state.params["out"]["bias"][0])}
+        options = {"callbacks": halve, "evaluate": evaluate, "evaluate_every": 2, "steps_per_call": steps_per_call}
+        return fit(STEP, state, batches, steps=8, checkpoint=folder, fast_forward=True, **options)
+
+    expected, wanted = run()
+    for at in range(1, 6):
+        with pytest.raises(SystemExit):
+            run(at, tmp_path / f"{at}")
+        state, history = run(0, tmp_path / f"{at}")
+        assert_trees_equal(state, expected)
+        np.testing.assert_array_equal(history["val/bias"], wanted["val/bias"])
+
+
+@pytest.mark.parametrize("goal", [{"steps": 12}, {"epochs": 2}])
+def test_the_last_step_calls_for_as_much_as_the_others(goal):
+    seen = []
+    see = callbacks.every(3, lambda run: seen.append(run.step))
+    fit(STEP, ts.setup(RULE, init()), data(drop_remainder=True), callbacks=see, **goal)
+    assert seen == [3, 6, 9, 12]
+
+
 def test_resident_data_is_the_same_data():
     for kwargs in ({}, {"shuffle": False}, {"drop_remainder": True}):
         expected, rows = fit(STEP, ts.setup(RULE, init()), data(**kwargs), steps=19, log_every=1)

@@ -305,15 +305,14 @@ def _train(fitting: Fit, interrupt: Interrupt) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
     while not fitting.is_over(interrupt):
-        left = fitting.steps_to_boundary()
-        if left == 0:
-            fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
-            continue
-        chunks = fitting.take(left)  # the batches of the next calls; none at the end of an epoch
-        if chunks:
+        # the batches of the next calls; none at the end of an epoch
+        if chunks := fitting.take(fitting.steps_to_boundary()):
             fitting.call(chunks)  # their numbers are read when the next calls are under way
         if fitting.feed.ended():
             fitting.epoch_ended()
+        # before a signal may end the run: a resumed one does not go back to this step
+        if fitting.steps_to_boundary() == 0:
+            fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
     fitting.end(interrupt)
 
 

@@ -154,8 +154,8 @@ class Options:
     def next_boundary(self, step: int) -> float:
         """The first step beyond this one that somebody waits for."""
         found = [(step // n + 1) * n for n in self.intervals]
-        found += [place for place in self.places if place > step]
-        return min(*found, self.goal.left(0), float("inf"))
+        found += [place for place in (*self.places, self.goal.left(0)) if place > step]
+        return min(found, default=float("inf"))
 
     def events(self, step: int) -> list[str]:
         """What happens at this step, in order."""
