@@ -30,7 +30,7 @@ from campaigns import other_stores, training_run
 
 HERE = Path(__file__).parent
 STEPS, EVERY, PATIENCE = 12, 2, 90.0
-FIT_STEPS = 200
+FIT_STEPS, FIT_EVERY = 200, 63  # both kinds of runs note the step 63
 
 
 def arguments(doc: str | None, seeds: str = "") -> argparse.ArgumentParser:
@@ -88,7 +88,7 @@ class Run:
             if fitted is None:
                 training_run.main(str(self.folder), str(self.log), STEPS, EVERY, self.leave_out, self.store)
             else:
-                training_run.fitted(str(self.folder), str(self.log), FIT_STEPS, 60, fitted)
+                training_run.fitted(str(self.folder), str(self.log), FIT_STEPS, FIT_EVERY, fitted, self.store)
             code = 0
         except SystemExit as error:
             code = int(error.code or 0)

@@ -74,7 +74,7 @@ def replace(owner, name: str, by) -> None:
     setattr(owner, name, by)
 
 
-def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None:
+def fitted(folder: str, log: str, steps: int, every: int, watched: bool, store=None) -> None:
     """The same run by `fit`; `watched`: every step is a boundary, else only some are.
 
     Beside the rest it writes WALL <step> <seconds> at each boundary, the wall clock of the `fit`s that led there, and
@@ -91,7 +91,7 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
     state, step = make()
     with open(log) as file:
         walls = {words[1]: float(words[2]) for words in map(str.split, file) if words[0] == "WALL"}
-    before = None
+    before, noted = None, set()
 
     def note(run):
         nonlocal before
@@ -99,7 +99,8 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
             before = walls.get(str(run.step), 0.0)
         say("RESUMED" if run.event == "start" else "STEP", run.step, "[]")
         time.sleep(0.002)
-        if run.event != "start":  # a save comes next, if any
+        if run.event != "start" and run.step not in noted:  # a save comes next, if any; at the end not again
+            noted.add(run.step)
             say("WALL", run.step, before + time.perf_counter() - began)
 
     def evaluate(state):
@@ -108,7 +109,7 @@ def fitted(folder: str, log: str, steps: int, every: int, watched: bool) -> None
 
     note.events = ("start", "end")
     data = ts.batches((rows[:, :6], rows[:, 6:]), SIZE, shuffle=True, seed=7)
-    with ts.Checkpoints(folder, every=every) as checkpoints:
+    with (store or ts.Checkpoints)(folder, every=every) as checkpoints:
         callbacks = [note, ts.callbacks.every(1 if watched else 7, lambda run: note(run))]
         fit, began = ts.fit, time.perf_counter()  # it is imported when it is named
         state, history = fit(
