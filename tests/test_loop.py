@@ -1162,9 +1162,9 @@ def test_what_a_step_calls_for_happens_before_a_signal_ends_the_run(tmp_path, st
         state = ts.setup(ts.rules.adam(0.05), init())
         batches = Pressing((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
         batches.at = at
-        halve = callbacks.every(2, lambda run: ts.adjust(run.state, learning_rate=0.05 / run.step))
+        slow_down = callbacks.every(2, lambda run: ts.adjust(run.state, learning_rate=0.05 / run.step))
         evaluate = lambda state: {"val/bias": float(state.params["out"]["bias"][0])}
-        options = {"callbacks": halve, "evaluate": evaluate, "evaluate_every": 2, "steps_per_call": steps_per_call}
+        options = {"callbacks": slow_down, "evaluate": evaluate, "evaluate_every": 2, "steps_per_call": steps_per_call}
         return fit(STEP, state, batches, steps=8, checkpoint=folder, fast_forward=True, **options)
 
     expected, wanted = run()
