@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,35 @@ def test_convolutions_in_the_loop():
     state, _ = fit(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), steps=6)
     expected, _ = plainly(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), 6)
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
+    """The compiler's options are checked here, what it makes of them in `test_topologies.py`."""
+    data = [(X[:4], Y[:4])] * 3
+    run = lambda: fit(ts.train_step(loss_fn, remat=True), ts.setup(RULE, init()), data, epochs=1)[0]
+    expected, compiled, jit = run(), [], jax.jit
+
+    def spied_jit(*args, **options):
+        compiled.append(options.get("compiler_options"))
+        return jit(*args, **options)
+
+    fused_loop.fused.cache_clear()
+    monkeypatch.setattr(fused_loop, "_is_on_gpu", lambda state: True)
+    monkeypatch.setattr(jax, "jit", spied_jit)
+    state = run()
+    assert compiled.count(fused_loop.ONE_GRAPH) == 1  # a CPU ignores them
+    assert_trees_equal(state, expected)
+    monkeypatch.undo()
+    assert not fused_loop._is_on_gpu(state)
+
+
+def test_options_of_the_compiler_are_for_programs_of_their_own(monkeypatch):
+    """XLA takes them from the outermost `jit` only, and a state that is closed over has devices."""
+    on_gpu = SimpleNamespace(sharding=SimpleNamespace(device_set=[SimpleNamespace(platform="gpu")]))
+    monkeypatch.setattr(fused_loop.trees, "is_placed", lambda x: x is on_gpu)
+    answers = [fused_loop._is_on_gpu([on_gpu]), fused_loop._is_on_gpu([np.ones(2)])]
+    jax.jit(lambda x: answers.append(fused_loop._is_on_gpu([on_gpu])) or x)(1.0)
+    assert answers == [True, False, False]
 
 
 @pytest.mark.medium
