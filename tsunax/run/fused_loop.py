@@ -51,9 +51,9 @@ from tsunax.states import States, assemble_any, numbers_of, split_any, training_
 from tsunax.step import StepInfo
 
 # Without these options XLA reads the condition of a loop back to the host before each step, and
-# only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by hand
-# on an H200, and 1.09 times with them (docs/gpu.md). The first option is XLA's default with WHILE
-# added; without the second one, a loop of one command would be too short for a graph.
+# only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by
+# hand on an H200, and 1.09 times with them (docs/gpu.md). The first option is XLA's default with
+# WHILE added; without the second one, a loop of one command would be too short for a graph.
 ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
