@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from tsunax._core import Device, trees
 from tsunax._core.libraries import library
+from tsunax.devices.gpu_topologies import CARDS, gpu_topology
 from tsunax.errors import ConfigError, DeviceError, WrongTypeError, told, unknown, warn
 
 __all__ = [
@@ -267,7 +268,7 @@ _QUIET = {
 
 
 def topology(name: str) -> list[Device]:
-    """The devices of a TPU topology, such as "v5e:2x4", "v5e:8x8", "v6e:2x4" or "v5p:2x2x1".
+    """The devices of a machine that is not here: TPUs ("v5e:2x4", "v5p:2x2x1") or GPUs ("h100:8").
 
         make = lambda: ts.setup(rule, init(jax.random.key(0)), key=0)
         state = ts.shard(make, ts.mesh(data=1, fsdp=-1, devices=ts.devices.topology("v5e:8x8")))
@@ -277,12 +278,20 @@ def topology(name: str) -> list[Device]:
     `describe`, `find_batch_size` and `step.lower` compile for it: memory, donation and collectives
     are what the compiler plans for the real machine.
 
-    This takes seconds and needs libtpu in the version of this jax, from the extra `tpu`. Set
-    JAX_PLATFORMS=cpu on a machine without a TPU, or JAX looks for one. Raises MissingLibraryError
-    without libtpu, DeviceError for a name that libtpu does not have.
+    GPUs are "h100", "h200", "a100" (of 80 GB, SXM) and "l4": "h100" is one, "h100:8" eight of one
+    host, "h100:2x8" those of two hosts. Their programs are not tuned, as that takes the card:
+    products are Triton kernels where cuBLAS might be faster, cuDNN's attention does not compile,
+    and `shard(host=)` leaves everything on the devices.
+
+    This takes seconds and needs the compiler in the version of this jax: the extra `tpu` (libtpu)
+    or `gpu-compile` (the CUDA plugin). Set JAX_PLATFORMS=cpu on a machine without the device, or
+    JAX looks for one. Raises MissingLibraryError without the compiler, DeviceError for a name that
+    it does not have.
     """
     if not isinstance(name, str):
         raise WrongTypeError("name", "topology()", trees.describe(name), 'a str such as "v5e:2x4"')
+    if devices := gpu_topology(name):
+        return devices
     library("libtpu", "topology()", extra="tpu")
     from unittest import mock
 
@@ -292,7 +301,7 @@ def topology(name: str) -> list[Device]:
         with mock.patch.dict(os.environ, {**_QUIET, **os.environ}):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # of libtpu, whatever it is
-        expected = 'one that libtpu knows, such as "v5e:2x4"'
+        expected = f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}'
         raise DeviceError("topology", repr(name), told(error), expected) from error
 
 

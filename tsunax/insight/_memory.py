@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import checks, placement, trees
 from tsunax._step.members import members_of
+from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
 
@@ -141,8 +142,10 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return int(memory), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
-        if device.device_kind in TPU_GIB:
-            return TPU_GIB[device.device_kind] << 30, f"the memory of a {device.device_kind}"
+        known = {card.description: card.memory for card in CARDS.values()}
+        known |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
+        if device.device_kind in known:
+            return known[device.device_kind], f"the memory of a {device.device_kind}"
         got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
     is_held = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
