@@ -66,7 +66,7 @@ device_description_str: "{card.description}"
 
 
 def gpu_topology(name: str) -> list[Any] | None:
-    """The devices of "h100", "h100:8" (one host) or "h100:2x8" (two hosts); None for other names."""
+    """The devices of "h100", "h100:8" (one host) or "h100:2x8" (two); None for other names."""
     match = re.fullmatch(r"(\w+?)(?::(?:(\d+)x)?(\d+))?", name.lower())
     if match is None or (card := CARDS.get(match[1])) is None:
         return None
