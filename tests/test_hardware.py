@@ -432,6 +432,72 @@ def test_numpy_memory_is_not_shared():
     assert float(moved.max()) == 1
 
 
+MESH = jax.sharding.Mesh(np.array(CPU), ("data",))
+REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+SCALED = ts.train_step(lambda params, x, scale: jnp.mean(x @ params["w"]) * scale[0])
+
+
+def made(w, **options):
+    return ts.setup(ts.rules.sgd(0.1), {"w": np.ones(64, np.float32), "v": w}, **options)
+
+
+# what keeps an array of the user's, for longer than the call
+TAKERS = {
+    "to_device": lambda w: to_device({"w": w}, CPU[1]),
+    "to_device, mesh": lambda w: to_device({"w": w}, REPLICATED),
+    "shard": lambda w: ts.shard({"w": w}, ts.mesh()),
+    "setup": lambda w: made(w),
+    "setup, frozen": lambda w: made(w, trainable="w"),
+    "setup, device": lambda w: made(w, device=CPU[1]),
+    "setup, handed over": lambda w: made(w, device=CPU[1], copy=False),
+    "setup, model_state": lambda w: made(np.ones(1, np.float32), model_state={"m": w}),
+    "replace": lambda w: made(np.ones(64, np.float32)).replace(params={"w": w, "v": w}),
+    "batches": lambda w: ts.batches({"w": w}, 2, device=True).resident,
+    "batches, device": lambda w: ts.batches({"w": w}, 8, device=ts.mesh()).resident,
+    "batch on a mesh": lambda w: SCALED(ts.shard(made(np.ones(64, np.float32)), ts.mesh()), np.stack([w] * 8), scale=w),
+    "fit": lambda w: ts.fit(
+        SCALED, made(np.ones(1, np.float32)), [np.stack([w])], steps=1, extra={"scale": w}, progress=False
+    ),
+    "evaluate": lambda w: ts.evaluate(ts.eval_step(SCALED.loss_fn), made(w), [np.stack([w])], scale=w),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_jax_is_given_copies_of_a_users_memory(name, monkeypatch):
+    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it."""
+    w, seen = np.ones(64, np.float32), []
+
+    def spy(call):
+        def spied(x, *args, **options):
+            seen.extend(leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
+            return call(x, *args, **options)
+
+        return spied
+
+    for module, function in ((jax, "device_put"), (jnp, "array"), (jnp, "asarray")):
+        monkeypatch.setattr(module, function, spy(getattr(module, function)))
+    TAKERS[name](w)
+    assert seen and not any(np.shares_memory(x, w) for x in seen)
+
+
+def test_only_an_accelerator_is_asked_to_copy_to_the_host_ahead(monkeypatch):
+    asked = []
+    kind = type(jnp.ones(1))
+    monkeypatch.setattr(kind, "copy_to_host_async", lambda x: asked.append(x))
+    x = jnp.ones(3)
+    np.testing.assert_array_equal(to_host(x), np.ones(3))
+    assert not asked
+    monkeypatch.setattr(kind, "sharding", property(lambda x: Elsewhere()))
+    np.testing.assert_array_equal(to_host(x), np.ones(3))
+    assert len(asked) == 1
+
+
+class Elsewhere:
+    """The sharding of an array on a GPU."""
+
+    device_set, memory_kind = {Fake("gpu")}, "device"
+
+
 def test_what_was_brought_to_the_host_can_be_donated():
     x = to_device(jnp.ones(4096), CPU[1])
     host = to_host(x)

@@ -337,7 +337,7 @@ def setup(
     key = state_setup.as_key(key, "setup()")
     flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
     if device is not None:
-        params, model_state = jax.device_put((params, model_state), device)
+        params, model_state = placement.put((params, model_state), device)
     policy, average = as_policy(precision, "setup()"), as_average(ema, "setup()")
     scale = as_loss_scale(loss_scale, policy, "setup()")
 

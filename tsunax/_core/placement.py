@@ -134,7 +134,7 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
     Without an axis the arrays have no rows, see `replicate`.
     """
     if not isinstance(sharding, NamedSharding):
-        return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
+        return put(tree, sharding) if shared else jax.device_put(tree, sharding)
     mesh = sharding.mesh
 
     def where(x):
@@ -282,11 +282,18 @@ def is_on(x, mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _unshared(tree, sharding):
-    """The tree with copies of NumPy arrays if a CPU backend would share their memory."""
-    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    own = lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x
-    return jax.tree.map(own, tree) if device.platform == "cpu" else tree
+def put(tree, where):
+    """`jax.device_put` of a user's arrays, with copies of NumPy arrays.
+
+    JAX on a CPU takes their memory as it is, and a transfer to another device may read it after
+    `device_put` has returned: a buffer that is refilled meanwhile would arrive with its new values.
+    """
+    return jax.device_put(unshared(tree), where)
+
+
+def unshared(tree):
+    """The tree with copies of NumPy arrays, in memory that JAX on a CPU takes as it is."""
+    return jax.tree.map(lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -308,8 +315,8 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
 
 def _sent(leaves: list, shardings: list, shared: bool) -> list:
     """Arrays at their shardings; over several processes each one gives its part."""
+    leaves = unshared(leaves) if shared else leaves
     if all(s.is_fully_addressable for s in shardings):
-        own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
-        return jax.device_put(own, shardings)
+        return jax.device_put(leaves, shardings)
     local = jax.make_array_from_process_local_data
     return [local(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any, Never, Self
 import jax
 import numpy as np
 
-from tsunax._core import Device, PyTree, checks, trees
+from tsunax._core import Device, PyTree, checks, placement, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
@@ -149,6 +149,7 @@ class Batches(Positioned):
             on_devices.sharding_of((rows,), self._sharding)
         # every device has all rows, and gathers its own without traffic
         self._replicated = on_devices.sharding_of((), self._sharding)
+        arrays = placement.unshared(arrays)
         self.resident, self._leaves = on_devices.put(arrays, self._replicated), []
         self._uploaded = (-1, None)
 

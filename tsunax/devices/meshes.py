@@ -144,7 +144,7 @@ def shard(
     if make is not None:
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
-    checks.check_all_alive(state, "state")
+    checks.check_movable(state, "state")
     return _put_at(_the_same(state, mesh), where)
 
 
@@ -190,13 +190,14 @@ def _the_same(state, mesh):
 def _put_at(tree, where):
     shardings = jax.tree.leaves(where)
     if all(s.is_fully_addressable for s in shardings):
-        return jax.device_put(tree, where)
+        return placement.put(tree, where)
 
     def one(x, sharding):  # each process has all of it, and gives its own part
-        is_key = trees.is_key(x)
-        bits = np.asarray(jax.random.key_data(x) if is_key else x)
+        bits = placement.unshared(trees.on_host(x))
         made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
-        return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if is_key else made
+        return (
+            jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if trees.is_key(x) else made
+        )
 
     return jax.tree.map(one, tree, where)
 
