@@ -542,4 +542,65 @@ def test_a_state_on_another_device_is_printed_and_stepped():
     step(back, batch)
 
 
+def on(place):
+    return ts.setup(ts.rules.sgd(0.0), {"w": np.ones(2, np.float32)}, device=place)
+
+
+AT_TWO_DEVICES = {  # with a state on a device and a batch on another one
+    "step": lambda state, batch: STEP(state, batch),
+    "eval_step": lambda state, batch: SCORE(state, batch),
+    "evaluate": lambda state, batch: ts.evaluate(SCORE, state, [batch]),
+    "fit, one batch": lambda state, batch: ts.fit(STEP, state, [batch], steps=1, progress=False),
+    "fit": lambda state, batch: ts.fit(STEP, state, iter([batch]), steps=1, progress=False),
+    "fit, no loop": lambda state, batch: ts.fit(STEP, state, [batch], steps=1, steps_per_call=None, progress=False),
+    "fit, a function": lambda state, batch: ts.fit(
+        lambda state, batch: STEP(state, batch), state, [batch], steps=1, progress=False
+    ),
+    "prefetch": lambda state, batch: ts.fit(
+        STEP, state, ts.prefetch([to_host(batch)], batch["x"].sharding), steps=1, progress=False
+    ),
+    "data on a device": lambda state, batch: ts.fit(
+        STEP, state, ts.batches(to_host(batch), 2, device=batch["x"].sharding), steps=1, progress=False
+    ),
+    "iterate": lambda state, batch: next(ts.loop.iterate(STEP, state, [batch], steps=1)),
+    "run_epoch": lambda state, batch: ts.loop.run_epoch(STEP, state, [batch]),
+    "run_steps": lambda state, batch: ts.loop.run_steps(STEP, state, jax.tree.map(lambda x: x[None], batch)),
+}
+STEP = ts.train_step(lambda params, batch, scale=1.0: jnp.mean((batch["x"] @ params["w"]) ** 2) * scale)
+SCORE = ts.eval_step(STEP.loss_fn)
+ROWS = {"x": np.ones((4, 2), np.float32)}
+
+
+@pytest.mark.parametrize("name", AT_TWO_DEVICES)
+def test_a_state_and_a_batch_on_two_devices_are_one_error(name):
+    call = AT_TWO_DEVICES[name]
+    with pytest.raises(DeviceError) as raised:
+        call(on(CPU[1]), to_device(ROWS, CPU[3]))
+    fix = "Move it: ts.to_device(batch, device), or ts.prefetch(data, device)."
+    expected = f"leaf at batch['x']: got an array on {CPU[3]}, expected {CPU[1]}, as the state. {fix}"
+    assert str(raised.value) == expected
+    call(on(CPU[3]), to_device(ROWS, CPU[3]))
+
+
+def test_other_arrays_on_two_devices():
+    spread = jax.device_put(ROWS, jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(None, None)))
+    with pytest.raises(DeviceError, match=rf"leaf at batch\['x'\]: got an array on 8 devices, expected {CPU[1]}"):
+        STEP(on(CPU[1]), spread)
+    scale = to_device(np.float32(2) * np.ones(()), CPU[3])
+    with pytest.raises(DeviceError, match=r"leaf at scale: got an array on .*Move it: ts.to_device\(scale, device\)\."):
+        STEP(on(CPU[1]), ROWS, scale=scale)
+    state = on(CPU[1])
+    mixed = dataclasses.replace(state, params=to_device(state.params, CPU[2]))
+    with pytest.raises(DeviceError, match=rf"state.params\['w'\]: .* expected {CPU[1]}, as the rest of the state"):
+        STEP(mixed, ROWS)
+
+
+def test_a_state_on_a_mesh_takes_batches_from_anywhere():
+    """Also of arrays that were put on one of its devices, whole."""
+    mesh = ts.mesh(devices=CPU[:2])
+    for data in ([to_device(ROWS, CPU[3])], ts.batches(ROWS, 2, device=CPU[3]), ts.batches(ROWS, 2, device=True)):
+        state, history = ts.fit(STEP, ts.shard(on(None), mesh), data, steps=2, progress=False)
+        assert len(state.params["w"].devices()) == 2 and history["loss"][-1] == 4
+
+
 # ------------------------------------------------------------------------------------------------------- loaders

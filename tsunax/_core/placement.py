@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import trees
-from tsunax.errors import DataError
+from tsunax.errors import DataError, DeviceError
 
 WHOLE = PartitionSpec()
 SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
@@ -124,6 +124,24 @@ def resharded(tree, shardings):
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
     return jax.tree.map(one, tree, shardings)
+
+
+def check_devices(tree, home, root: str = "batch") -> None:
+    """Raise DeviceError for an array that was put on another device than `home`, that of a state.
+
+    A state on several devices takes batches from anywhere: their rows are spread.
+    """
+    if home is None or len(home.device_set) > 1:
+        return
+    is_stray = lambda x: trees.is_placed(x) and x.committed and x.devices() != home.device_set
+    if any(map(is_stray, jax.tree.leaves(tree))):
+        where, x = next(pair for pair in trees.leaves_at(root, tree) if is_stray(pair[1]))
+        (device,), n = home.device_set, len(x.devices())
+        got = f"an array on {next(iter(x.devices())) if n == 1 else f'{n} devices'}"
+        fix = f"Move it: ts.to_device({root}, device)"
+        fix += ", or ts.prefetch(data, device)." if root == "batch" else "."
+        owner = "the rest of the state" if root == "state" else "the state"
+        raise DeviceError("leaf", where, got, f"{device}, as {owner}", fix)
 
 
 def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, shared: bool = True):

@@ -83,6 +83,7 @@ def evaluate(
             most += -most % placement.divisor(home)
             batch, mask["mask"] = placement.padded(batch, here, most)
         alike.batch("the next batch", batch)
+        placement.check_devices(batch, home)
         parts = batch, mask
         if source.is_whole or is_population:
             batch, mask = placement.replicate(parts, home, shared=False)
