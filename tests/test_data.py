@@ -997,7 +997,7 @@ MESSAGES = {
         ),
         "data at resume: got batch_size 4, seed 0, expected batch_size 2, seed 1, as in the checkpoint",
     ),
-    "device": (lambda: prefetch([], "gpu"), "device at prefetch(): got 'gpu' (str), expected a device, a Mesh, or a N"),
+    "device": (lambda: prefetch([], 3), "device at prefetch(): got 3 (int), expected a kind or a jax.Device, or (kind"),
     "prefetch size": (lambda: prefetch([], size=0), "size at prefetch(): got 0, expected an int of 1 or more"),
     "resident tail": (
         lambda: batches(np.ones(9), 8, device=jax.make_mesh((4,), ("data",))),

@@ -304,7 +304,7 @@ PARAMETERS = [
     row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), WrongTypeError, "[3]", "keys[0]"),
     row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError, "key at setup()", str(2**70), "64 bits"),
     row(0, "device by name", lambda: setup(device="cpu"), WrongTypeError, "'cpu' (str)", "jax.devices()[0]"),
-    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a jax.Device or Sharding"),
+    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a kind or a jax.Device"),
     row(0, "copy is text", lambda: setup(copy="no"), WrongTypeError, "copy at setup()", "'no' (str)", "True or False"),
     row(0, "freezable is text", lambda: setup(freezable="no"), WrongTypeError, "freezable at setup()", "True or False"),
 ]  # fmt: skip

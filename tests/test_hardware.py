@@ -14,6 +14,7 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
+from tsunax._core import device_kinds
 from tsunax.devices import (
     device,
     device_info,
@@ -64,7 +65,7 @@ def present(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(selection, "_find", find)
+        monkeypatch.setattr(device_kinds, "find", find)
 
     return make
 
@@ -97,7 +98,7 @@ def test_the_cpu_is_always_there():
     assert device() == device("cpu") == CPU[0]
     assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
     assert is_available("cpu") and not is_available("gpu")
-    assert supported_devices() == selection._KINDS[1:]
+    assert supported_devices() == device_kinds.KINDS[1:]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_what_is_absent_says_why(present, everywhere, monkeypatch):
 
 
 def test_another_platform_is_taken_and_none_is_an_error(present, monkeypatch):
-    monkeypatch.setattr(selection, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
+    monkeypatch.setattr(device_kinds, "find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
     assert device() == Fake("npu")
     present(cuda=AssertionError())
     with pytest.raises(DeviceError, match=r"devices: got .*, expected a backend"):
@@ -183,6 +184,8 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
     [
         (lambda: device("cuba"), DeviceError, "kind at device('cuba', 0): got 'cuba', expected one of auto, tpu, "),
         (lambda: device("cuba"), DeviceError, "Did you mean 'cuda'?"),
+        *((lambda k=k: device(k), DeviceError, f"Did you mean '{k.lower()}'?") for k in ("CUDA", "CPU", "TPU", "Metal")),
+        (lambda: device("AMDGPU"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: is_available("gpus"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
         (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
@@ -209,6 +212,34 @@ def test_wrong_devices(ask, kind, text):
         with pytest.raises(kind) as error:
             ask()
     assert text in str(error.value)
+
+
+WORDS = {  # what takes a device, and a part of what comes back
+    "setup": lambda d: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}, key=0, device=d),
+    "to_device": lambda d: to_device({"w": np.ones(3)}, d),
+    "batches": lambda d: ts.batches(np.ones((4, 2)), 2, device=d).resident,
+    "prefetch": lambda d: [*ts.prefetch([np.ones((4, 2))], d)],
+    "shard": lambda d: ts.shard({"w": np.ones(3)}, d),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_devices_are_given_by_the_same_words_everywhere(name):
+    take = WORDS[name]
+    many = set(CPU) if name == "shard" else {CPU[0]}
+    for word, there in (("cpu", many), (("cpu", 3), {CPU[3]}), (CPU[2], {CPU[2]}), ("auto", many)):
+        assert all(x.devices() == there for x in jax.tree.leaves(take(word))), word
+    absent = r"^device at \w+\(\[?('gpu'|\('gpu', 1\))\]?\): got no gpu, expected one that is here: cpu \(8\)"
+    for word in ("gpu", ("gpu", 1)):
+        with pytest.raises(DeviceError, match=absent):
+            take(word)
+    with pytest.raises(DeviceError, match=r"got 'CUDA', expected one of auto, tpu, gpu, .*Did you mean 'cuda'"):
+        take("CUDA")
+    with pytest.raises(DeviceError, match=r"got 8, expected 0 to 7"):
+        take(("cpu", 8))
+    for wrong in (3, ("cpu", 1, 2), CPU):
+        with pytest.raises(WrongTypeError, match=rf"at {name}\(\): got "):
+            take(wrong)
 
 
 def test_lists_of_devices():
@@ -280,8 +311,10 @@ def said(text: str = "", folder=".") -> Path:
 
 
 def quiet_prefer(kind):
-    with pytest.warns(UserWarning, match="The backend has started.*Restart the process"):
+    what = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} "
+    with pytest.warns(UserWarning, match="The backend has started.*Restart the process") as caught:
         prefer(kind)
+    assert str(caught[0].message).startswith(what) and f"{os.sep}.tsunax-device. The" in str(caught[0].message)
 
 
 def test_the_file_is_written_whole(monkeypatch):

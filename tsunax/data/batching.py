@@ -288,8 +288,9 @@ def batches(
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch.
       drop_remainder: leave out the last, shorter batch of an epoch.
-      device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
-        a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
+      device: True, a device ("gpu", say), a Mesh or a NamedSharding: all arrays are put on each
+        device once, and a compiled program gathers batches. `resident` and `device_order` are for
+        loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
         `ts.distributed`. A short last batch that does not divide by their devices is whole on each
         of them, see `is_whole`. With a Mesh of all processes each process gives all rows.

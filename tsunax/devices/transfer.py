@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from tsunax._core import Device, PyTree, checks, placement, trees
-from tsunax.devices.selection import device_given, devices_of_kind
+from tsunax._core import Device, PyTree, checks, device_kinds, placement, trees
 from tsunax.errors import DeviceError, WrongTypeError
 
 __all__ = ["device_of", "to_device", "to_host"]
@@ -29,7 +28,7 @@ def _has_to_move(x: Any, place: Sharding) -> bool:
 
 
 def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
-    """A tree with its arrays on a device.
+    """A tree with its arrays on a device: a `jax.Device`, a kind, `(kind, number)` or a sharding.
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
@@ -42,9 +41,7 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     >>> x["w"].device == jax.devices("cpu")[0], x["name"], to_device(x, "cpu")["w"] is x["w"]
     (True, 'relu', True)
     """
-    place = device
-    if not isinstance(place, Sharding):
-        place = SingleDeviceSharding(device_given(device, "to_device()"))
+    place = device_kinds.as_sharding(device, "to_device()")
     is_data = hasattr(tree, "__iter__") and not hasattr(tree, "shape")
     is_data = is_data and not isinstance(tree, str | bytes) and jtu.all_leaves([tree])
     if is_data or isinstance(tree, Iterator):
@@ -78,7 +75,7 @@ def to_host(tree: PyTree) -> PyTree:
         if platform != "cpu" and not trees.is_offloaded(x):
             x.copy_to_host_async()
     moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items()}
-    if keys and (cpu := devices_of_kind("cpu")[0]):
+    if keys and (cpu := device_kinds.devices_of_kind("cpu")[0]):
         moved |= jax.device_put(keys, cpu[0])
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 
