@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,7 +26,7 @@ from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
 from tsunax.data.prefetching import prefetch
 from tsunax.distributed import joining
-from tsunax.errors import DataError, HyperparameterError, WrongTypeError
+from tsunax.errors import DataError, HyperparameterError, ParamsError, WrongTypeError
 
 N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}
@@ -483,6 +484,71 @@ def test_values_that_a_cast_would_change(name, tmp_path):
         assert len(list(batches(tree, 3))) == 1
 
 
+ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)
+STEP = ts.train_step(lambda params, batch, scale=1.0: jnp.mean((batch["x"] @ params["w"]) ** 2) * scale)
+SCORE = ts.eval_step(STEP.loss_fn)
+
+
+def fresh(w=None, **options):
+    return ts.setup(ts.rules.sgd(0.0), {"w": np.ones(2, np.float32) if w is None else w}, **options)
+
+
+def corner(x):
+    return x[1:2, 1].reshape(())  # x[1, 1] has the machine's byte order
+
+
+REFUSED = {  # a function of the argument, its path
+    "step": (lambda x: STEP(fresh(), {"x": x}), "batch['x']"),
+    "step, no loop": (lambda x: fit_once([{"x": x}], steps_per_call=None), "batch['x'], batch 0 of epoch 0"),
+    "step on a mesh": (lambda x: STEP(ts.shard(fresh(), ts.mesh(devices=jax.devices()[:2])), {"x": x}), "batch['x']"),
+    "argument": (lambda x: STEP(fresh(), {"x": ROWS}, scale=corner(x)), "scale"),
+    "eval_step": (lambda x: SCORE(fresh(), {"x": x}), "batch['x']"),
+    "evaluate": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": x}]), "batch['x'], batch 0 of epoch 0"),
+    "its argument": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": ROWS}], scale=corner(x)), "extra['scale']"),
+    "fit": (lambda x: fit_once([{"x": x}]), "batch['x'], batch 0 of epoch 0"),
+    "fit, later": (
+        lambda x: fit_once([{"x": ROWS}, {"x": x}], steps=2),
+        "batch['x'], one of batches 1 to 1 of epoch 0",
+    ),
+    "its extra": (lambda x: fit_once([{"x": ROWS}], extra={"scale": corner(x)}), "extra['scale']"),
+    "prefetch": (lambda x: [*prefetch([{"x": x}], jax.devices()[0])], "batch['x'], batch 0 of epoch 0"),
+    "iterate": (
+        lambda x: next(ts.loop.iterate(STEP, fresh(), [{"x": x}], steps=1)),
+        "batch['x'], one of batches 0 to 0 of epoch 0",
+    ),
+    "run_steps": (lambda x: ts.loop.run_steps(STEP, fresh(), {"x": x[None]}), "batches['x']"),
+    "its scale": (lambda x: ts.loop.run_steps(STEP, fresh(), {"x": ROWS[None]}, scale=corner(x)), "extra['scale']"),
+    "run_epoch": (lambda x: ts.loop.run_epoch(STEP, fresh(), [{"x": ROWS}], scale=corner(x)), "extra['scale']"),
+    "batches": (lambda x: batches({"x": x}, 3), "arrays['x']"),
+    "batches there": (lambda x: batches({"x": x}, 3, device=True), "arrays['x']"),
+    "params": (lambda x: fresh(x), "params['w']"),
+    "frozen params": (lambda x: ts.setup(ts.rules.sgd(0.1), {"w": ROWS, "v": x}, trainable="w"), "params['v']"),
+    "model_state": (lambda x: fresh(model_state={"m": x}), "model_state['m']"),
+    "to_device": (lambda x: ts.to_device({"x": x}), "tree['x']"),
+    "shard": (lambda x: ts.shard({"x": x}, ts.mesh()), "state['x']"),
+}
+
+
+def fit_once(data, steps=1, **options):
+    return ts.fit(STEP, fresh(), data, steps=steps, progress=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "g", "m8[s]"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_jax_does_not_have_are_refused_by_their_path(name, dtype):
+    """Those of another byte order also after a native batch of the shape: jit would take its program."""
+    call, path = REFUSED[name]
+    if dtype == ">f4" and name != "params":  # whose shape differs
+        call(ROWS)
+    x = ROWS.astype("i8").astype(dtype)
+    with pytest.raises((DataError, ParamsError)) as raised:
+        call(x)
+    is_param = "param" in name
+    assert isinstance(raised.value, ParamsError if is_param else DataError)
+    got = {">f4": "dtype >f4, expected one that JAX has. Its bytes are in another order", "g": f"dtype {np.dtype('g')}"}
+    assert f"at {path}: got {got.get(dtype, 'dtype timedelta64[s]')}" in str(raised.value)
+
+
 # --- how they print -----------------------------------------------------------------------------
 
 
@@ -931,7 +997,7 @@ MESSAGES = {
         ),
         "data at resume: got batch_size 4, seed 0, expected batch_size 2, seed 1, as in the checkpoint",
     ),
-    "device": (lambda: prefetch([], "gpu"), "device at prefetch(): got 'gpu' (str), expected a device, a Mesh, or a N"),
+    "device": (lambda: prefetch([], 3), "device at prefetch(): got 3 (int), expected a kind or a jax.Device, or (kind"),
     "prefetch size": (lambda: prefetch([], size=0), "size at prefetch(): got 0, expected an int of 1 or more"),
     "resident tail": (
         lambda: batches(np.ones(9), 8, device=jax.make_mesh((4,), ("data",))),

@@ -1368,6 +1368,30 @@ def test_a_loader_may_refill_its_buffer(how):
     assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
 
 
+@pytest.mark.parametrize("how", ["iterate", "run_epoch", "run_steps", "fit", "evaluate"])
+def test_an_argument_of_a_step_may_be_refilled_after_the_call(how):
+    @jax.jit
+    def step(state, x, scale):  # that reads scale once more long after it was dispatched
+        last = jax.lax.fori_loop(0, 40, lambda i, c: jnp.tanh(c @ c.T) * 0 + scale, scale)
+        return state + x[0] * jnp.mean(last), {}
+
+    scale, state, batch = np.ones((256, 256), np.float32), jnp.zeros(()), np.ones(1, np.float32)
+    if how == "iterate":
+        for after, _ in ts.loop.iterate(step, state, [batch], steps=3, scale=scale):
+            state, scale[:] = after, 7
+    elif how == "run_epoch":
+        state, _ = ts.loop.run_epoch(step, state, [batch] * 3, scale=scale)
+    elif how == "run_steps":
+        state, _ = ts.loop.run_steps(step, state, np.stack([batch] * 3), scale=scale)
+    elif how == "fit":
+        state, _ = fit(step, state, [batch], steps=3, extra={"scale": scale})
+    else:
+        score = ts.eval_step(lambda params, x, scale: step(params, x, scale)[0])
+        state = ts.evaluate(score, ts.setup(RULE, state), [batch * 3], scale=scale)["loss"]
+    scale[:] = 7
+    assert float(state) == 3
+
+
 @pytest.mark.medium
 def test_batches_of_a_list_may_shrink():
     rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40

@@ -312,7 +312,8 @@ def setup(
       precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
         `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.
-      device: a `jax.Device` or `Sharding` to put the state on; by default that of the params.
+      device: where to put the state, by default where the params are: a `jax.Device`, a kind such
+        as "gpu", `("gpu", 1)` for number 1 of a kind, or a `Sharding`.
       copy: False hands the arrays over: the first step donates them, and your own references die.
 
     Raises:
@@ -325,7 +326,7 @@ def setup(
     >>> int(state.step), ts.hyperparams(state)["learning_rate"]
     (0, 0.001)
     """
-    from tsunax._core import placement
+    from tsunax._core import device_kinds, placement
     from tsunax._step import state_setup
     from tsunax.averages import as_average
     from tsunax.precision import as_loss_scale, as_policy
@@ -335,9 +336,10 @@ def setup(
     inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = extra_arguments.with_extra(rule)
     key = state_setup.as_key(key, "setup()")
-    flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
+    flags = state_setup.check_setup(params, model_state, trainable, copy, freezable)
     if device is not None:
-        params, model_state = jax.device_put((params, model_state), device)
+        device = device_kinds.as_sharding(device, "setup()")
+        params, model_state = placement.put((params, model_state), device)
     policy, average = as_policy(precision, "setup()"), as_average(ema, "setup()")
     scale = as_loss_scale(loss_scale, policy, "setup()")
 

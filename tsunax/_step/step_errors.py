@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
-from tsunax._core import checks, trees
+from tsunax._core import checks, placement, trees
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax._step.loss_fn_errors import hide_own_frames
@@ -53,6 +53,9 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
             fix = "The step donates them: copy, or train_step(..., donate=False)."
             raise StateError(what, "step()", got, "others", fix)
     checks.check_arrays(state, "state")
+    home = placement.state_sharding(state)
+    for name, tree in {"state": state, "batch": batch, **extra}.items():
+        placement.check_devices(tree, home, name)
     members.check_each(state, (batch, extra))
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsunax._core import Device, Function, PyTree, checks, placement, tables, trees
+from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_text import leaf_rows
 from tsunax.devices.gpu_topologies import LIMITS
@@ -164,6 +164,8 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.
     """
     product, best = jax.jit(lambda x: x @ x), 0.0
+    if device is not None:
+        device = device_kinds.as_sharding(device, "measured_peak()")
     for n in (1024, 2048, 4096, 8192, 16384):
         x = jax.device_put(jnp.ones((n, n), dtype), device)
         once = lambda x=x: jax.block_until_ready(product(x))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, placement, trees
+from tsunax._core import PyTree, checks, placement, trees
 from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_batch
@@ -163,7 +163,7 @@ class Feed:
             return Chunk(fused_loop.Nothing(self.size), _count(count, limit), count, 0, 0)
         if self._setting is None:
             return self._single(state, step)
-        if isinstance(data, Batches) and data.resident is not None:
+        if isinstance(data, Batches) and self._is_beside(data.resident, state):
             return self._resident(data, n, state, limit)
         if self._repeats:
             return self._one_batch(n, state, step, limit)
@@ -219,6 +219,7 @@ class Feed:
             leaves, treedef = jax.tree.flatten(self.source.next())
             size = self._known(treedef, leaves, step, 0)[0]
             feed = fused_loop.Stacked(treedef.unflatten([with_room(x[None], size) for x in leaves]))
+            placement.check_devices(feed.batches, home)
             self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
         n = min(n, self._repeated.size, self._last - epoch)
         self.source.again(n)
@@ -254,6 +255,12 @@ class Feed:
             place, self._block = self.place(), None
             self.source.restore(place)
         self._tell()
+
+    def _is_beside(self, resident: PyTree, state) -> bool:
+        """Whether arrays of data are on the devices of the state, or go there with its program."""
+        home = self._home_of(state)
+        are_there = lambda x: home is None or not x.committed or x.devices() == home.device_set
+        return resident is not None and all(map(are_there, jax.tree.leaves(resident)))
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays on the device, which the program gathers: nothing is copied."""
@@ -412,6 +419,7 @@ def place(
     `whole` on every process stays so. On one device jit places them: that is the fastest way.
     """
     count, is_on_mesh = _count(n, limit), isinstance(home, NamedSharding)
+    placement.check_devices(getattr(feed, "batches", None), home)
     if is_on_mesh and not whole and getattr(step, "masks", False):
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
         if padding := -rows % placement.divisor(home, getattr(step, "accumulate", 1)):
@@ -423,6 +431,13 @@ def place(
     if is_on_mesh or is_on_device:
         return placement.put_rows((feed, count), home, axis=1, shared=False)
     return feed, count
+
+
+def place_extra(extra: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
+    """Copies of a step's arguments where the state lives. Raises if JAX cannot take one."""
+    fix = "Bind it to the step instead, with functools.partial."
+    checks.check_arrays(extra, "extra", fix)
+    return placement.replicate(dict(extra), placement.state_sharding(state))
 
 
 @functools.lru_cache(maxsize=128)
