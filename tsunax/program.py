@@ -268,7 +268,7 @@ class TrainStep:
             raise
         state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _KnownWeight else weight
-        info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
+        info = StepInfo._make((loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import step_errors
 

@@ -89,6 +89,7 @@ class TrainState(Clocked):
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
+    _names: ClassVar[frozenset[str]]  # of all fields
     _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
     _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
     _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
@@ -97,6 +98,11 @@ class TrainState(Clocked):
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
+        if fields.keys() != self._names:
+            kind, names = type(self).__name__, ", ".join(sorted(fields.keys() ^ self._names))
+            got, expected = f"unknown or missing ones: {names}", "each field once"
+            fix = "Make a state with ts.setup, and another one of it with state.replace."
+            raise WrongTypeError("fields", f"{kind}()", got, expected, fix)
         self.__dict__.update(fields)
 
     @classmethod

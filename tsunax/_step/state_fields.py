@@ -105,6 +105,7 @@ def state_class(cls: type[T]) -> type[T]:
     made: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
     made._fields = tuple(f for f in dataclasses.fields(made) if f.name != "plan")
     names = [f.name for f in made._fields]
+    made._names = frozenset([*names, "plan"])
     made._moving = tuple(f.name for f in made._fields if f.metadata["moves"] and f.name != "params")
     made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
     made._get_moving = operator.attrgetter(*made._moving)
