@@ -403,6 +403,33 @@ def test_rejected_steps_end_the_test():
     assert np.isfinite(report.losses[: report.used]).all()
 
 
+def test_a_loss_scale_that_comes_down_does_not_end_the_test():
+    """At the start because it is too large, and later because it has grown: the rates and losses are those without."""
+    _, state, _, x = regression()
+    step = ts.train_step(lambda params, x: 1e4 * jnp.mean((x @ params["w"] - x.sum(1)) ** 2))
+    data, options = [x], dict(low=1e-8, high=1e-5, points=40)
+    _, plain = find_learning_rate(step, state, data, **options)
+    scale = ts.precision.LossScale(2.0**126, interval=7, ceiling=2.0**126)  # times 1e4 is beyond float32
+    scaled = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(8)}, key=0, loss_scale=scale)
+    _, report = find_learning_rate(step, scaled, data, **options)
+    np.testing.assert_array_equal(report.rates, plain.rates)
+    np.testing.assert_allclose(report.losses, plain.losses, rtol=1e-5)
+    assert report.used == 40 and int(scaled.rejected) == 0
+
+
+@pytest.mark.medium
+def test_a_loss_scale_does_not_hide_divergence():
+    """A loss that is not finite is none of its doing, nor a gradient that is not at the smallest scale."""
+
+    def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
+        return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}, loss_scale="dynamic")
+    data = [np.ones((4, 2), np.float32)]
+    _, report = find_learning_rate(ts.train_step(loss_fn), state, data, low=1e-4, high=10, points=50)
+    assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
+
+
 @pytest.mark.slow
 def test_a_learning_rate_of_a_part():
     rule = ts.rules.partition({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
