@@ -781,3 +781,146 @@ def test_what_orbax_saved_of_an_nnx_state(tmp_path):
     again = restore_orbax(tmp_path / "orbax", of(1), rename=lambda name: f"{name}/value")
     assert_trees_equal(again, of(0))
     assert "nothing named 'bias2'" in error_of(lambda: restore_orbax(tmp_path / "orbax", {"bias2": jnp.ones(2)}))
+
+
+@pytest.mark.medium
+def test_mutated_files_of_others_are_read_or_refused():
+    from collections import Counter
+
+    manifests.read_files(200, 3, counts := Counter())
+    assert manifests.is_well(counts), counts
+    assert counts["files refused"] > 50 and counts["files read"] > 20, counts
+
+
+def header_of(entries: str) -> bytes:
+    return len(entries).to_bytes(8, "little") + entries.encode()
+
+
+def many(piece: str, n: int) -> str:
+    return ",".join(piece.replace("#", str(i)) for i in range(n))
+
+
+BOMBS = {  # name, content: what would take hundreds of MiB or a minute
+    "empty maps": ("a.msgpack", lambda: b"\x81\xa1a\xdd" + (2_000_000).to_bytes(4, "big") + b"\x80" * 2_000_000),
+    "empty lists": ("a.msgpack", lambda: b"\x81\xa1a\xdd" + (2_000_000).to_bytes(4, "big") + b"\x90" * 2_000_000),
+    "lists within lists": ("a.msgpack", lambda: b"\xdd\0\x20\0\0" * 400_000),
+    "a dtype of many": (
+        "a.msgpack",
+        lambda: b"\x81\xa1a\xc9\0\1\x86\xaf\1\x93\x91\1\xc6\0\1\x86\xa0" + b"f4," * 33_333 + b"f" + b"\xc4\4\0\0\0\0",
+    ),
+    "an index of empty maps": (
+        "model.safetensors.index.json",
+        lambda: b'{"weight_map":{"a":[' + many("{}", 6_600_000).encode() + b"]}}",
+    ),
+    "empty arrays": (
+        "a.safetensors",
+        lambda: header_of("{" + many('"#":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}', 400_000) + "}"),
+    ),
+    "much metadata": ("a.safetensors", lambda: header_of('{"__metadata__":{' + many('"#":""', 2_000_000) + "}}")),
+    "a shape of many axes": (
+        "a.safetensors",
+        lambda: header_of('{"a":{"dtype":"F32","shape":[' + many("0", 10_000_000) + '],"data_offsets":[0,0]}}'),
+    ),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", BOMBS)
+def test_small_files_take_little_memory(tmp_path, name):
+    file, content = BOMBS[name]
+    path, format = tmp_path / file, "flax" if file == "a.msgpack" else "safetensors"
+    path.write_bytes(content())
+    exchange.save(tmp_path / "warm.safetensors", {"a": jnp.ones(1)})
+    exchange.restore(tmp_path / "warm.safetensors")
+    start = time.monotonic()
+    error, grown = manifests.memory(lambda: exchange.restore(path, format=format))
+    assert isinstance(error, CheckpointError), error
+    assert grown < 4 * path.stat().st_size + (64 << 20) and time.monotonic() - start < 5
+
+
+def test_names_of_a_flax_file_are_short(tmp_path):
+    tree = functools.reduce(lambda inner, _: {"x" * 100: inner}, range(8), {str(i): 1 for i in range(9)})
+    (tmp_path / "a").write_bytes(flax.serialization.msgpack_serialize(tree))
+    assert len(restore_flax(tmp_path / "a")) == 9
+    (tmp_path / "a").write_bytes(flax.serialization.msgpack_serialize({"y" * 300: tree}))
+    assert "a name of 1" in error_of(lambda: restore_flax(tmp_path / "a"))
+
+
+@pytest.mark.medium
+def test_descriptions_of_orbax_take_little_memory(orbax_dirs, tmp_path):
+    shutil.copytree(orbax_dirs[0] / "plain", tmp_path / "run")
+    file, size = tmp_path / "run" / "_METADATA", lambda: sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))
+    body = json.loads(file.read_text())
+    entry = next(iter(body["tree_metadata"].values()))
+    for n in (8_000, 120_000):
+        key = lambda i: {**entry, "key_metadata": [{"key": f"a{i}", "key_type": 2}]}
+        file.write_text(json.dumps({**body, "tree_metadata": {f"('a{i}',)": key(i) for i in range(n)}}))
+        error, grown = manifests.memory(lambda: restore_orbax(tmp_path / "run"))
+        assert isinstance(error, CheckpointError) and "a description that would take" in str(error)
+        assert grown < 4 * size() + (64 << 20)
+
+
+def test_keys_of_orbax_lead_nowhere_else(orbax_dirs, tmp_path):
+    for name in ("in", "out"):
+        shutil.copytree(orbax_dirs[0] / "plain", tmp_path / name)
+    file = tmp_path / "in" / "_METADATA"
+    body = json.loads(file.read_text())
+    array = next(p.parent for p in (tmp_path / "out").rglob(".zarray"))
+    entry = next(iter(body["tree_metadata"].values()))
+    keys = [{"key": str(array), "key_type": 2}]
+    file.write_text(json.dumps({**body, "tree_metadata": {"x": {**entry, "key_metadata": keys}}}))
+    assert "a key that leads elsewhere" in error_of(lambda: restore_orbax(tmp_path / "in"))
+
+
+def test_arrays_far_larger_than_their_files_need_a_tree(tmp_path):
+    from orbax.checkpoint import v1
+
+    tree = {"w": np.zeros(20_000_000, np.float32)}  # compressed to next to nothing
+    v1.save(tmp_path / "run", tree)
+    assert "80000000 bytes of arrays in files of" in error_of(lambda: restore_orbax(tmp_path / "run"))
+    assert restore_orbax(tmp_path / "run", tree)["w"].shape == (20_000_000,)
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def as_links(folder: Path, blobs: Path) -> None:
+    """Every file below `folder` moved to `blobs`, a link in its place."""
+    blobs.mkdir()
+    for i, path in enumerate([p for p in folder.rglob("*") if p.is_file()]):
+        os.rename(path, blobs / str(i))
+        path.symlink_to(os.path.relpath(blobs / str(i), path.parent))
+
+
+@pytest.mark.parametrize("kind", ["single", "parts", "standard", pytest.param("plain", marks=pytest.mark.medium), "v1"])
+def test_links_out_of_a_directory_are_refused(orbax_dirs, tmp_path, kind):
+    folder = tmp_path / "hub" / "snapshots" / "0a1b" / "in"
+    if kind in ("standard", "plain", "v1"):
+        shutil.copytree(orbax_dirs[0] / kind, folder)
+        read = restore_orbax
+    elif kind == "single":
+        exchange.save(folder / "model.safetensors", PARAMS["body"])
+        read = exchange.restore
+    else:
+        in_parts(folder, PARAMS["body"])
+        read = exchange.restore
+    expected = read(folder)
+    shutil.copytree(folder, tmp_path / "good")
+    for path in sorted(tmp_path.joinpath("good").rglob("*")):
+        if kind == "parts" and path.name.startswith("model-00001"):
+            continue  # the other part is enough
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "good", folder)
+        place = folder / path.relative_to(tmp_path / "good")
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        place.symlink_to(path)
+        assert f"{place.name} is a link that leads out of" in error_of(lambda: read(folder)), place
+        place.unlink()
+        shutil.copytree(path, folder / "..inside") if path.is_dir() else shutil.copy(path, folder / "..inside")
+        place.symlink_to(folder / "..inside")
+        if kind in ("single", "parts"):
+            assert_trees_equal(read(folder), expected)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "good", folder)
+    as_links(folder, tmp_path / "hub" / "blobs")  # as Hugging Face's cache
+    assert_trees_equal(read(folder), expected)

@@ -129,7 +129,7 @@ def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
             whole = target.shape[1:] == entry.shape[1:]
             some = target if whole else np.empty((len(target), *entry.shape[1:]), dtype)
             raw = some.reshape(-1).view(np.uint8)
-            if file.readinto(memoryview(raw)) != raw.size:
+            if file.readinto(memoryview(raw)) != raw.size:  # type: ignore[arg-type]
                 raise Damaged(f"{entry.file.name}: cut while it was read")
             if entry.dtype == "bool" and raw.max() > 1:
                 raise Damaged(f"{entry.file.name}: a bool that is neither 0 nor 1")
