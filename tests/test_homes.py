@@ -447,3 +447,27 @@ def test_the_manifest_of_seven_billion_parameters_takes_no_second():
     written = Manifest(0, found, {path: facts_of(x) for path, x in tree.states.items()}).dump()
     assert Manifest.parse(written).leaves == found
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("home", ["files", "orbax"])
+def test_links_out_of_a_checkpoint_are_refused(place, tmp_path, home):
+    given, (first, second, _) = place(home), three()
+    run_of(given, [first, second])
+    reader = lambda: Checkpoints(**given, read_only=True).restore(make())
+    assert_trees_equal(reader().state, second)
+    folder = Path(given["path"], "1")
+    inside = sorted(folder.rglob("*"))  # files and directories, and each of them as a link
+    assert len(inside) > 3
+    for path in [folder, *inside]:
+        shutil.move(path, tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = reader()
+        assert found.step == 0, path
+        assert_trees_equal(found.state, first)
+        assert path == folder or "step 1" in str(said[0].message), path
+        path.unlink()
+        shutil.move(tmp_path / "elsewhere", path)
+    assert_trees_equal(reader().state, second)

@@ -17,8 +17,9 @@ import shutil
 import stat
 import time
 import weakref
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
@@ -77,16 +78,16 @@ def _flags(*names: str) -> int:
     return sum(getattr(os, f"O_{name}", 0) for name in names)
 
 
-def read(path: Path, limit: int) -> bytes:
+def read(path: Path, limit: int, follow: bool = False) -> bytes:
     """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
-    with opened(path, "NOFOLLOW") as file:
+    with opened(path, *([] if follow else ["NOFOLLOW"])) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
         raise ValueError(f"more than {limit} bytes")
     return found
 
 
-def opened(path: Path, *flags: str) -> BinaryIO:
+def opened(path: Path, *flags: str) -> BufferedReader:
     """A regular file, open for reading; OSError for anything else."""
     how = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
     file = open(os.open(path, how), "rb")  # noqa: SIM115, the caller closes it
@@ -123,11 +124,29 @@ def sync_tree(top: Path) -> None:
             sync(Path(folder, name))
 
 
+def check_inside(path: Path, top: Path) -> None:
+    """Raise OSError for a link that leads out of the directory `top`.
+
+    Hugging Face's cache is made of links: from "snapshots/<revision>/" into "blobs/" beside it.
+    """
+    if path.is_symlink():
+        real = Path(os.path.realpath(top))
+        blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
+        target = Path(os.path.realpath(path))
+        if not any(map(target.is_relative_to, [real, *blobs])):
+            raise OSError(f"{path.name} is a link that leads out of {top}")
+
+
 def check_regular(top: Path) -> int:
-    """Bytes of all files below `top`. Raises OSError if one blocks on reading, as a pipe does."""
+    """Bytes of all files below `top`.
+
+    Raises OSError for a link that leads out, and for what blocks on reading, as a pipe does.
+    """
     os.listdir(top)
     total = 0
-    for folder, _, files in os.walk(top):
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            check_inside(Path(folder, name), top)
         for name in files:
             about = os.stat(os.path.join(folder, name))
             if not stat.S_ISREG(about.st_mode):

@@ -82,9 +82,11 @@ class OrbaxHome(CheckpointHome):
         self._saves: dict[str, _Save] = {}
 
     def _directories(self) -> dict[int, list[str]]:
-        """The directories of each step, the newest last; not those that are unfinished."""
+        """The directories of each step, the newest last; no links, and none that is unfinished."""
         names, found = set(self.names(self.path)), {}
         for name in names:
+            if self.is_local and not durable_files.is_real_directory(self.path / name):
+                continue
             if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
         return {step: [name for _, name in sorted(several)] for step, several in found.items()}
@@ -95,6 +97,12 @@ class OrbaxHome(CheckpointHome):
     def directory_of(self, step: int) -> Path | None:
         several = self._directories().get(step)
         return self.path / several[-1] if several else None
+
+    def manifest(self, step: int) -> Manifest:
+        folder = self.directory_of(step)
+        if self.is_local and folder is not None and (folder / OURS).is_symlink():
+            raise Damaged(f"manifest: {OURS} is a link")
+        return super().manifest(step)
 
     def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
         if (folder := self.directory_of(step)) is None:
