@@ -1,14 +1,19 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import dataclasses
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +22,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
+from tsunax._core.stable_text import references_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
@@ -277,6 +283,142 @@ def test_an_edit_of_the_state_is_told(tmp_path, name):
     assert len(told) == 1
 
 
+class Config:
+    scale = 1.0
+
+
+class Scaled:
+    def __init__(self, scale, started=0.0):
+        self.scale, self.started = scale, started
+
+    def __call__(self, params, x):
+        return self.scale * x
+
+    loss = __call__
+
+    @property
+    def doubled(self):
+        return 2 * self.scale
+
+    @staticmethod
+    def by_config(x):
+        return Config.scale * x
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+    steps: int = 100
+
+
+class Net(flax.linen.Module):
+    rate: float = 0.1
+
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dropout(self.rate * Config.scale, deterministic=True)(x)
+
+
+@jax.jit
+def compiled(x):
+    return Config.scale * x
+
+
+@jax.custom_vjp
+def scaled_back(x):
+    return x
+
+
+scaled_back.defvjp(lambda x: (x, None), lambda _, g: (Config.scale * g,))
+NUMBERS, OBJECT, SETTINGS = {"scale": 1.0}, Scaled(1.0), Settings()
+SPACE, MODULE = types.SimpleNamespace(scale=1.0, steps=100), types.ModuleType("a_module_of_the_script")
+MODULE.scale, MODULE.space = 1.0, SPACE
+NET = flax.nnx.Dropout(0.1)
+multiply = lambda scale, x: scale * x
+
+
+def nested(params, x):
+    inner = lambda x: NUMBERS["scale"] * x
+    return [inner(y) for y in x]
+
+
+def imports(params, x):
+    import a_module_of_the_script as settings
+    from a_module_of_the_script import scale
+
+    return scale * settings.space.scale * x
+
+
+write = lambda holder, name="scale": lambda value: setattr(holder, name, value)
+REFERENCES: dict[str, tuple] = {  # (a function, how to set the number that it reads)
+    "global": (lambda p, x: NUMBERS["scale"] * x, lambda v: NUMBERS.update(scale=v)),
+    "nested function": (nested, lambda v: NUMBERS.update(scale=v)),
+    "function": (lambda p, x: compiled.__wrapped__(x), write(Config)),
+    "function in jit": (lambda p, x: compiled(x), write(Config)),
+    "function in checkpoint": (jax.checkpoint(lambda p, x: Config.scale * x), write(Config)),
+    "custom derivative": (lambda p, x: scaled_back(x), write(Config)),
+    "class attribute": (lambda p, x: Config.scale * x, write(Config)),
+    "object": (OBJECT, write(OBJECT)),
+    "method": (OBJECT.loss, write(OBJECT)),
+    "method of a global": (lambda p, x: OBJECT.loss(p, x), write(OBJECT)),
+    "property": (lambda p, x: OBJECT.doubled * x, write(OBJECT)),
+    "static method": (lambda p, x: OBJECT.by_config(x), write(Config)),
+    "dataclass": (lambda p, x: SETTINGS.scale * x, write(SETTINGS)),
+    "getattr": (lambda p, x: getattr(SETTINGS, "scale") * x, write(SETTINGS)),  # noqa: B009
+    "namespace": (lambda p, x: SPACE.scale * x, write(SPACE)),
+    "module": (lambda p, x: MODULE.scale * x, write(MODULE)),
+    "attribute of a module": (lambda p, x: MODULE.space.scale * x, write(SPACE)),
+    "import in the function": (imports, write(MODULE)),
+    "field of a flax module": (lambda p, x: NET(x), write(NET, "rate")),
+    "flax module's own global": (Net().apply, write(Config)),
+    "default": (default := lambda p, x, scale=1.0: scale * x, lambda v: setattr(default, "__defaults__", (v,))),
+    "partial": (functools.partial(multiply, OBJECT), write(OBJECT)),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_number_is_noticed_however_the_code_refers_to_it(name, monkeypatch):
+    """In the text for files, which has no values of arrays, and in the comparison within a process, which has."""
+    monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
+    f, write = REFERENCES[name]
+    write(1.0)
+    before = code_text(f), references_of(f)
+    try:
+        assert (code_text(f), references_of(f)) == before
+        write(2.0)
+        after = code_text(f), references_of(f)
+        assert before[0] != after[0] and before[1] != after[1]
+    finally:
+        write(1.0)
+    assert (code_text(f), references_of(f)) == before
+
+
+def test_numbers_that_no_code_reads_make_no_other_text():
+    """A script that is resumed often has another number of steps, and another doc string."""
+    for holder, f in ((SETTINGS, REFERENCES["dataclass"][0]), (SPACE, REFERENCES["namespace"][0])):
+        before = code_text(f)
+        holder.steps, steps = 200, holder.steps
+        assert code_text(f) == before
+        holder.steps = steps
+    assert code_text(Scaled(1.0, 5.0)) == code_text(Scaled(1.0, 6.0))
+    sources = (f"def loss(params, x):\n    '{doc}'\n    return x + {n}" for doc, n in (("a", 1), ("b", 1), ("b", 2)))
+    texts = []
+    for source in sources:
+        exec(source, space := {"__name__": __name__})
+        texts.append(code_text(space["loss"]))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_arrays_that_code_refers_to_are_compared_by_shape_in_files_and_by_value_in_a_process():
+    large = jnp.zeros(20_000)
+    for value, other in ((np.ones(3), np.zeros(3)), (jnp.ones(3), jnp.zeros(3)), (large, large + 1)):
+        f, same, g = ((lambda p, x, y=y: x * y) for y in (value, value + 0 if value.size == 3 else value, other))
+        assert code_text(f) == code_text(g) and references_of(f) == references_of(same) != references_of(g)
+    long = list(range(1000))
+    f, g = (lambda p, x, y=y: x * y[3] for y in (long, long[::-1]))
+    assert code_text(f) == code_text(g) and references_of(f) != references_of(g)
+
+
 @pytest.mark.medium
 def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     text = "the schedule of learning_rate has changed"
@@ -324,6 +466,8 @@ def test_the_text_of_a_function_is_the_same_in_every_process():
 
 def test_a_function_that_cannot_be_looked_at_ends_no_run():
     class Odd:
+        __module__ = "io"  # an object of a library, of which no attribute is known
+
         def __repr__(self):
             raise OSError("closed")
 
