@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
-MANIFEST, SUM = "manifest.json", "manifest.sha256"
+MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
+# a run may leave these before its first checkpoint: hidden names, its lock, the rows of its loggers
+_BEFORE = re.compile(rf"\.|{re.escape(durable_files.LOCK)}$|events\.out\.|.+\.(csv|jsonl)(\.new)?$")
 
 
 def sum_of(body: bytes) -> bytes:
@@ -85,6 +88,21 @@ class CheckpointHome:
     def tidy(self) -> None: ...
 
     # ----------------------------------------------------------------------- the same in every home
+
+    def strangers(self) -> list[str]:
+        """The names in the directory that no run leaves there before its first checkpoint."""
+        names = self.names(self.path)
+        unfinished = {x for name in names if name.endswith(UNFINISHED)
+                      for x in (name, name.removesuffix(UNFINISHED))}  # fmt: skip
+        return [name for name in names if not (_BEFORE.match(name) or name in unfinished)]
+
+    def check_is_no_checkpoint(self) -> None:
+        """Raise CheckpointError for the path of one checkpoint, before a lock is written there."""
+        if any((self.path / folder / SUM).exists() for folder in ("", "tsunax")):  # of both homes
+            got, expected = "the directory of one checkpoint", "the directory of its run"
+            raise CheckpointError(
+                "path", str(self.path), got, expected, f"Give {self.path.parent}."
+            )
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint says of itself. Raises Damaged, or TooNew."""

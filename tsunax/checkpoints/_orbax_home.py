@@ -40,13 +40,13 @@ from tsunax._core import durable_files, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
-from tsunax.checkpoints._home import MANIFEST, CheckpointHome, names_in
+from tsunax.checkpoints._home import MANIFEST, UNFINISHED, CheckpointHome, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import SaveError, told
 
-STATE, OURS, UNFINISHED = "state", "tsunax", ".unfinished"
+STATE, OURS = "state", "tsunax"
 KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
 _STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
@@ -82,10 +82,17 @@ class OrbaxHome(CheckpointHome):
         self._saves: dict[str, _Save] = {}
 
     def _directories(self) -> dict[int, list[str]]:
-        """The directories of each step, the newest last; not those that are unfinished."""
+        """The directories of each step, the newest last; no links, and none that is unfinished."""
         names, found = set(self.names(self.path)), {}
+        is_real = lambda name: (
+            not self.is_local or durable_files.is_real_directory(self.path / name)
+        )
         for name in names:
-            if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
+            if (
+                (match := _STEP.fullmatch(name))
+                and name + UNFINISHED not in names
+                and is_real(name)
+            ):
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
         return {step: [name for _, name in sorted(several)] for step, several in found.items()}
 

@@ -53,9 +53,10 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        return None, json.dumps(_by_metric(run) if step == "best" else run.home.steps())
+        steps = _by_metric(run) if step == "best" else run.home.steps()
+        return None, json.dumps([steps, [] if steps else run.home.strangers()])
 
-    found = json.loads(run.together("restore()", look)[1][0])
+    found, strangers = json.loads(run.together("restore()", look)[1][0])
     if resume == "never":
         if found:
             got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
@@ -92,8 +93,12 @@ def newest(
         fix = "To start afresh, give another path." if step is None else fix
         got = trees.listed(problems, 10, "; ")
         raise CheckpointError("checkpoints", where, got, "a good one", fix)
-    if resume == "must":
-        raise CheckpointError("checkpoints", where, "none", "at least one: resume='must'")
+    if strangers or resume == "must":
+        names = trees.listed([*map(repr, strangers)], 10)
+        got = f"none among {names}" if strangers else "none"
+        expected = "at least one" + ": resume='must'" * (resume == "must")
+        fix = "Give the directory that has the steps in it; to start afresh, an empty one."
+        raise CheckpointError("checkpoints", where, got, expected, fix * bool(strangers))
     return Restored(like)
 
 

@@ -294,8 +294,8 @@ class Checkpoints:
             `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) if there is nothing at all;
-            "must", and "auto" with `params_only`, raises then; "never" raises if there is
-            something.
+            "must", and "auto" with `params_only`, raises then; "never" raises if there is a
+            checkpoint.
           params_only: restore params and model state; the optimizer starts anew. `like` may be a
             tree of params.
 
