@@ -75,7 +75,9 @@ def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
 def test_what_was_adjusted_in_hand_wins_over_the_checkpoint(tmp_path):
     data = ts.batches(X, 4, shuffle=True)
     state, _ = fit(tmp_path, make(), 3, data=data)
-    state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
+    text = r"the state given is at step 3, as the newest checkpoint .* differs from it: hyperparameters\. The state"
+    with pytest.warns(UserWarning, match=text):
+        state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
     assert ts.hyperparams(state)["learning_rate"] == 0.001
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
     expected, _ = ts.fit(STEP, make(), anew := ts.batches(X, 4, shuffle=True), steps=3, progress=False)
@@ -111,16 +113,35 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
     monkeypatch.setattr(_home.CheckpointHome, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
-        checkpoints.resumed(new, "auto")
-    assert seen and all(seen)
+        with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
+            checkpoints.resumed(new, "auto")
+    assert len(seen) >= 2 and all(seen)
 
 
-def test_replaced_params_and_a_cut_in_hand_win(tmp_path):
-    state, _ = fit(tmp_path, make(), 3)
-    state, _ = fit(tmp_path, state.replace(params={"w": jnp.full(4, 2.0)}), 4)
-    assert float(state.params["w"].min()) > 1
-    state, _ = fit(tmp_path, ts.adjust(state, "w", learning_rate=0.0), 5)
-    assert ts.hyperparams(state)["learning_rate"] == 0.0
+HANDED = {  # (a change between two calls of fit, the leaves that the warning names)
+    "params": (lambda s: s.replace(params={"w": jnp.full(4, 2.0)}), r"state\.params\['w'\]"),
+    "a number": (lambda s: ts.adjust(s, learning_rate=0.5), "hyperparameters"),
+    "a number of a part": (lambda s: ts.adjust(s, "w", learning_rate=0.0), "hyperparameters"),
+    "frozen": (lambda s: ts.freeze(s, "w"), r"state\.frozen"),
+    "key": (lambda s: s.replace(key=jax.random.key(7)), r"state\.key"),
+}
+
+
+@pytest.mark.parametrize("name", HANDED)
+@pytest.mark.parametrize("store", ["files", pytest.param("orbax", marks=pytest.mark.medium)])
+def test_a_state_that_was_changed_between_two_fits_goes_on_with_a_warning(tmp_path, name, store):
+    change, leaves = HANDED[name]
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        state, _ = fit(checkpoints, make(key=0), 2)
+        state, _ = fit(checkpoints, state, 3)  # nothing was changed, and nothing is said
+        state = change(state)
+        numbers, is_frozen = ts.hyperparams(state), name == "frozen"
+        before = np.array(state.params["w"])
+        with pytest.warns(UserWarning, match=f"differs from it: {leaves}. The state given goes on") as told:
+            state, _ = fit(checkpoints, state, 4)
+        assert len(told) == 1 and ts.hyperparams(state) == numbers
+        assert np.array_equal(state.params["w"], before) == (is_frozen or numbers["learning_rate"] == 0.0)
+        assert name != "params" or float(state.params["w"].min()) > 1
 
 
 def test_a_state_ahead_of_the_newest_checkpoint_goes_on(tmp_path):
@@ -168,7 +189,8 @@ def test_a_pair_in_hand(tmp_path):
         return (one, two), {"one": info.loss, "two": other.loss}
 
     pair, _ = fit(tmp_path, (make(), make()), 3, step)
-    pair, _ = fit(tmp_path, (pair[0], ts.adjust(pair[1], learning_rate=0.0)), 4, step)
+    with pytest.warns(UserWarning, match=r"differs from it: hyperparameters"):
+        pair, _ = fit(tmp_path, (pair[0], ts.adjust(pair[1], learning_rate=0.0)), 4, step)
     assert ts.hyperparams(pair[1])["learning_rate"] == 0.0
     pair, _ = step(pair, X[:4])
     with pytest.raises(StateError, match="expected a TrainState, or a fresh tree"):
