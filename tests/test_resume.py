@@ -27,7 +27,7 @@ from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
 from tsunax.distributed import collectives as distributed
-from tsunax.errors import DataError, RowError, StateError
+from tsunax.errors import CheckpointError, DataError, RowError, StateError
 from tsunax.precision import LossScale
 from tsunax.run import callbacks, loggers
 
@@ -519,6 +519,27 @@ def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):
     text = r"data at fit\(\): got ts\.batches\(\.\.\.\), expected data of another kind, with which the"
     with pytest.raises(DataError, match=text):
         fit(tmp_path / "b", make(), 3, data=ts.batches(X, 4))
+
+
+OWN_VALUES = {
+    "data": [3, 0, {}, "x", [1], {"position": 2}, {"epoch": None, "position": 2}, {"epoch": 0, "position": 1.5}],
+    "callbacks": [3, 0, "", [1], "x", {"plateau": 3}, {"plateau": [1]}],
+    "history": [
+        {"loss": [1.0]}, [1.0], 3, {}, np.ones(3), "x", {"rows": 3}, {"rows": {"step": ["x"], "columns": []}, "marks": [], "closing": []},
+        {"rows": {"step": [1 << 70], "columns": []}}, {"rows": {"step": [1], "columns": [["loss"]]}},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_VALUES)
+def test_values_of_ones_own_loop_are_one_clear_error(tmp_path, name):
+    for i, value in enumerate(OWN_VALUES[name]):
+        path = tmp_path / str(i) / "run"
+        with Checkpoints(path) as checkpoints:
+            checkpoints.save(make().replace(step=2, calls=2), **{name: value})
+        text = rf"^{name} of a checkpoint at {path / '2'}: got .*, expected what fit saves\. Restore the state with"
+        with pytest.raises(CheckpointError, match=text):
+            fit(path, make(), 4)
 
 
 def test_a_population_resumes(tmp_path):
