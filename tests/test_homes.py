@@ -17,7 +17,7 @@ import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
-from tsunax._core import trees
+from tsunax._core import durable_files, trees
 from tsunax.checkpoints import _orbax, _orbax_home, leaves
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
@@ -377,6 +377,35 @@ def test_what_a_run_leaves_before_its_first_checkpoint_lets_it_start_again(tmp_p
     for given in ({"read_only": True}, {}):
         with Checkpoints(tmp_path, store=store, **given) as checkpoints:
             assert checkpoints.restore(make()).step is None
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("store", ON_A_DISK)
+def test_a_step_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch, store, replaces):
+    """A warning, and later saves try again, also those of the next run."""
+    state, refused = make(), []
+
+    def refuse(path, *more, **given):
+        refused.append(path)
+        raise PermissionError(13, "not allowed")
+
+    with Checkpoints(tmp_path, store=store, keep_last=1) as checkpoints:
+        save = lambda step: checkpoints.save(state.replace(step=step))
+        save(1)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_files, "remove", refuse)
+            patch.setattr(_orbax_home.OrbaxHome, "_remove", refuse)
+            save(step := 1 if replaces else 2)
+            with pytest.warns(UserWarning, match=r"step 1 in .* could not be deleted: PermissionError"):
+                checkpoints.wait()
+        assert refused and checkpoints.restore(state).step == step
+        save(3)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        save(4)
+    assert sorted(os.listdir(tmp_path)) == ["4", "tsunax.lock"]
 
 
 def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):

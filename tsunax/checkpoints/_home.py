@@ -51,6 +51,7 @@ class CheckpointHome:
         self.path: Any = path
         self.timeout: float = timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
+        self.undeleted: list[str] = []  # warnings of steps that could not be deleted
         self._known: dict[int, dict[str, float]] | None = None
 
     # --------------------------------------------------------------- each home has its own of these
@@ -88,6 +89,14 @@ class CheckpointHome:
     def tidy(self) -> None: ...
 
     # ----------------------------------------------------------------------- the same in every home
+
+    @contextlib.contextmanager
+    def deleting(self, step: int) -> Iterator[None]:
+        """A deletion after a save. If it fails, the save has not: `undeleted` gets a warning."""
+        try:
+            yield
+        except Exception as error:  # OSError, and those of libraries for buckets
+            self.undeleted.append(f"step {step} in {self.path} could not be deleted: {told(error)}")
 
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""

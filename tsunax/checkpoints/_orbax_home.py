@@ -211,7 +211,8 @@ class OrbaxHome(CheckpointHome):
             if self.is_local:
                 durable_files.sync(self.path)
             self.known()[whole.step] = whole.metrics
-            self._delete([] if whole.step in self.bad else old)
+            with self.deleting(whole.step):
+                self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
 
     def _finish(self, save: _Save) -> None:
@@ -245,8 +246,9 @@ class OrbaxHome(CheckpointHome):
     def drop(self, steps: Iterable[int]) -> None:
         there = self._directories()
         for step in steps:
-            self.known().pop(step, None)
-            self._delete(there.get(step, []))
+            with self.deleting(step):
+                self._delete(there.get(step, []))
+                self.known().pop(step, None)
 
     def _delete(self, names: list[str]) -> None:
         for name in names:

@@ -31,6 +31,7 @@ from tsunax.errors import (
     SaveError,
     WrongTypeError,
     told,
+    warn,
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
@@ -233,6 +234,8 @@ class Checkpoints:
             job.given_up = True
             raise SaveError(what, str(self.path), f"nothing after {limit:g} s", "a finished save")
         self._job, job.told = None, True
+        while self.home.undeleted:
+            warn(self.home.undeleted.pop())
         if job.error is not None:
             is_said = isinstance(job.error, (Damaged, ProcessError))
             got = str(job.error).rstrip(".") if is_said else told(job.error)
