@@ -179,6 +179,95 @@ def test_a_loop_compiles_once_for_each_shape():
     assert compiles.compiles == 0
 
 
+SETTINGS = {"beta": 1.0}
+
+
+class Weighted:
+    """A loss whose gradient is the number that it multiplies the parameter with."""
+
+    beta = 1.0
+
+    def loss(self, params, batch):
+        return self.beta * params["w"] + 0.0 * jnp.sum(batch)
+
+
+WEIGHTED = Weighted()
+
+
+def scaled_by_a_global(params, batch):
+    return SETTINGS["beta"] * params["w"] + 0.0 * jnp.sum(batch)
+
+
+def scaled_by_an_object(params, batch):
+    return WEIGHTED.loss(params, batch)
+
+
+CALLS = {
+    "fit": lambda step, state, x: fit(step, state, [x], steps=1)[0],
+    "run_steps": lambda step, state, x: run_steps(step, state, x[None])[0],
+    "run_epoch": lambda step, state, x: run_epoch(step, state, [x])[0],
+    "iterate": lambda step, state, x: next(iterate(step, state, [x], steps=1))[0],
+}
+READERS = {
+    "a global": (scaled_by_a_global, lambda beta: SETTINGS.update(beta=beta)),
+    "an object": (scaled_by_an_object, lambda beta: setattr(WEIGHTED, "beta", beta)),
+    "a method": (WEIGHTED.loss, lambda beta: setattr(WEIGHTED, "beta", beta)),
+}
+
+
+@pytest.mark.parametrize("call, reader", [("fit", name) for name in READERS] + [(c, "a global") for c in CALLS])
+def test_a_new_step_reads_the_numbers_of_now_and_an_equal_one_compiles_nothing(call, reader):
+    """The gradient is beta, so a step of SGD at rate 1 from 0 ends at -beta."""
+    read, write = READERS[reader]
+    x = np.ones(2, np.float32)
+    try:
+        for beta in (3.0, 5.0):
+            write(beta)
+            make = lambda: ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(())})
+            state = CALLS[call](ts.train_step(read), make(), x)
+            assert float(state.params["w"]) == -beta
+            state = make()
+            with count_compiles() as compiles:
+                CALLS[call](ts.train_step(read), state, x)
+            assert compiles.compiled.count("train_steps") == 0
+    finally:
+        write(1.0)
+
+
+def scaled_by_settings(step):
+    return SETTINGS["beta"] * jnp.ones(())
+
+
+def scaled_updates(grads, state, params=None):
+    return jax.tree.map(lambda g: -SETTINGS["beta"] * g, grads), state
+
+
+RULES = {
+    "schedule": lambda: ts.rules.sgd(scaled_by_settings),
+    "rule": lambda: optax.GradientTransformation(no_opt_state, scaled_updates),
+}
+
+
+def no_opt_state(params):
+    return ()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_new_state_reads_the_numbers_of_now(name):
+    """Also with the step of before: another number in the functions of a rule is another rule."""
+    step = ts.train_step(Weighted().loss)
+    x = np.ones(2, np.float32)
+    try:
+        for beta in (3.0, 5.0):
+            SETTINGS["beta"] = beta
+            make = lambda: ts.setup(RULES[name](), {"w": jnp.zeros(())})
+            assert float(step(make(), x)[0].params["w"]) == -beta
+            assert float(fit(step, make(), [x], steps=1)[0].params["w"]) == -beta
+            assert make().plan is make().plan
+    finally:
+        SETTINGS["beta"] = 1.0
+
+
 @pytest.mark.medium
 def test_convolutions_in_the_loop():
     x = RNG.normal(size=(24, 8, 8, 2)).astype(np.float32)

@@ -215,6 +215,13 @@ class TrainStep:
         return []
 
     @functools.cached_property
+    def references(self) -> Any:
+        """What its functions refer to: equal steps with equal ones share a compiled loop."""
+        from tsunax._core import stable_text
+
+        return stable_text.references_of(self)
+
+    @functools.cached_property
     def _traced(self) -> Any:
         return jax.jit(self.pure)
 

@@ -332,7 +332,7 @@ def setup(
     >>> int(state.step), ts.hyperparams(state)["learning_rate"]
     (0, 0.001)
     """
-    from tsunax._core import device_kinds, placement
+    from tsunax._core import device_kinds, placement, stable_text
     from tsunax._step import state_setup
     from tsunax.averages import as_average
     from tsunax.precision import as_loss_scale, as_policy
@@ -355,7 +355,8 @@ def setup(
     params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
-    plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
+    blank, references = extra_arguments.blank(rule.init), stable_text.references_of(rule.update)
+    plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 

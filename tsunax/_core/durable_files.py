@@ -179,9 +179,7 @@ _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 def _close_all() -> None:
     """Close the locks in a forked child, which would hold them as long as it lives."""
     for lock in _LOCKS:
-        if lock._fd is not None:
-            os.close(lock._fd)
-            lock._fd = None
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -211,7 +209,7 @@ class Lock:
             os.pwrite(self._fd, self.text.encode(), 0)
             os.fsync(self._fd)  # for those who read it on other hosts
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
         _LOCKS.add(self)
 
@@ -244,10 +242,15 @@ class Lock:
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
 
+    def close(self) -> None:
+        """Close the file once: its number may be that of another file then, even if this failed."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
     def release(self) -> None:
-        if self._fd is not None:
-            if os.getpid() == self.pid:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self._fd = None
+        if self._fd is not None and os.getpid() == self.pid:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, 0)
+        self.close()

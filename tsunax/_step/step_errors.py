@@ -83,7 +83,9 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
     # the state is as it was, so that the rejected gradients can be computed again
-    grads, dropped = _again(step)(state.replace(calls=int(state.calls) - 1), batch, extra)
+    grads, dropped = _again(step, step.gradient)(
+        state.replace(calls=int(state.calls) - 1), batch, extra
+    )
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
@@ -142,11 +144,11 @@ def repaired_labels() -> Iterator[list[str]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _again(step) -> Any:
+def _again(step, gradient: Any) -> Any:
     """A function for the gradients of a step, and the weights of its bad micro-batches."""
 
     def look(state, batch, extra):
-        _, grads = step.gradient(state, batch, **extra)
+        _, grads = gradient(state, batch, **extra)
         if step.accumulate == 1:
             return grads, None
         dropping = dataclasses.replace(step, on_nonfinite="drop").gradient

@@ -40,13 +40,13 @@ from tsunax._core import durable_files, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
-from tsunax.checkpoints._home import MANIFEST, CheckpointHome, names_in
+from tsunax.checkpoints._home import MANIFEST, UNFINISHED, CheckpointHome, names_in
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import SaveError, told
 
-STATE, OURS, UNFINISHED = "state", "tsunax", ".unfinished"
+STATE, OURS = "state", "tsunax"
 KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
 _STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
@@ -212,7 +212,8 @@ class OrbaxHome(CheckpointHome):
             if self.is_local:
                 durable_files.sync(self.path)
             self.known()[whole.step] = whole.metrics
-            self._delete([] if whole.step in self.bad else old)
+            with self.deleting(whole.step):
+                self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
 
     def _finish(self, save: _Save) -> None:
@@ -246,8 +247,9 @@ class OrbaxHome(CheckpointHome):
     def drop(self, steps: Iterable[int]) -> None:
         there = self._directories()
         for step in steps:
-            self.known().pop(step, None)
-            self._delete(there.get(step, []))
+            with self.deleting(step):
+                self._delete(there.get(step, []))
+                self.known().pop(step, None)
 
     def _delete(self, names: list[str]) -> None:
         for name in names:

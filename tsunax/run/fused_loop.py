@@ -36,7 +36,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, Function, PyTree, Scalar, Step, TreeDef, checks, placement, trees
+from tsunax._core import (
+    Extra,
+    Function,
+    PyTree,
+    Scalar,
+    Step,
+    TreeDef,
+    checks,
+    placement,
+    stable_text,
+    trees,
+)
 from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
@@ -413,7 +424,15 @@ def lowerable(step: Any, state: PyTree) -> Any:
     return jax.jit(convolutions.fast(call), donate_argnums=0)
 
 
+def fused(step: Any, donate: bool) -> Fused:
+    """The loop of a step. Equal steps that refer to equal values share one, and its programs.
+
+    A `TrainStep` keeps what it first referred to, as its own compiled program does.
+    """
+    is_ours = isinstance(step, TrainStep)
+    return _shared(step, donate, step.references if is_ours else stable_text.references_of(step))
+
+
 @functools.lru_cache(maxsize=32)
-def fused(step: Step, donate: bool) -> Fused:
-    """The loop of a step; equal steps share one, and so what was compiled."""
+def _shared(step: Step, donate: bool, references: stable_text.References) -> Fused:
     return Fused(step, donate)
