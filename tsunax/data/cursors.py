@@ -7,7 +7,8 @@ other libraries, whose state is found by duck type.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,17 @@ from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
 GETTERS, SETTERS = ("get_state", "state_dict"), ("set_state", "load_state_dict")
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """The next batch or `END`; a StopIteration that comes out of a `__getitem__` is an error."""
+    try:
+        return next(batches)
+    except StopIteration as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code.co_name == "__getitem__" for frame, _ in frames):
+            raise
+        return END
 
 
 def _shapes(batch: Any) -> Any:
@@ -71,6 +83,10 @@ class Source:
         self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
+        # an IndexError of `__getitem__` ends the iterator of a Sequence, wherever it comes from
+        self._takes_errors_for_the_end: bool = (
+            getattr(type(data), "__iter__", 0) is Sequence.__iter__
+        )
 
     @property
     def restartable(self) -> bool:
@@ -103,7 +119,9 @@ class Source:
         try:
             if self._batches is None:
                 self._batches = iter(self.data)
-            batch = next(self._batches, END) if k is None else self._batches.take(k)
+            batch = _next(self._batches) if k is None else self._batches.take(k)
+            if batch is END and self._takes_errors_for_the_end and self.position < len(self.data):
+                batch = self.data[self.position]  # it raises the IndexError again
         except TsunaxError:
             raise
         except Exception as error:
