@@ -742,6 +742,13 @@ def test_take_of_any_iterable():
     }
 
 
+def test_a_list_of_arrays_is_one_of_batches():
+    """If they are alike, or differ in their rows; of many, sizes may differ, as those of texts."""
+    x = np.ones((4, 3), np.float32)
+    for data in ([x], [x, x], [x, x[:2]], [x, x[:2, :1]], [x[:, :n] for n in (1, 2, 3, 2)]):
+        assert len(list(as_source(data))) == len(data)
+
+
 def test_an_error_comes_after_the_batches_before_it():
     def broken():
         yield np.zeros(2)
@@ -940,6 +947,14 @@ MESSAGES = {
         "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
     ),
     "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "a list of inputs and targets": (
+        lambda: as_source([np.ones((4, 2)), np.ones(4)]),
+        "data: got list of 2, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
+    ),
+    "a list of inputs, targets and weights": (
+        lambda: prefetch([jnp.ones((4, 2)), np.ones((4, 1), np.int32), np.ones(4)]),
+        "data: got list of 3, expected an iterable of batches. Of",
+    ),
     "data set": (
         lambda: as_source(_Dataset("dict")),
         "data: got _Dataset, expected an iterable of batches. Of records by number: ts.batches(dataset, batch_size).",

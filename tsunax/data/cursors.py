@@ -35,6 +35,14 @@ def _next(batches: Iterator[Any]) -> Any:
         return END
 
 
+def batches_in_epoch(data: Any) -> int | None:
+    """The batches of an epoch, as data say it, or None: loaders may raise anything there."""
+    try:
+        return len(data)
+    except Exception:
+        return None
+
+
 def _shapes(batch: Any) -> Any:
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, [(np.shape(x), trees.dtype_of(x)) for x in leaves]
@@ -120,7 +128,8 @@ class Source:
             if self._batches is None:
                 self._batches = iter(self.data)
             batch = _next(self._batches) if k is None else self._batches.take(k)
-            if batch is END and self._takes_errors_for_the_end and self.position < len(self.data):
+            length = self._takes_errors_for_the_end and batches_in_epoch(self.data)
+            if batch is END and self.position < (length or 0):
                 batch = self.data[self.position]  # it raises the IndexError again
         except TsunaxError:
             raise
@@ -318,7 +327,12 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    is_pair = isinstance(data, tuple) and data != () and all(map(trees.is_array, data))
+    is_pair = isinstance(data, tuple | list) and len(data) > 0 and all(map(trees.is_array, data))
+    if is_pair and isinstance(data, list):  # of batches, unless they look like inputs and targets
+        rows = {np.shape(x)[:1] for x in data}
+        is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
+            {(x.shape[1:], x.dtype) for x in data}
+        )
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
