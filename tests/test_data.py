@@ -1,5 +1,6 @@
 """Batches in the order of (seed, epoch), from any place; prefetched without a thread left; any iterable as data."""
 
+import functools
 import gc
 import itertools
 import pathlib
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from tsunax.data.batching import batches
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
+from tsunax.data.packing import interleave
 from tsunax.data.prefetching import prefetch
 from tsunax.distributed import joining
 from tsunax.errors import DataError, HyperparameterError, ParamsError, WrongTypeError
@@ -805,6 +808,13 @@ def test_take_of_any_iterable():
     }
 
 
+def test_a_list_of_arrays_is_one_of_batches():
+    """If they are alike, or differ in their rows; of many, sizes may differ, as those of texts."""
+    x = np.ones((4, 3), np.float32)
+    for data in ([x], [x, x], [x, x[:2]], [x, x[:2, :1]], [x[:, :n] for n in (1, 2, 3, 2)]):
+        assert len(list(as_source(data))) == len(data)
+
+
 def test_an_error_comes_after_the_batches_before_it():
     def broken():
         yield np.zeros(2)
@@ -815,6 +825,92 @@ def test_an_error_comes_after_the_batches_before_it():
     assert source.take(8).tolist() == [[0, 0], [1, 1]] and source.state()["position"] == 2
     with pytest.raises(DataError, match="batch 2 of epoch 0: got OSError disk"):
         source.take(8)
+
+
+class _BadRows:
+    """12 rows, of which number 9 cannot be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        if i == 9:
+            raise self.error("bad")
+        return np.zeros(2, np.float32)
+
+
+class _BadLoader(_BadRows):
+    """A loader of another library: its iterator reads from a data set of the user's."""
+
+    def __iter__(self):
+        return _BadLoaderIterator(self)
+
+
+class _BadLoaderIterator:
+    def __init__(self, rows):
+        self.rows, self.i = rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.i == 12:
+            raise StopIteration
+        self.i += 2
+        return np.stack([self.rows[i] for i in range(self.i - 2, self.i)])
+
+
+class _BadSequence(_BadRows, Sequence):
+    """Batches by their number, iterated as `Sequence` does it."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i > 5:
+            raise IndexError
+        return np.stack([super(_BadSequence, self).__getitem__(j) for j in (2 * i, 2 * i + 1)])
+
+
+class _BadFile(_BadRows):
+    shape, dtype = (12, 2), np.dtype(np.float32)
+
+    def __getitem__(self, rows):
+        if 9 in np.arange(12)[rows]:
+            raise self.error("bad")
+        return np.zeros((len(np.arange(12)[rows]), 2), np.float32)
+
+
+READERS = {
+    "records": lambda error: batches(_BadRows(error), 2),
+    "shuffled": lambda error: batches({"x": _BadRows(error)}, 2, shuffle=True),
+    "a file": lambda error: batches(_BadFile(error), 2),
+    "interleaved": lambda error: interleave([batches(_BadRows(error), 2), batches(np.zeros((4, 2)), 2)]),
+    "a loader": _BadLoader,
+    "a sequence": _BadSequence,
+}
+ERRORS = [StopIteration, StopAsyncIteration, IndexError, EOFError, KeyError, GeneratorExit]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kind", READERS)
+def test_no_error_of_reading_is_taken_for_the_end(kind, error):
+    """Whatever its type: an epoch is whole, or it raises."""
+    for ahead in (False, True):
+        for k in (None, 1, 8):
+            data = READERS[kind](error)
+            source = as_source(prefetch(data) if ahead else data)
+            read = source.next if k is None else functools.partial(source.take, k)
+            with pytest.raises((DataError, GeneratorExit)) as raised:
+                for _ in range(9):
+                    assert read() is not None
+            assert "bad" in str(raised.value) or "bad" in str(raised.value.__cause__.__cause__)
+    if kind not in ("a loader", "a sequence"):  # whose own iterators a loop by hand calls
+        with pytest.raises((DataError, RuntimeError, error), match="bad"):
+            list(READERS[kind](error))
 
 
 def test_replay_reads_earlier_epochs_too():
@@ -917,6 +1013,14 @@ MESSAGES = {
         "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
     ),
     "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "a list of inputs and targets": (
+        lambda: as_source([np.ones((4, 2)), np.ones(4)]),
+        "data: got list of 2, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
+    ),
+    "a list of inputs, targets and weights": (
+        lambda: prefetch([jnp.ones((4, 2)), np.ones((4, 1), np.int32), np.ones(4)]),
+        "data: got list of 3, expected an iterable of batches. Of",
+    ),
     "data set": (
         lambda: as_source(_Dataset("dict")),
         "data: got _Dataset, expected an iterable of batches. Of records by number: ts.batches(dataset, batch_size).",

@@ -1551,3 +1551,33 @@ def test_progress_shows_no_total_if_a_step_is_several_calls(capsys):
     state, _ = ts.fit(STEP, ts.setup(ts.rules.accumulate(RULE, every=2), init()), data(), epochs=2)
     said = capsys.readouterr().err
     assert f"{int(state.step)} steps" in said and "/14" not in said
+
+
+class Sized:
+    """A loader of six batches whose length is what is given, or raises it."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+    def __iter__(self):
+        return iter([(X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4)])
+
+
+LENGTHS = [NotImplementedError("a stream"), ValueError("none"), AttributeError("x"), StopIteration(), -1, 0, 2, 2.5, 9]
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=repr)
+def test_only_the_progress_needs_the_length_of_a_loader(capsys, length):
+    """Read ahead, too, every batch of each epoch is trained on."""
+    whole, _ = fit(STEP, ts.setup(RULE, init()), list(Sized(6)), epochs=2)
+    for data in (Sized(length), ts.prefetch(Sized(length))):
+        state, history = loud_fit(STEP, ts.setup(RULE, init()), data, epochs=2, log_every=1)
+        assert_trees_equal(state, whole)
+        assert history["epoch"].tolist() == [0] * 6 + [1] * 6
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("12/18 steps  67%  loss" if length == 9 else "12 steps  loss")

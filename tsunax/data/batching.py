@@ -21,7 +21,7 @@ from tsunax._core import Device, PyTree, checks, placement, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, WrongTypeError, told
 
 
 class Data(Sized, Iterable[PyTree]):
@@ -255,7 +255,11 @@ class _Epoch:
         return self.data._gathered(self.order, *ahead)
 
     def __next__(self) -> Any:
-        if (batch := self.take(None)) is None:
+        try:
+            batch = self.take(None)
+        except StopIteration as error:  # of the code that reads a record: here it would be the end
+            raise DataError("data", "rows of a batch", told(error), "rows") from error
+        if batch is None:
             raise StopIteration
         return batch
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +14,9 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import PyTree, checks, placement, trees
 from tsunax._step.members import members_of
-from tsunax.data.batching import Batches, Data
+from tsunax.data.batching import Batches, Data, Positioned
 from tsunax.data.checks import check_batch
-from tsunax.data.cursors import Source, as_source
+from tsunax.data.cursors import Source, as_source, batches_in_epoch
 from tsunax.data.packing import Interleaved
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
@@ -121,17 +119,18 @@ class Feed:
 
     def steps_to(self, epochs: int, start: int) -> int | None:
         """The step at which so many epochs are over, if none is rejected; None if unknown."""
-        try:
-            return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
-        except TypeError:
+        length = batches_in_epoch(self.source.data)
+        if length is None:
             return None
+        return start + (epochs - self.epoch) * length - self.source.position
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
         data = self.source.data
-        is_known = isinstance(data, Data | list | tuple)  # a stream does not know its length
-        length = operator.length_hint(data, sys.maxsize) if is_known else sys.maxsize
-        if not self._ended and self._block is None and self.source.position >= length:
+        # the length of a stream is unknown, and that of another loader may be wrong
+        is_known = isinstance(innermost(data), Positioned | list | tuple)
+        is_over = is_known and self.source.position >= len(data)
+        if is_over and not self._ended and self._block is None:
             self._ended = self.source.take(1) is None
         ended, self._ended = self._ended, False
         return ended
