@@ -115,6 +115,7 @@ class Boundaries:
         if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
             with options.clock("checkpoint"):
                 self.saved = run.step, self.feed.place()
+                log.sync()
                 known = run.history.plain(), self.memory, log.numbers_at(run.step), self.script
                 saver._save(run.state, *self.saved, *known)
 

@@ -58,7 +58,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     history = History() if history is None else history
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
-    fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
+    fitting.boundaries.script = script
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
@@ -106,8 +106,11 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
-    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
-        found["rows_from"] = start + (closed != start)
+    saver = fitting.options.saver
+    if saver is not None and saver.run_id:
+        # rows from there on are of a process that ended before it saved them; and the row that only
+        # an end has. A row of step 0 is made again by a run that begins
+        found |= {"run_id": saver.run_id, "rows_from": start + (closed != start and start > 0)}
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     for at, s in training_states(state).items():

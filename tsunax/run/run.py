@@ -163,6 +163,12 @@ class RowLog:
             with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)
 
+    def sync(self) -> None:
+        """Put the rows on the disk: a run that resumes here does not log them again."""
+        for logger in self.loggers:
+            if callable(sync := getattr(logger, "sync", None)):
+                sync()
+
 
 def with_state(error: Any, run: Run) -> Any:
     """An exception with the state and the history of the run that it ends."""
