@@ -1,7 +1,9 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +63,81 @@ def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
     assert steps_of("cut", [8, 10, 12, 23]) == whole
     told = [1, 5, 8, 10, 15, 16, 20, 24]
     assert steps_of("told", [8, 24], evaluate=lambda _: {"val/loss": 0.5}, evaluate_every=8) == told
+
+
+def logs_in(folder):
+    return [loggers.csv(folder / "log.csv"), loggers.jsonl(folder / "log.jsonl")]
+
+
+def rows_of_runs(folder):
+    """The steps of each run, in the order of the file: the same in both files."""
+    with open(folder / "log.csv", newline="") as file:
+        rows = [(row.get("run_id") or "", int(row["step"])) for row in csv.DictReader(file)]
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert rows == [(line.get("run_id", ""), line["step"]) for line in lines if "step" in line]
+    return [[step for run, step in rows if run == name] for name in dict.fromkeys(run for run, _ in rows)]
+
+
+def ends_at(step):
+    """A process that ends at this step, without a checkpoint of it."""
+
+    def end(run):
+        raise KeyError(f"step {run.step}")
+
+    return callbacks.every(step, end)
+
+
+def failed(folder, path, steps, at, **given):
+    with pytest.raises(KeyError, match=f"step {at}"):
+        fit(path, make(), steps, callbacks=ends_at(at), logger=logs_in(folder), **given)
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_leaves_no_rows(tmp_path):
+    """Whether the process begins anew or goes on with what it has in hand."""
+    failed(tmp_path, tmp_path / "a", 9, at=4)
+    fit(tmp_path / "a", make(), 6, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    data = ts.batches(X, 4, shuffle=True)
+    with pytest.raises(KeyError) as ended:
+        fit(tmp_path / "b", make(), 9, data=data, callbacks=ends_at(3), logger=logs_in(tmp_path))
+    fit(tmp_path / "b", ended.value.state, 5, data=data, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]
+
+
+def test_runs_in_one_log_keep_their_rows_when_others_resume(tmp_path):
+    a, b = (Checkpoints(tmp_path / name, every=3) for name in "ab")
+    with a, b:
+        ts.fit(STEP, make(), ts.batches(X, 4), steps=2, progress=False, log_every=1, logger=logs_in(tmp_path))
+        failed(tmp_path, a, 12, at=8)
+        fit(b, make(), 12, logger=logs_in(tmp_path))
+        fit(a, make(), 12, logger=logs_in(tmp_path))  # from 6: rows 7 and 8 are written anew
+        fit(b, make(), 14, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)]]
+    shutil.rmtree(tmp_path / "a")  # another run then, whose rows are no continuation
+    fit(tmp_path / "a", make(), 3, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)], [1, 2, 3]]
+
+
+def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypatch):
+    synced, sizes, fsync, save = {}, [], os.fsync, Checkpoints._save
+
+    def note(fd):
+        about = os.fstat(fd)
+        synced[about.st_ino] = about.st_size
+        fsync(fd)
+
+    def look(*args):
+        for name in ("log.csv", "log.jsonl"):
+            about = os.stat(tmp_path / name)
+            sizes.append((args[2], synced.get(about.st_ino), about.st_size))
+        assert os.stat(tmp_path).st_ino in synced  # the entries of the files
+        save(*args)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Checkpoints, "_save", look)
+    with Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 8, logger=logs_in(tmp_path))
+    assert {step for step, _, _ in sizes} == {3, 6, 8} and all(part == size for _, part, size in sizes)
 
 
 # ------------------------------------------------------------------------------------------- the state in hand

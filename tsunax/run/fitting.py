@@ -77,6 +77,7 @@ class Fit:
         self.extra: Any
         self.place_extra()
         self.held: info_columns.HeldNumbers = info_columns.HeldNumbers()
+        self.is_resumed: bool = False  # at the step of a checkpoint
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them

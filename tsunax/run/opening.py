@@ -58,7 +58,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     history = History() if history is None else history
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
-    fitting.boundaries.script = script
+    fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
