@@ -1,6 +1,7 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -499,6 +500,180 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
         with pytest.warns(UserWarning, match="metric at keep_best"):
             fit(saver, make(), 8, callbacks=[late])
         assert saver.latest() == 8
+
+
+# ------------------------------------------------------------------------------------------- the end of a run
+
+
+def test_what_the_end_adds_is_saved_at_a_step_that_was_saved_already(tmp_path):
+    """The last evaluation is the best one; a callback counts, and changes the state, at the end only."""
+
+    def count(run):
+        if run.event == "end":
+            run.memory["ends"] = run.memory.get("ends", 0) + 1
+            return ts.adjust(run.state, learning_rate=0.05)
+
+    best = Best("val/loss", mode="min")
+    given = {"evaluate": lambda state: {"val/loss": 1.0 / (1 + int(state.step))}, "callbacks": [count]}
+    with ts.Checkpoints(tmp_path, every=2, keep_best=best) as saver:
+        state, history = fit(saver, make(), 6, **given)
+        found = saver.restore(make(), step="best")
+    assert found.step == 6 and list(found.callbacks.values()) == [{"ends": 1}]
+    assert_trees_equal(found.state, state)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        state, again = fit(tmp_path, make(), 6, **given)
+    assert float(ts.hyperparams(state)["learning_rate"]) == pytest.approx(0.05)
+    assert repr(again) == repr(history) and again.last("val/loss") == pytest.approx(1 / 7)
+
+
+def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(tmp_path):
+    def evaluate(state):
+        if fails:
+            raise ValueError("out of memory")
+        return {"val/loss": 0.5}
+
+    events = []
+    record = lambda run: events.append((run.step, run.event))
+    given = {"evaluate": evaluate, "evaluate_every": 100, "callbacks": record}
+    fails = True
+    with ts.Checkpoints(tmp_path / "a", every=3) as saver, pytest.raises(ValueError, match="out of memory"):
+        fit(saver, make(), 6, **given)
+    assert (6, "end") not in events
+    fails = False
+    state, history = fit(tmp_path / "a", make(), 6, **given)
+    assert events[-1] == (6, "end") and int(state.step) == 6
+    whole, expected = fit(tmp_path / "b", make(), 6, **given)
+    assert_trees_equal(state, whole)
+    assert list(history) == list(expected) and history.last("val/loss") == 0.5
+
+
+class Once:
+    """Stops a run at a step, unless it has been there before."""
+
+    def __call__(self, run):
+        if run.step >= 5 and not run.memory.get("done"):
+            run.memory["done"] = True
+            run.stop("enough")
+
+
+STOPS = {
+    "a function": lambda: Once(),
+    "patience": lambda: callbacks.patience(lambda run: run.step >= 3, 2),
+    "early stopping": lambda: callbacks.early_stopping("val/loss", patience=2),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_a_callback_stopped_is_over_for_the_same_call(tmp_path, name):
+    """State, rows and files are as they were; another goal, where no callback objects, trains on."""
+
+    def run(steps=12, callback=STOPS[name]):
+        log = loggers.csv(tmp_path / "rows.csv")
+        given = {"evaluate": lambda _: {"val/loss": 0.5}, "evaluate_every": 2, "callbacks": callback()}
+        return fit(tmp_path / "run", make(), steps, logger=log, **given)
+
+    state, history = run()
+    assert 0 < int(state.step) < 12 and history.marks[-1][1] == "stop"
+    content = lambda: {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    files = content()
+    with pytest.warns(UserWarning, match=r"stopped at step \d+, .*; to train on"):
+        again, rows = run()
+    assert_trees_equal(again, state)
+    assert repr(rows) == repr(history) and content() == files
+    longer = run(14)[0]
+    assert int(longer.step) == (14 if name == "a function" else int(state.step))
+    assert int(run(16, callback=lambda: ())[0].step) == 16
+
+
+def test_a_stop_that_was_saved_before_its_end_ends_there(tmp_path):
+    def evaluate(state):
+        if fails:
+            raise ValueError("out of memory")
+        return {"val/loss": 0.5}
+
+    stop = callbacks.every(4, lambda run: run.stop("enough"))
+    given = {"evaluate": evaluate, "evaluate_every": 100, "callbacks": stop}
+    fails = True
+    with ts.Checkpoints(tmp_path / "a", every=4) as saver, pytest.raises(ValueError, match="out of memory"):
+        fit(saver, make(), 12, **given)
+    fails = False
+    state, history = fit(tmp_path / "a", make(), 12, **given)
+    assert int(state.step) == 4 and history.last("val/loss") == 0.5 and history.marks[-1] == (4, "stop", "enough")
+
+
+def bad(state):
+    """An evaluation that gets worse and better."""
+    return {"val/loss": 1.0 + (int(state.step) * 7 % 5) / 10}
+
+
+COUNTING = {
+    "plateau": lambda: callbacks.plateau("val/loss", patience=2, factor=0.5),
+    "plateau of the loss": lambda: callbacks.plateau("loss", patience=1, factor=0.5, min_delta=0.5),
+    "early stopping": lambda: callbacks.early_stopping("val/loss", patience=4, min_delta=0.05),
+    "patience": lambda: callbacks.patience(lambda run: run.metrics.get("val/loss", 0.0) >= 1.1, 5),
+    "one's own": lambda: count_evaluations,
+}
+
+
+def count_evaluations(run):
+    if run.event == "evaluate":
+        run.memory["seen"] = run.memory.get("seen", 0) + 1
+        run.log(**{"count/evaluations": run.memory["seen"]})
+        return ts.adjust(run.state, learning_rate=0.1 / run.memory["seen"])
+
+
+def cells(text):
+    """Step, loss and which other numbers each row of a csv has, but those of the clock on the wall."""
+    rows = [{k: x for k, x in row.items() if x} for row in csv.DictReader(io.StringIO(text))]
+    return [(row["step"], row.get("loss"), {k for k in row if not k.endswith("_per_second")}) for row in rows]
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_goal_on_the_way_changes_no_bit_and_no_row(tmp_path, name, in_hand):
+    """Goals inside an epoch and between rows: evaluations, rows and counts of an end are taken back."""
+
+    def train(folder, goals):
+        state, data = make(), ts.batches(X, 4, shuffle=True)
+        for goal in goals:
+            log = loggers.csv(tmp_path / f"{folder}.csv")
+            more = {"evaluate": bad, "evaluate_every": 4, "log_every": 3, "callbacks": COUNTING[name](), "logger": log}
+            given = {"data": data} if in_hand else {}
+            state, history = fit(tmp_path / folder, state if in_hand else make(), goal, **more, **given)
+        return state, history, (tmp_path / f"{folder}.csv").read_text()
+
+    state, history, rows = train("whole", [26])
+    cut, found, cut_rows = train("cut", [3, 6, 7, 13, 15, 26])
+    assert_trees_equal(cut, state)
+    for column in [*history, "step"]:
+        if not column.endswith("per_second"):
+            np.testing.assert_array_equal(found[column], history[column], err_msg=column)
+    assert cells(cut_rows) == cells(rows)
+
+
+def test_a_signal_on_the_way_changes_no_bit(tmp_path):
+    """Its end is an event for callbacks, and none that is counted."""
+
+    def interrupt(run):
+        if run.step in signals:
+            signals.remove(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def train(folder):
+        watch = callbacks.patience(lambda run: run.metrics.get("val/loss", 0.0) >= 1.1, 5)
+        given = {"callbacks": [watch, callbacks.plateau("loss", patience=1), callbacks.every(1, interrupt)]}
+        return fit(tmp_path / folder, make(), 26, log_every=3, evaluate=bad, evaluate_every=4, **given)
+
+    signals = []
+    state, history = train("whole")
+    signals = [5, 8]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train("cut")
+    cut, found = train("cut")
+    assert_trees_equal(cut, state)
+    assert found["step"].tolist() == history["step"].tolist()
+    np.testing.assert_array_equal(found["val/loss"], history["val/loss"])
 
 
 # ------------------------------------------------------------------------------------------------------------ signals

@@ -258,15 +258,15 @@ def fit(
         saver, fitting = options.saver, opening.begin(step, state, data, options)
         run = fitting.run
         stack.callback(_closed, fitting)
-        if goal.reached(run.step, fitting.feed.epoch):
+        if fitting.has_nothing_to_do():
             warn(opening.nothing_to_do(fitting))
             return run.state, run.history
-        closed = run.history.reopen()
+        has_closing_row = fitting.log.reopen(run.step)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
-            with Interrupt(*signals) as interrupt, opening.told(fitting, closed):
+            with Interrupt(*signals) as interrupt, opening.told(fitting, has_closing_row):
                 _train(fitting, interrupt)
                 if saver is not None:
                     # a second SIGTERM would end the process with the last save half written

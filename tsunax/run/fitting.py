@@ -28,7 +28,7 @@ from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError, StateError
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
-from tsunax.run.boundaries import Boundaries
+from tsunax.run.boundaries import INTERRUPTED, Boundaries
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.rejections import Rejections
@@ -78,6 +78,8 @@ class Fit:
         self.place_extra()
         self.held: info_columns.HeldNumbers = info_columns.HeldNumbers()
         self.is_resumed: bool = False  # at the step of a checkpoint
+        # whether that checkpoint, or what there is in its place, has the end of a run
+        self.has_ended: bool = True
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
@@ -101,12 +103,21 @@ class Fit:
             home = placement.state_sharding(self.run.state)
             self.given, self.extra = given, placement.replicate(given, home)
 
-    def begin(self) -> None:
-        """Compare the processes of the run, and hold its first boundary."""
+    def compare(self) -> None:
+        """Compare the processes of the run."""
         place, state = self.feed.source.state(), agreement.small(self.run.state)
         self.alike.start(options=self.options.deciding(), place=place, state=state)
+
+    def begin(self) -> None:
+        """Hold the first boundary of the run."""
         self.boundaries.look_for_names()
         self.boundary(["start"])
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether the run is beyond its goal, or is complete: its end was held, too."""
+        run, goal, epoch = self.run, self.options.goal, self.feed.epoch
+        is_over = bool(run.stopped) or goal.reached(run.step, epoch)
+        return is_over and (self.has_ended or goal.reached(run.step - 1, epoch - 1))
 
     def is_over(self, interrupt: Interrupt) -> bool:
         """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
@@ -210,16 +221,17 @@ class Fit:
         run, options = self.run, self.options
         self.signal = self.signal or self.alike.signal(interrupt.asked)
         if self.signal:
-            run.stop("interrupted")
+            run.stop(INTERRUPTED)
         if slowest := self.alike.slowest(self.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
         evaluated = self.boundaries.evaluated == run.step or options.evaluate is None
-        events = [] if evaluated or self.signal else ["evaluate"]
-        self.boundary([*events, *(["step"] if options.dry_run else []), "end"])
+        evaluates = not (evaluated or self.signal)
+        tried = [*["evaluate"] * evaluates, "step"] if options.dry_run else []
+        self.boundary([*tried, "end"], evaluates=evaluates)
 
-    def boundary(self, events: list[str]) -> None:
+    def boundary(self, events: list[str], *, evaluates: bool = False) -> None:
         before = self.clock.lap("idle")
-        self.boundaries.hold(events)
+        self.boundaries.hold(events, evaluates=evaluates)
         self.place_extra()
         self.idle += self.clock.lap("idle") - before
 

@@ -59,11 +59,19 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
+    if fitting.is_resumed and not is_in_hand and restored.script is not None:
+        fitting.has_ended = bool(before.get("has_ended", False))
+        match before.get("stop"):
+            case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
+                fitting.run.stop(reason)
+            case _:  # the run did not stop; or the script has another goal or other callbacks
+                pass
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
     _check_last_batch(fitting, innermost(data))
-    if restored.step is not None:
+    fitting.compare()
+    if restored.step is not None and not fitting.has_nothing_to_do():
         history.mark("restart", start)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
@@ -71,7 +79,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         fitting.boundaries.script = {**script, **began}
     elif saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
-        if not options.goal.reached(start, fitting.feed.epoch):
+        if not fitting.has_nothing_to_do():
             for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
@@ -101,8 +109,8 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
         raise indivisible(data.tail_rows, step.accumulate, which)
 
 
-def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
-    """What a logger is told at the start; `closed` is the result of `History.reopen`."""
+def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
+    """What a logger is told at the start; for `has_closing_row` see `RowLog.reopen`."""
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
@@ -110,7 +118,7 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
     if saver is not None and saver.run_id:
         # rows from there on are of a process that ended before it saved them; and the row that only
         # an end has. A row of step 0 is made again by a run that begins
-        found |= {"run_id": saver.run_id, "rows_from": start + (closed != start and start > 0)}
+        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not has_closing_row)}
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     for at, s in training_states(state).items():
@@ -122,20 +130,23 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def told(fitting: Fit, closed: int | None) -> Iterator[None]:
+def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
     """Loggers told of the run, and closed whatever happens."""
     with contextlib.ExitStack() as stack:
         for logger in fitting.options.loggers:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
-                logger.start(settings(fitting, closed))
+                logger.start(settings(fitting, has_closing_row))
         yield
 
 
 def nothing_to_do(fitting: Fit) -> str:
     """What is said of a goal that a run has reached before its first step."""
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
+    if saver is not None and run.stopped:
+        fix = "to train on, give another goal or other callbacks"
+        return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"
     if saver is not None and fitting.boundaries.saved is not None:
