@@ -119,6 +119,19 @@ def test_runs_in_one_log_keep_their_rows_when_others_resume(tmp_path):
     assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)], [1, 2, 3]]
 
 
+def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):
+    """The last row of a run waits for its end, whose evaluation may be killed."""
+    fails = lambda state: 1 / 0
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 6, evaluate=fails, logger=logs_in(tmp_path))
+    for path in (tmp_path / "log.csv", tmp_path / "log.jsonl"):  # as a killed process leaves it
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    _, history = fit(tmp_path / "run", make(), 6, evaluate=lambda state: {"val/loss": 0.5}, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] == history.last("loss") and last["val/loss"] == 0.5
+
+
 def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypatch):
     synced, sizes, fsync, save = {}, [], os.fsync, Checkpoints._save
 

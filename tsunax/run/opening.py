@@ -131,14 +131,18 @@ def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
-    """Loggers told of the run, and closed whatever happens."""
+    """Loggers told of the run; after an error they get its last rows, and are closed."""
     with contextlib.ExitStack() as stack:
         for logger in fitting.options.loggers:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
                 logger.start(settings(fitting, has_closing_row))
-        yield
+        try:
+            yield
+        except BaseException as error:
+            fitting.rescue(error)
+            raise
 
 
 def nothing_to_do(fitting: Fit) -> str:
