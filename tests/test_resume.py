@@ -154,6 +154,31 @@ def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypa
     assert {step for step, _, _ in sizes} == {3, 6, 8} and all(part == size for _, part, size in sizes)
 
 
+def adjusting(run):
+    """The weight decay changes at 5 and is what it was from 12 on; a part gets a rate of its own at 7."""
+    if run.step in (5, 12):
+        return ts.adjust(run.state, weight_decay=2e-3 if run.step == 5 else 1e-4)
+    return ts.adjust(run.state, "v", learning_rate=0.01) if run.step == 7 else None
+
+
+@pytest.mark.parametrize("stops", [[16], [8, 16], [5, 16], [14, 16]])
+def test_numbers_that_were_adjusted_have_columns_over_a_resume_and_no_others(tmp_path, stops):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - params["v"]) ** 2))
+    for stop in stops:
+        state = ts.setup(ts.rules.adamw(0.1, weight_decay=1e-4), {"w": jnp.zeros(4), "v": jnp.zeros(())})
+        given = {"callbacks": callbacks.every(1, adjusting), "logger": loggers.jsonl(tmp_path / "log")}
+        _, history = fit(tmp_path / "run", state, stop, step=step, **given)
+    of_rule = {"weight_decay", "weight_decay@v", "learning_rate@v", "b1", "b1@v", "eps@v", "eps_root@v", "b2@v"}
+    columns = {name: history.series(name)[0].tolist() for name in history.names if name in of_rule}
+    assert columns == {
+        "weight_decay": [*range(6, 17)], "weight_decay@v": [*range(8, 17)], "learning_rate@v": [*range(8, 17)],
+    }  # fmt: skip
+    assert history.last("weight_decay") == history.last("weight_decay@v") == 1e-4
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    rows = {line["step"]: line["weight_decay"] for line in lines if "weight_decay" in line}
+    assert rows == dict.fromkeys(range(6, 13), 2e-3) | dict.fromkeys(range(13, 17), 1e-4)
+
+
 # ------------------------------------------------------------------------------------------- the state in hand
 
 

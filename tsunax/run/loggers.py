@@ -286,9 +286,11 @@ class jsonl(_TextFile):
             self._append(f"{line}\n".encode())
 
     def _row(self, line: str) -> tuple[str, int] | None:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            row = json.loads(line) if line.startswith(self._BEGINNINGS[0]) else {}
-            return row.get(RUN_ID, ""), int(row.get("step"))
+        if line.startswith(self._BEGINNINGS[0]):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                row = json.loads(line)
+                return row.get(RUN_ID, ""), int(row["step"])
+        return None
 
 
 def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
