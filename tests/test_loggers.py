@@ -172,11 +172,11 @@ class Events:
     def rows(self):
         loader = need("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
         found = []
-        for file in sorted(self.path.iterdir(), key=lambda file: file.name.split(".")[-2:]):
-            run = file.name.rpartition(".")[2]
+        for file in sorted(self.path.iterdir(), key=lambda file: file.name.split(".")[-3]):
+            run = file.name.split(".")[-2]
             for event in loader(str(file)).Load():
                 row = {x.tag: x.simple_value for x in event.summary.value if x.HasField("simple_value")}
-                found += [("" if run.isdecimal() else run, event.step, row)] if row else []
+                found += [(run, event.step, row)] if row else []
         return found
 
     def tear(self, content):

@@ -55,9 +55,6 @@ class _Log:
         self._run_id: str = ""
         self._file: Any = None
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r})"
-
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """A block whose errors of the disk are raised as SaveError."""
@@ -72,6 +69,13 @@ class _Log:
     def _append(self, content: bytes) -> None:
         while content:  # a disk that is nearly full takes a part, and raises at the rest
             content = content[self._file.write(content) :]
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk; SaveError if they cannot be written."""
+        if self._file is not None:
+            with self._writing():
+                os.fsync(self._file.fileno())
+                durable_files.sync(Path(self._file.name).parent)
 
     def close(self) -> None:
         """Close the file, if it is open; the next row opens it again, or a new one."""
@@ -94,14 +98,8 @@ class _TextFile(_Log):
         """
         self.close()
         self._run_id = str(settings.get(RUN_ID, ""))
-        with self._locked(settings.get("rows_from")):
+        with self._ready(settings.get("rows_from")):
             self._note(settings)
-
-    def sync(self) -> None:
-        """Wait until all rows are on the disk; SaveError if they cannot be written."""
-        with self._locked():
-            os.fsync(self._file.fileno())
-            durable_files.sync(self.path.parent)
 
     def _note(self, settings: Mapping[str, Any]) -> None:
         """Write the settings, if the file has a place for them."""
@@ -110,26 +108,21 @@ class _TextFile(_Log):
         return {"step": step, **row} | ({RUN_ID: self._run_id} if self._run_id else {})
 
     @contextlib.contextmanager
-    def _locked(self, first: int | None = None) -> Iterator[None]:
+    def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
         with self._writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.path.parent, os.O_RDONLY)
             try:
-                self._lock(True)
+                with contextlib.suppress(ImportError, OSError):  # not every system has such locks
+                    import fcntl
+
+                    fcntl.flock(folder, fcntl.LOCK_EX)
                 if not self._is_whole():
                     self._open(first)
                 yield
-            except BaseException:
-                self.close()  # the next row looks anew at what the file is
-                raise
-            self._lock(False)
-
-    def _lock(self, is_held: bool) -> None:
-        """Take the lock of the open file, or give it back, on systems that have such locks."""
-        if self._file is not None:
-            with contextlib.suppress(ImportError, OSError):
-                import fcntl
-
-                fcntl.flock(self._file, fcntl.LOCK_EX if is_held else fcntl.LOCK_UN)
+            finally:
+                os.close(folder)
 
     def _is_whole(self) -> bool:
         """Whether the open file still has this path, and its last line has an end."""
@@ -140,43 +133,28 @@ class _TextFile(_Log):
         return os.path.samestat(about, os.stat(self.path)) and self._file.read(1) in b"\n"
 
     def _open(self, first: int | None = None, names: Sequence[str] = ()) -> None:
-        """Open and lock the file, repaired: without a cut line, without rows of this run from step
+        """Open the file after its repair: without a cut line, without rows of this run from step
         `first` on, with columns for `names`. A crash leaves the file before or after the repair.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            self.close()
-            self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
-            self._lock(True)
-            self._file.seek(0)
-            content = self._file.read()
-            end = content.rfind(b"\n") + 1
-            lines, cut = (
-                content[:end].decode().split("\n")[:-1],
-                content[end:].decode(errors="replace"),
-            )
-            if not self._is_ours(lines, cut.strip("\0")):  # a crash of the machine leaves zeros
-                got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
-                fix = "Another program wrote it: give another path."
-                raise SaveError(str(self.path), self._where, got, expected, fix)
-            repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
-            if repaired != content and os.path.samestat(
-                os.fstat(self._file.fileno()), os.stat(self.path)
-            ):
-                new = self.path.with_name(f"{self.path.name}.new")
-                new.unlink(missing_ok=True)  # of a process that was killed
-                durable_files.write(new, repaired)
+        self.close()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        *lines, _ = content[: content.rfind(b"\n") + 1].decode().split("\n")
+        # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
+        beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
+        is_ours = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
+        if not any(map(is_ours, self._BEGINNINGS)):
+            got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
+            fix = "Another program wrote it: give another path."
+            raise SaveError(str(self.path), self._where, got, expected, fix)
+        repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
+        if repaired != content:
+            new = self.path.with_name(f"{self.path.name}.new")
+            new.unlink(missing_ok=True)  # of a process that was killed
+            durable_files.write(new, repaired)
+            if self.path.exists():
                 shutil.copymode(self.path, new)
-                os.replace(new, self.path)
-                first = None  # the rows are gone; without an ID the newest run may be another now
-            elif self._is_whole():
-                return
-
-    def _is_ours(self, lines: list[str], cut: str) -> bool:
-        """Whether the file begins as ours do, as far as its first line was written."""
-        if lines:
-            return f"{lines[0]},".startswith(self._BEGINNINGS)
-        return any(text.startswith(cut[: len(text)]) for text in self._BEGINNINGS)
+            os.replace(new, self.path)
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
         """The whole lines of the file without rows of this run from step `first` on."""
@@ -237,7 +215,7 @@ class csv(_TextFile):
 
     def __call__(self, row: Row, step: int) -> None:
         cells = self._of_run(row, step)
-        with self._locked():
+        with self._ready():
             if not cells.keys() <= set(self._names):
                 self._open(names=list(cells))
             line = _csv_line(cells.get(name, "") for name in self._names)
@@ -277,7 +255,7 @@ class jsonl(_TextFile):
 
     def __call__(self, row: Row, step: int) -> None:
         line = json.dumps(_finite(self._of_run(row, step)))
-        with self._locked():
+        with self._ready():
             self._append(f"{line}\n".encode())
 
     def _note(self, settings: Mapping[str, Any]) -> None:
@@ -325,7 +303,7 @@ class tensorboard(_Log):
         self._run_id, first = str(settings.get(RUN_ID, "")), settings.get("rows_from")
         with self._writing():
             if self._run_id and first is not None:
-                for path in self.path.glob(f"events.out.tfevents.*{self._suffix}"):
+                for path in self.path.glob(f"*{self._suffix}"):
                     self._cut(path, first)
             self._open()
             if first is not None and not self._run_id:
@@ -343,19 +321,13 @@ class tensorboard(_Log):
             scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
             self._put(step=step, summary=self._summaries.Summary(value=scalars))
 
-    def sync(self) -> None:
-        """Wait until all scalars are on the disk; SaveError if they cannot be written."""
-        with self._writing():
-            if self._file is not None:
-                os.fsync(self._file.fileno())
-                durable_files.sync(self.path)
-
     @property
     def _suffix(self) -> str:
-        return re.sub(r"[^\w.-]", "_", f".{self._run_id}") if self._run_id else ""
+        """The end of the names of the run's event files."""
+        return f".{re.sub(r'[^A-Za-z0-9_-]', '_', self._run_id)}.tsunax"
 
     def _open(self) -> None:
-        """A new event file, so that a process that did not end cannot write into it."""
+        """A new event file: a process of this run that has not ended yet may have another."""
         self.path.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
         self._file = open(self.path / f"{name}{self._suffix}", "xb", buffering=0)  # noqa: SIM115
@@ -370,17 +342,14 @@ class tensorboard(_Log):
 
     def _cut(self, path: Path, first: int) -> None:
         """Cut an event file before its first scalar of step `first` or later, or a cut record."""
-        content, start = path.read_bytes(), 0
-        while start + 12 <= len(content):
-            (length,) = struct.unpack_from("<Q", content, start)
-            end = start + 16 + length
-            if end > len(content):
-                break
-            event = self._events.Event.FromString(content[start + 12 : end - 4])
-            is_scalar = any(value.HasField("simple_value") for value in event.summary.value)
-            if is_scalar and event.step >= first:
-                break
-            start = end
-        if start < len(content):
-            os.truncate(path, start)
-            durable_files.sync(path)
+        content, end = path.read_bytes(), 0
+        while (start := end) + 12 <= len(content):
+            end = start + 16 + int.from_bytes(content[start : start + 8], "little")
+            event = content[start + 12 : end - 4] if end <= len(content) else None
+            if event is None or self._is_from(first, self._events.Event.FromString(event)):
+                os.truncate(path, start)
+                return durable_files.sync(path)
+
+    @staticmethod
+    def _is_from(first: int, event: Any) -> bool:
+        return event.step >= first and any(x.HasField("simple_value") for x in event.summary.value)
