@@ -1303,7 +1303,7 @@ def test_in_one_process_the_last_one_made_writes(tmp_path):
     second.save(updated(make()))
     second.close()
     assert "closed ones" in error_of(lambda: second.save(make()))
-    assert json.loads((tmp_path / "tsunax.lock").read_bytes() or "{}") == {}
+    assert json.loads((tmp_path / "tsunax.lock").read_bytes()).keys() == {"run_id"}  # nobody has it
 
 
 def test_nothing_of_the_machine_or_the_user_is_written(tmp_path, monkeypatch):

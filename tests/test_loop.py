@@ -1,5 +1,6 @@
 """`fit`, `iterate`, `run_steps`: the numbers of a plain loop, whatever happens between its steps."""
 
+import contextlib
 import dataclasses
 import functools
 import signal
@@ -1407,6 +1408,23 @@ def test_a_number_for_each_class_has_columns():
     step = lambda params, batch: (params, {"parts": both(params, batch)})
     _, history = fit(step, init(), even(), steps=3, log_every=1)
     np.testing.assert_allclose(history["parts/1"], 2 * history["parts/0"])
+
+
+@pytest.mark.parametrize("classes", [101, 1000, 1001])
+def test_many_classes_have_columns_and_too_many_a_warning(classes):
+    def step(params, batch):
+        return params, {"loss": loss_fn(params, batch), "f1": jnp.arange(classes, dtype=jnp.float32)}
+
+    with contextlib.ExitStack() as stack:
+        if classes > 1000:
+            text = r"'f1' gets no column: it has 1,001 elements, more than 1,000. Reduce it in the metric"
+            caught = stack.enter_context(pytest.warns(UserWarning, match=text))
+        _, history = fit(step, init(), even(), steps=9, log_every=1, steps_per_call=2)
+    assert len(history["loss"]) == 9
+    if classes > 1000:
+        assert len(caught) == 1 and not any(name.startswith("f1") for name in history.names)
+    else:
+        assert [history.last(f"f1/{i}") for i in range(classes)] == [*range(classes)]
 
 
 def test_memory_follows_its_callback(tmp_path):

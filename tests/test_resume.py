@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,119 @@ def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
     assert steps_of("cut", [8, 10, 12, 23]) == whole
     told = [1, 5, 8, 10, 15, 16, 20, 24]
     assert steps_of("told", [8, 24], evaluate=lambda _: {"val/loss": 0.5}, evaluate_every=8) == told
+
+
+def logs_in(folder):
+    return [loggers.csv(folder / "log.csv"), loggers.jsonl(folder / "log.jsonl")]
+
+
+def rows_of_runs(folder):
+    """The steps of each run, in the order of the file: the same in both files."""
+    with open(folder / "log.csv", newline="") as file:
+        rows = [(row.get("run_id") or "", int(row["step"])) for row in csv.DictReader(file)]
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert rows == [(line.get("run_id", ""), line["step"]) for line in lines if "step" in line]
+    return [[step for run, step in rows if run == name] for name in dict.fromkeys(run for run, _ in rows)]
+
+
+def ends_at(step):
+    """A process that ends at this step, without a checkpoint of it."""
+
+    def end(run):
+        raise KeyError(f"step {run.step}")
+
+    return callbacks.every(step, end)
+
+
+def failed(folder, path, steps, at, **given):
+    with pytest.raises(KeyError, match=f"step {at}"):
+        fit(path, make(), steps, callbacks=ends_at(at), logger=logs_in(folder), **given)
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_leaves_no_rows(tmp_path):
+    """Whether the process begins anew or goes on with what it has in hand."""
+    failed(tmp_path, tmp_path / "a", 9, at=4)
+    fit(tmp_path / "a", make(), 6, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    data = ts.batches(X, 4, shuffle=True)
+    with pytest.raises(KeyError) as ended:
+        fit(tmp_path / "b", make(), 9, data=data, callbacks=ends_at(3), logger=logs_in(tmp_path))
+    fit(tmp_path / "b", ended.value.state, 5, data=data, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]
+
+
+def test_runs_in_one_log_keep_their_rows_when_others_resume(tmp_path):
+    a, b = (Checkpoints(tmp_path / name, every=3) for name in "ab")
+    with a, b:
+        ts.fit(STEP, make(), ts.batches(X, 4), steps=2, progress=False, log_every=1, logger=logs_in(tmp_path))
+        failed(tmp_path, a, 12, at=8)
+        fit(b, make(), 12, logger=logs_in(tmp_path))
+        fit(a, make(), 12, logger=logs_in(tmp_path))  # from 6: rows 7 and 8 are written anew
+        fit(b, make(), 14, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)]]
+    shutil.rmtree(tmp_path / "a")  # another run then, whose rows are no continuation
+    fit(tmp_path / "a", make(), 3, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)], [1, 2, 3]]
+
+
+def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):
+    """The last row of a run waits for its end, whose evaluation may be killed."""
+    fails = lambda state: 1 / 0
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 6, evaluate=fails, logger=logs_in(tmp_path))
+    for path in (tmp_path / "log.csv", tmp_path / "log.jsonl"):  # as a killed process leaves it
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    _, history = fit(tmp_path / "run", make(), 6, evaluate=lambda state: {"val/loss": 0.5}, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] == history.last("loss") and last["val/loss"] == 0.5
+
+
+def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypatch):
+    synced, sizes, fsync, save = {}, [], os.fsync, Checkpoints._save
+
+    def note(fd):
+        about = os.fstat(fd)
+        synced[about.st_ino] = about.st_size
+        fsync(fd)
+
+    def look(*args):
+        for name in ("log.csv", "log.jsonl"):
+            about = os.stat(tmp_path / name)
+            sizes.append((args[2], synced.get(about.st_ino), about.st_size))
+        assert os.stat(tmp_path).st_ino in synced  # the entries of the files
+        save(*args)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Checkpoints, "_save", look)
+    with Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 8, logger=logs_in(tmp_path))
+    assert {step for step, _, _ in sizes} == {3, 6, 8} and all(part == size for _, part, size in sizes)
+
+
+def adjusting(run):
+    """The weight decay changes at 5 and is what it was from 12 on; a part gets a rate of its own at 7."""
+    if run.step in (5, 12):
+        return ts.adjust(run.state, weight_decay=2e-3 if run.step == 5 else 1e-4)
+    return ts.adjust(run.state, "v", learning_rate=0.01) if run.step == 7 else None
+
+
+@pytest.mark.parametrize("stops", [[16], [8, 16], [5, 16], [14, 16]])
+def test_numbers_that_were_adjusted_have_columns_over_a_resume_and_no_others(tmp_path, stops):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - params["v"]) ** 2))
+    for stop in stops:
+        state = ts.setup(ts.rules.adamw(0.1, weight_decay=1e-4), {"w": jnp.zeros(4), "v": jnp.zeros(())})
+        given = {"callbacks": callbacks.every(1, adjusting), "logger": loggers.jsonl(tmp_path / "log")}
+        _, history = fit(tmp_path / "run", state, stop, step=step, **given)
+    of_rule = {"weight_decay", "weight_decay@v", "learning_rate@v", "b1", "b1@v", "eps@v", "eps_root@v", "b2@v"}
+    columns = {name: history.series(name)[0].tolist() for name in history.names if name in of_rule}
+    assert columns == {
+        "weight_decay": [*range(6, 17)], "weight_decay@v": [*range(8, 17)], "learning_rate@v": [*range(8, 17)],
+    }  # fmt: skip
+    assert history.last("weight_decay") == history.last("weight_decay@v") == 1e-4
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    rows = {line["step"]: line["weight_decay"] for line in lines if "weight_decay" in line}
+    assert rows == dict.fromkeys(range(6, 13), 2e-3) | dict.fromkeys(range(13, 17), 1e-4)
 
 
 # ------------------------------------------------------------------------------------------- the state in hand

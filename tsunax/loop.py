@@ -262,7 +262,8 @@ def fit(
         if fitting.has_nothing_to_do():
             warn(opening.nothing_to_do(fitting))
             return run.state, run.history
-        has_closing_row = fitting.log.reopen(run.step)
+        is_over = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
+        has_closing_row = fitting.log.reopen(run.step, is_over)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
@@ -275,7 +276,6 @@ def fit(
                         saver.wait()
             fitting.boundaries.bar.close(run.stopped)
         except BaseException as error:
-            fitting.rescue(error)
             fitting.boundaries.bar.close(type(error).__name__)
             with_state(error, run)
             hide_own_frames(error)

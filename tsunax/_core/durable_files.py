@@ -197,17 +197,17 @@ class Lock:
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
         self.pid: int = os.getpid()
         self.text: str = ""  # of the file: to open it again, and close it, would drop the lock
+        self.run_id: str = ""  # of the run whose directory it is, from its first process on
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return
         self._fd = os.open(folder / LOCK, _flags("RDWR", "CREAT", "NOFOLLOW", "CLOEXEC"), 0o666)
         try:
             self._take(folder, reader)
-            os.ftruncate(self._fd, 0)
-            about = {"pid": self.pid, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            self.text = json.dumps(about)
-            os.pwrite(self._fd, self.text.encode(), 0)
-            os.fsync(self._fd)  # for those who read it on other hosts
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            new = f"{now[:10]}-{secrets.token_hex(4)}"
+            self.run_id = str(self._about().get("run_id", new))[:40]
+            self._put({"pid": self.pid, "since": now, "run_id": self.run_id})
         except BaseException:
             self.close()
             raise
@@ -235,11 +235,23 @@ class Lock:
             raise FileExistsError(f"{folder} is {what}")
         os.utime(folder / LOCK)  # for those who delete what is old
 
+    def _about(self) -> dict[str, Any]:
+        """What the file says; nothing if it is empty or damaged."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return dict(json.loads(os.pread(self._fd, 400, 0)))  # type: ignore[arg-type]
+        return {}
+
+    def _put(self, about: dict[str, Any]) -> None:
+        assert self._fd is not None
+        self.text = json.dumps(about)
+        os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
+        os.fsync(self._fd)  # for those who read it on other hosts
+
     def _owner(self) -> str:
         try:
-            about = json.loads(os.pread(self._fd, 200, 0))  # type: ignore[arg-type]
+            about = self._about()
             return f"process {int(about['pid'])}, since {str(about['since'])[:20]}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return "another process"
 
     def close(self) -> None:
@@ -252,5 +264,5 @@ class Lock:
     def release(self) -> None:
         if self._fd is not None and os.getpid() == self.pid:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, 0)
+                self._put({"run_id": self.run_id})
         self.close()

@@ -382,7 +382,7 @@ class _Mark:
     """An object in a bucket that names the run whose directory it is: the one that came last."""
 
     def __init__(self, home: BucketHome, is_first: bool):
-        self.home, self.pid, self.text = home, os.getpid(), ""
+        self.home, self.pid, self.text, self.run_id = home, os.getpid(), "", str(home.path)
         self.file = home.path / durable_files.LOCK
         if is_first:
             if before := home.lock_text():

@@ -186,6 +186,11 @@ class Checkpoints:
         how = {"timeout": self.timeout + 10, "kinds": kinds, **how}
         return collectives.together(name, f, **how)
 
+    @property
+    def run_id(self) -> str:
+        """A name of the run, the same whenever it is resumed; "" for what may not write."""
+        return self._lock.run_id if self._lock is not None else ""
+
     # --------------------------------------------------------------------------------------- saving
 
     def due(self, step: int) -> bool:

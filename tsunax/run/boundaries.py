@@ -122,6 +122,7 @@ class Boundaries:
         if is_end or (is_new and (due or self.is_best())):
             with options.clock("checkpoint"):
                 self.saved = run.step, self.feed.place()
+                log.sync()
                 known = run.history.plain(), self.memory, log.numbers_at(run.step)
                 saver._save(run.state, *self.saved, *known, self.script | self.ending(is_end))
 

@@ -25,7 +25,7 @@ import numpy as np
 from tsunax._core import PyTree, Step
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import collectives
-from tsunax.errors import NonFiniteError, RowError, StateError
+from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
 from tsunax.run.boundaries import INTERRUPTED, Boundaries
@@ -76,7 +76,7 @@ class Fit:
         self.given: Any = None  # what `extra` was placed from
         self.extra: Any
         self.place_extra()
-        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers()
+        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(memory)
         self.is_resumed: bool = False  # at the step of a checkpoint
         # whether that checkpoint, or what there is in its place, has the end of a run
         self.has_ended: bool = True
@@ -280,6 +280,11 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named
+        large = {name: np.shape(x)[1] for name, x in columns.items() if np.ndim(x) > 1}
+        for name, size in large.items() if run.info is None else ():
+            why = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
+            warn(f"fit(): {name!r} gets no column: it has {why}. Reduce it in the metric.")
+        columns = {name: x for name, x in columns.items() if name not in large}
         columns |= {"epoch": epochs, "rejected": rejected}
         rates = self.rates(columns, infos)
         held = self.held.of(run.state)

@@ -315,13 +315,14 @@ class History:
 def check_names(row: Iterable[Any], where: str = "row") -> None:
     """Raise unless every name can be a column header and a TensorBoard tag.
 
-    WrongTypeError for what is no string; RowError for one that is empty, not printable, or "step".
+    WrongTypeError for what is no string; RowError for one that is empty, not printable, or a name
+    that rows have of themselves, "step" or "run_id".
     """
     for name in row:
         if not isinstance(name, str):
             raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
-        if name == "step" or not name or not name.isprintable():
-            expected = "a printable name like 'loss' or 'val/loss', not 'step'"
+        if name in ("step", "run_id") or not name or not name.isprintable():
+            expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
             raise RowError("name of a number", where, ascii(name), expected)
 
 

@@ -134,8 +134,11 @@ def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
-    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
-        found["rows_from"] = start + (not has_closing_row)
+    saver = fitting.options.saver
+    if saver is not None and saver.run_id:
+        # rows from there on are of a process that ended before it saved them; and the row that only
+        # an end has. A row of step 0 is made again by a run that begins
+        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not has_closing_row)}
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     for at, s in training_states(state).items():
@@ -148,14 +151,18 @@ def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
-    """Loggers told of the run, and closed whatever happens."""
+    """Loggers told of the run; after an error they get its last rows, and are closed."""
     with contextlib.ExitStack() as stack:
         for logger in fitting.options.loggers:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
                 logger.start(settings(fitting, has_closing_row))
-        yield
+        try:
+            yield
+        except BaseException as error:
+            fitting.rescue(error)
+            raise
 
 
 def nothing_to_do(fitting: Fit) -> str:

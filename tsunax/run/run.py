@@ -140,18 +140,19 @@ class RowLog:
         history = self.run.history
         (history.close if self.is_closed else history.add)(row, step)
 
-    def reopen(self, step: int) -> bool:
+    def reopen(self, step: int, is_over: bool) -> bool:
         """Take out of the history what only the end of the run has, because the run continues.
 
-        Returns whether the row of this `step` is another one now: then loggers get it once more.
+        Returns whether the row of this `step` is another one now, or was saved before loggers had
+        it, because only the end of the run is missing: then they get it once more.
         """
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
-        if closing_step != step:
+        if closing_step != step and not is_over:
             return False
-        # the row of the end again, if the run ends before its next step
-        self.last = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
+        if numbers:  # the row of the end again, if the run ends before its next step
+            self.last = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
         newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
         self.step, run.row = step, {name: x for name, (i, x) in newest.items() if i == step}
         return True
@@ -185,6 +186,12 @@ class RowLog:
         for logger in self.loggers if row else ():
             with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)
+
+    def sync(self) -> None:
+        """Put the rows on the disk: a run that resumes here does not log them again."""
+        for logger in self.loggers:
+            if callable(sync := getattr(logger, "sync", None)):
+                sync()
 
 
 def with_state(error: Any, run: Run) -> Any:
