@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 PARTS = {  # the most valuable first
     "checks": Part(40, 100, "checks:run"),
-    "gpt": Part(60, 150, "training:gpt"),
+    "gpt": Part(60, 180, "training:gpt"),
     "gpt_torch": Part(25, 75, "torch_models:gpt"),
     "launch": Part(20, 60, "training:launch"),
     "launch_torch": Part(15, 45, "torch_models:launch"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tsunax as ts
+from tsunax.run import fused_loop
 
 from benchmarks import _common, population, verdict
 from benchmarks._common import batch_of, mlp, mlp_loss
@@ -76,30 +77,38 @@ def fitted(results: Results, step, make, host_batch, tokens, flops, tiny) -> Non
     """`fit` beside a Python loop of the same step: runs of two lengths, so that the fixed cost of a call shows."""
     batch, rows = jax.device_put(host_batch), len(host_batch)
     data = ts.batches(np.concatenate([host_batch] * 8), rows)
-    resident = ts.batches(np.concatenate([host_batch] * 8), rows, device=True)
-    held = {"state": make(), "steps": 0}
-
-    def run_fit(data, k, **options):
-        held["steps"] += k
-        held["state"], _ = ts.fit(step, held["state"], data, steps=held["steps"], progress=False, **options)
-        jax.block_until_ready(held["state"].params)
-
-    start = time.perf_counter()
-    run_fit(data, 4)
-    results.note("fit: first 4 steps, s", time.perf_counter() - start)
     k = 4 if tiny else 24
+
+    def runner(**options):
+        held = {"state": make(), "steps": 0}
+
+        def run_fit(n):
+            held["steps"] += n
+            held["state"], _ = ts.fit(step, held["state"], data, steps=held["steps"], progress=False, **options)
+            jax.block_until_ready(held["state"].params)
+
+        return run_fit
+
+    start, run_fit = time.perf_counter(), runner()
+    run_fit(k)
+    results.note(f"fit: first {k} steps, s", time.perf_counter() - start)
     contenders = {
         "the step in a Python loop": repeated(step, make(), batch),
-        "fit, batches from the host": lambda n: run_fit(data, n),
-        "fit, batches on the device": lambda n: run_fit(resident, n),
-        "fit, steps_per_call=1": lambda n: run_fit(data, n, steps_per_call=1),
-        "fit, steps_per_call=8": lambda n: run_fit(data, n, steps_per_call=8),
+        "fit": run_fit,
+        "fit, steps_per_call=1": runner(steps_per_call=1),
     }
-    table = take_turns(contenders, rounds=3, steps=k, floor="the step in a Python loop")
-    results.note(f"fit of {k} steps", with_rates(table, tokens, flops))
-    few = {name: contenders[name] for name in ("the step in a Python loop", "fit, batches from the host")}
-    table = take_turns(few, rounds=2, steps=4 * k, floor="the step in a Python loop")
-    results.note(f"fit of {4 * k} steps", with_rates(table, tokens, flops))
+    for n in (k, 4 * k):
+        table = take_turns(contenders, rounds=3, steps=n, floor="the step in a Python loop")
+        results.note(f"fit of {n} steps", with_rates(table, tokens, flops))
+    del contenders
+    options = dict(fused_loop.ONE_GRAPH)
+    fused_loop.ONE_GRAPH.clear()
+    fused_loop.fused.cache_clear()
+    contenders = {"the step in a Python loop": repeated(step, make(), batch), "fit, no graph of the loop": runner()}
+    table = take_turns(contenders, rounds=3, steps=2 * k, floor="the step in a Python loop")
+    results.note("fit with the compiler's default options", with_rates(table, tokens, flops))
+    fused_loop.ONE_GRAPH.update(options)
+    fused_loop.fused.cache_clear()
 
 
 def gpt_small(results: Results, tiny: bool) -> None:
@@ -133,8 +142,6 @@ def launch(results: Results, tiny: bool) -> None:
 
 def loops(make, make_by_hand, guarded, step, batch, k, rounds):
     """Compiled loops of k steps: microseconds a step, and the ratio to a scan by hand."""
-    from tsunax.run.fused_loop import ONE_GRAPH
-
     stacked = jax.device_put(jax.tree.map(lambda x: np.stack([np.asarray(x)] * k), batch))
     scan = jax.jit(lambda s, b: jax.lax.scan(guarded.__wrapped__, s, b), donate_argnums=0)
 
@@ -144,7 +151,7 @@ def loops(make, make_by_hand, guarded, step, batch, k, rounds):
         return jax.lax.while_loop(lambda carry: carry[0] < n, body, (jnp.int32(0), state))[1], 0
 
     plain_loop = jax.jit(loop, donate_argnums=0)
-    one_graph = jax.jit(loop, donate_argnums=0, compiler_options=ONE_GRAPH)
+    one_graph = jax.jit(loop, donate_argnums=0, compiler_options=fused_loop.ONE_GRAPH)
     held = {"run_steps": make(), "fit": make(), "steps": 0}
     resident = ts.batches(jax.tree.map(lambda x: np.concatenate([np.asarray(x)] * k), batch), 32, device=True)
 
