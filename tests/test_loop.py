@@ -294,7 +294,7 @@ def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
         compiled.append(options.get("compiler_options"))
         return jit(*args, **options)
 
-    fused_loop.fused.cache_clear()
+    fused_loop._shared.cache_clear()
     monkeypatch.setattr(fused_loop, "_is_on_gpu", lambda state: True)
     monkeypatch.setattr(jax, "jit", spied_jit)
     state = run()

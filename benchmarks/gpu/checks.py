@@ -137,11 +137,11 @@ def a_loop_as_one_graph_has_the_bits_of_one_with_default_options():
     expected = fingerprint(fit(make_state(), data, epochs=1))
     try:
         fused_loop.ONE_GRAPH.clear()
-        fused_loop.fused.cache_clear()
+        fused_loop._shared.cache_clear()
         assert fingerprint(fit(make_state(), data, epochs=1)) == expected
     finally:
         fused_loop.ONE_GRAPH.update(options)
-        fused_loop.fused.cache_clear()
+        fused_loop._shared.cache_clear()
 
 
 @check

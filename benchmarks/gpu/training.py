@@ -103,12 +103,12 @@ def fitted(results: Results, step, make, host_batch, tokens, flops, tiny) -> Non
     del contenders
     options = dict(fused_loop.ONE_GRAPH)
     fused_loop.ONE_GRAPH.clear()
-    fused_loop.fused.cache_clear()
+    fused_loop._shared.cache_clear()
     contenders = {"the step in a Python loop": repeated(step, make(), batch), "fit, no graph of the loop": runner()}
     table = take_turns(contenders, rounds=3, steps=2 * k, floor="the step in a Python loop")
     results.note("fit with the compiler's default options", with_rates(table, tokens, flops))
     fused_loop.ONE_GRAPH.update(options)
-    fused_loop.fused.cache_clear()
+    fused_loop._shared.cache_clear()
 
 
 def gpt_small(results: Results, tiny: bool) -> None:
