@@ -341,6 +341,16 @@ def test_is_a_key_with_a_slash_one_component():
         assert trees.take(tree, patterns.select(pattern, tree)) == expected, pattern
 
 
+def test_does_the_last_match_of_a_list_decide():
+    tree = {"a": {"b": 1.0, "c": 2.0}, "d": 3.0}
+    for where, expected in {
+        ("!a/b", "**"): [1.0, 2.0, 3.0],
+        ("**", "!a/b"): [2.0, 3.0],
+        ("**", "!a/*", "a/c"): [2.0, 3.0],
+    }.items():
+        assert trees.take(tree, patterns.select(list(where), tree)) == expected, where
+
+
 def test_are_components_matched_with_case_and_in_full():
     assert patterns.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
     assert patterns.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
