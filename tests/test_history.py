@@ -176,7 +176,7 @@ def test_the_row_of_an_end_is_taken_back():
     assert len(history) == 1
     history.close({"loss": 1.0}, 13)
     history.add({"val/loss": 5.0}, 13)
-    history.reopen()
+    assert history.reopen() == (13, {"loss": 1.0})
     assert history["step"].tolist() == [10, 13] and history.last("loss") == 2.0 and history.last("val/loss") == 5.0
 
 

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import random
 import re
 import struct
 import sys
@@ -135,6 +136,266 @@ def test_a_name_that_comes_late_never_leaves_half_a_file(tmp_path, monkeypatch):
     logger.close()
 
 
+# ---------------------------------------------------------------------------------- files: several runs, kills, resumes
+
+
+class Lines:
+    """The rows in a file of `csv` or `jsonl`: read by Python's own modules, in the order of the file."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.path = kind, folder / f"run.{kind}"
+        self.make = lambda: getattr(loggers, kind)(self.path)
+
+    def rows(self):
+        if self.kind == "jsonl":
+            lines = map(json.loads, self.path.read_text().splitlines())
+            return [(line.pop("run_id", ""), line.pop("step"), line) for line in lines if "settings" not in line]
+        with open(self.path, newline="") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+        assert all(len(row) == len(header) for row in rows)
+        lines = [{name: cell for name, cell in zip(header, row, strict=True) if cell} for row in rows]
+        numbers = lambda line: {name: float(cell) for name, cell in line.items()}
+        return [(line.pop("run_id", ""), int(line.pop("step")), numbers(line)) for line in lines]
+
+    def tear(self, content):
+        with open(self.path, "ab") as file:
+            file.write(content)
+
+
+class Events:
+    """The scalars in a directory of `tensorboard`: read by TensorBoard's own loader, file by file."""
+
+    def __init__(self, folder):
+        self.path = folder / "events"
+        self.make = lambda: loggers.tensorboard(self.path)
+
+    def rows(self):
+        loader = need("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
+        found = []
+        for file in sorted(self.path.iterdir(), key=lambda file: file.name.split(".")[-3]):
+            run = file.name.split(".")[-2]
+            for event in loader(str(file)).Load():
+                row = {x.tag: x.simple_value for x in event.summary.value if x.HasField("simple_value")}
+                found += [(run, event.step, row)] if row else []
+        return found
+
+    def tear(self, content):
+        newest = max(self.path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        with open(newest, "ab") as file:
+            file.write(content)
+
+
+class Model:
+    """What a log has to hold: for each run the rows up to its newest checkpoint, and those since; in memory."""
+
+    def __init__(self, log, rng):
+        self.log, self.rng = log, rng
+        self.rows: dict[str, list] = {}
+        self.saved: dict[str, int] = {}  # the step of the newest checkpoint
+        self.open: dict[str, object] = {}
+
+    def start(self, run):
+        """A run begins, or goes on from its checkpoint; an anonymous one always begins."""
+        step = self.saved.get(run, 0) if run else 0
+        logger = self.open[run] = self.log.make()
+        logger.start({"run_id": run, "rows_from": step + (step > 0)} if run else {})
+        kept = [row for row in self.rows.get(run, []) if not run or row[0] <= step]
+        self.rows[run] = kept
+        self.step = {**getattr(self, "step", {}), run: step}
+
+    def write(self, run):
+        self.step[run] += self.rng.choice([1, 1, 1, 5])
+        names = self.rng.sample(["loss", "val/loss", "a, b", 'c"'], self.rng.randint(1, 3))
+        if isinstance(self.log, Events):
+            names = [name.replace(",", "_").replace('"', "_").replace(" ", "_") for name in names]
+        row = {name: self.rng.randint(-8, 8) / 4 for name in names}
+        self.open[run](row, step=self.step[run])
+        self.rows[run].append((self.step[run], row))
+
+    def save(self, run):
+        self.open[run].sync()
+        if run:
+            self.saved[run] = self.step[run]
+
+    def end(self, run):
+        self.open.pop(run).close()
+
+    def kill(self, run):
+        """The process is gone, in the middle of a row or not."""
+        torn = [
+            b"",
+            b"",
+            b"\0\0\0",
+            *([] if self.log.rows() == [] else [b"7", b'{"step": 7, "lo', b'7,0.5,"', b"7,\xe6\x8d"]),
+        ]
+        self.log.tear(self.rng.choice(torn))
+        self.open.pop(run)._file.close()  # as the system does it
+
+    def check(self):
+        found: dict[str, list] = {run: [] for run in self.rows}
+        for run, step, row in self.log.rows():
+            found[run].append((step, row))
+        assert found == self.rows
+
+
+@pytest.mark.filterwarnings("default")  # tensorboard's own
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+def test_each_row_of_each_run_is_there_once_over_kills_resumes_and_other_runs(tmp_path, monkeypatch, kind):
+    """Three runs write into one log, also at the same time; two have checkpoints."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    for seed in range(40 if kind != "tensorboard" else 8):
+        folder, rng = tmp_path / str(seed), random.Random(seed)
+        model = Model(Events(folder) if kind == "tensorboard" else Lines(kind, folder), rng)
+        for _ in range(40):
+            run = rng.choice(["a", "b", ""] if kind != "tensorboard" else ["a", "b"])
+            if run not in model.open:
+                model.start(run)
+            else:
+                act = rng.choice([model.write] * 6 + [model.save] * 2 + [model.kill, model.end])
+                act(run)
+                if act == model.kill:  # what it left half written is there until the next row or start
+                    for other in list(model.open) or [run]:
+                        (model.write if other in model.open else model.start)(other)
+            model.check()
+        for run in list(model.open):
+            model.end(run)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_cut_line_is_not_joined_with_the_next_row(tmp_path, kind):
+    path = tmp_path / f"run.{kind}"
+    whole, cut = {"csv": ("step,loss\n1,0.5\n", "2,0.2"), "jsonl": ('{"step": 1, "loss": 0.5}\n', '{"step": 2, "los')}[
+        kind
+    ]
+    path.write_text(whole + cut)
+    log = getattr(loggers, kind)(path)
+    log.start({})
+    log({"loss": 0.25}, step=3)
+    assert path.read_text() == whole + {"csv": "3,0.25\n", "jsonl": '{"step": 3, "loss": 0.25}\n'}[kind]
+    with open(path, "a") as file:  # another run is killed while this one goes on
+        file.write(cut)
+    log({"loss": 0.125}, step=4)
+    log.close()
+    assert [int(re.findall(r"\d+", line)[0]) for line in path.read_text().splitlines()[kind == "csv" :]] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_rows_without_a_run_id_are_those_of_the_newest_run(tmp_path, kind):
+    log = Lines(kind, tmp_path)
+    for steps, more in (([2, 4, 6, 8, 10, 12], {}), ([2, 4, 6, 8], {}), ([6, 8], {"rows_from": 6})):
+        write(log.make(), steps, {step: {"loss": 0.5} for step in steps}, **more)
+    assert [step for _, step, _ in log.rows()] == [2, 4, 6, 8, 10, 12, 2, 4, 6, 8]
+    write(log.make(), [1], {1: {"loss": 0.5}}, rows_from=0)  # all of the newest one, and no row more
+    assert [step for _, step, _ in log.rows()] == [2, 4, 6, 8, 10, 12, 1]
+
+
+FOREIGN = {
+    "Lightning's csv": b"epoch,step,train_loss\n0,9,0.5\n",
+    "semicolons": b"step;loss\n1;0.5\n",
+    "another word": b"stepwise,loss\n1,0.5\n",
+    "without an end": b"stepwise",
+    "quotes": b'"step","loss"\n1,0.5\n',
+    "a JSON document": b'{"learning_rate": 0.1}',
+    "an object a line": b'{"loss": 0.5, "epoch": 1}\n{"loss": 0.25',
+    "an array": b"[1, 2]\n",
+    "text": b"# notes\n",
+    "Latin-1": "step,größe\n1,2\n".encode("latin-1"),
+    "UTF-16": "step,loss\n1,2\n".encode("utf-16"),
+    "binary": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_file_of_another_tool_is_refused_and_left_as_it_is(tmp_path, kind, content):
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    for settings in ({}, {"rows_from": 1}, {"run_id": "a", "rows_from": 0}):
+        log = getattr(loggers, kind)(path)
+        with pytest.raises(SaveError, match=rf"{kind}\(\): got "):
+            log.start(settings)
+        with pytest.raises(SaveError, match=rf"{kind}\(\): got "):
+            log({"loss": 0.5}, step=1)
+        log.close()
+    assert path.read_bytes() == content and os.listdir(tmp_path) == ["log"]
+
+
+def test_what_another_program_did_to_a_file_of_ours_stays(tmp_path):
+    """Ends of lines, comments and rows of other forms, whatever is deleted and added."""
+    path = tmp_path / "run.csv"
+    path.write_bytes(b"step,loss,run_id\r\n1,0.50,b\r\n# a note\r\n2.5,1e-1,a\n\n9,0.25,a\n7,0.1,b\n")
+    log = loggers.csv(path)
+    log.start({"run_id": "a", "rows_from": 3})
+    assert path.read_bytes() == b"step,loss,run_id\r\n1,0.50,b\r\n# a note\r\n2.5,1e-1,a\n\n7,0.1,b\n"
+    log({"accuracy": 0.5}, step=3)
+    log.close()
+    assert path.read_text().splitlines() == [
+        "step,loss,run_id,accuracy", "1,0.50,b,", "# a note,", "2.5,1e-1,a,", "", "7,0.1,b,", "3,,a,0.5",
+    ]  # fmt: skip
+
+
+def test_a_log_that_was_deleted_or_replaced_goes_on_at_its_path(tmp_path):
+    log = Lines("csv", tmp_path)
+    logger = log.make()
+    logger({"loss": 0.5}, step=1)
+    log.path.unlink()
+    logger({"loss": 0.25}, step=2)
+    assert log.rows() == [("", 2, {"loss": 0.25})]
+    os.replace(log.path, tmp_path / "moved")
+    logger.sync()
+    logger({"loss": 0.125}, step=3)
+    logger.close()
+    assert log.rows() == [("", 3, {"loss": 0.125})]
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path):
+    log = Lines("jsonl", tmp_path)
+    logger = log.make()
+    logger({"loss": 0.5}, step=1)
+    file = logger._file
+
+    class Full:
+        def __init__(self):
+            self.left = 10
+
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, content):
+            if not self.left:
+                raise OSError(28, "No space left on device")
+            self.left = 0
+            return file.write(content[:10])
+
+    logger._file = Full()
+    with pytest.raises(SaveError, match="No space left"):
+        logger({"loss": 0.25}, step=2)
+    logger({"loss": 0.125}, step=3)
+    logger.close()
+    assert [step for _, step, _ in log.rows()] == [1, 3]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+def test_a_path_does_not_change_with_the_working_directory(tmp_path, monkeypatch, kind):
+    if kind == "tensorboard":
+        need("tensorboardX")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    log = getattr(loggers, kind)("log")
+    monkeypatch.chdir(tmp_path / "second")
+    log({"loss": 0.5}, step=1)
+    log.close()
+    assert os.listdir(tmp_path / "first") == ["log"] and os.listdir(tmp_path / "second") == []
+
+
+def test_settings_that_are_not_finite_are_valid_json(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(loggers.jsonl(path), [], rate=NAN, max_norm=INF, members=np.array([0.1, 0.2]))
+    (line,) = jsonl_rows(path)[1]
+    assert line["settings"] == {**SETTINGS, "rate": None, "max_norm": None, "members": "[0.1 0.2]"}
+
+
 # -------------------------------------------------------------------------------------------------------------- console
 
 
@@ -170,7 +431,6 @@ def test_tensorboard_reads_what_was_written_over_a_resume(tmp_path):
     killed.start(SETTINGS)
     for step in (10, 20, 30):
         killed(rows[step] if step < 20 else {"loss": 99.0}, step=step)
-    killed._writer.flush()
     write(loggers.tensorboard(tmp_path / "run"), [20, 30, 40], rows, rows_from=20)
     killed.close()
     found, texts = scalars(tmp_path / "run")
@@ -251,11 +511,14 @@ def test_wrong_arguments(make, error, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
 def test_a_path_that_cannot_be_written_is_known_before_the_first_row(tmp_path, kind):
+    if kind == "tensorboard":
+        need("tensorboardX")
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "log"):
-        named = re.escape(str(path.parent if path != tmp_path else path))
+    wrong = tmp_path / "file" if kind == "tensorboard" else tmp_path  # a file in place of a directory, or the reverse
+    for path in (wrong, tmp_path / "file" / "log"):
+        named = re.escape(str(path.parent if path != wrong and kind != "tensorboard" else path))
         with pytest.raises(
             SaveError, match=rf"path at {kind}\(\): got .*{named}', expected a path that can be written"
         ):

@@ -1,14 +1,22 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import csv
+import dataclasses
+import functools
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
+import flax.linen
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +25,12 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
+from tsunax._core.stable_text import references_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
 from tsunax.distributed import collectives as distributed
-from tsunax.errors import DataError, RowError, StateError
+from tsunax.errors import CheckpointError, DataError, RowError, StateError
 from tsunax.precision import LossScale
 from tsunax.run import callbacks, loggers
 
@@ -63,13 +72,128 @@ def test_a_log_has_the_rows_of_an_uninterrupted_run(tmp_path, in_hand):
     assert steps_of("told", [8, 24], evaluate=lambda _: {"val/loss": 0.5}, evaluate_every=8) == told
 
 
+def logs_in(folder):
+    return [loggers.csv(folder / "log.csv"), loggers.jsonl(folder / "log.jsonl")]
+
+
+def rows_of_runs(folder):
+    """The steps of each run, in the order of the file: the same in both files."""
+    with open(folder / "log.csv", newline="") as file:
+        rows = [(row.get("run_id") or "", int(row["step"])) for row in csv.DictReader(file)]
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert rows == [(line.get("run_id", ""), line["step"]) for line in lines if "step" in line]
+    return [[step for run, step in rows if run == name] for name in dict.fromkeys(run for run, _ in rows)]
+
+
+def ends_at(step):
+    """A process that ends at this step, without a checkpoint of it."""
+
+    def end(run):
+        raise KeyError(f"step {run.step}")
+
+    return callbacks.every(step, end)
+
+
+def failed(folder, path, steps, at, **given):
+    with pytest.raises(KeyError, match=f"step {at}"):
+        fit(path, make(), steps, callbacks=ends_at(at), logger=logs_in(folder), **given)
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_leaves_no_rows(tmp_path):
+    """Whether the process begins anew or goes on with what it has in hand."""
+    failed(tmp_path, tmp_path / "a", 9, at=4)
+    fit(tmp_path / "a", make(), 6, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    data = ts.batches(X, 4, shuffle=True)
+    with pytest.raises(KeyError) as ended:
+        fit(tmp_path / "b", make(), 9, data=data, callbacks=ends_at(3), logger=logs_in(tmp_path))
+    fit(tmp_path / "b", ended.value.state, 5, data=data, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]
+
+
+def test_runs_in_one_log_keep_their_rows_when_others_resume(tmp_path):
+    a, b = (Checkpoints(tmp_path / name, every=3) for name in "ab")
+    with a, b:
+        ts.fit(STEP, make(), ts.batches(X, 4), steps=2, progress=False, log_every=1, logger=logs_in(tmp_path))
+        failed(tmp_path, a, 12, at=8)
+        fit(b, make(), 12, logger=logs_in(tmp_path))
+        fit(a, make(), 12, logger=logs_in(tmp_path))  # from 6: rows 7 and 8 are written anew
+        fit(b, make(), 14, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)]]
+    shutil.rmtree(tmp_path / "a")  # another run then, whose rows are no continuation
+    fit(tmp_path / "a", make(), 3, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)], [1, 2, 3]]
+
+
+def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):
+    """The last row of a run waits for its end, whose evaluation may be killed."""
+    fails = lambda state: 1 / 0
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 6, evaluate=fails, logger=logs_in(tmp_path))
+    for path in (tmp_path / "log.csv", tmp_path / "log.jsonl"):  # as a killed process leaves it
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    _, history = fit(tmp_path / "run", make(), 6, evaluate=lambda state: {"val/loss": 0.5}, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [[1, 2, 3, 4, 5, 6]]
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] == history.last("loss") and last["val/loss"] == 0.5
+
+
+def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypatch):
+    synced, sizes, fsync, save = {}, [], os.fsync, Checkpoints._save
+
+    def note(fd):
+        about = os.fstat(fd)
+        synced[about.st_ino] = about.st_size
+        fsync(fd)
+
+    def look(*args):
+        for name in ("log.csv", "log.jsonl"):
+            about = os.stat(tmp_path / name)
+            sizes.append((args[2], synced.get(about.st_ino), about.st_size))
+        assert os.stat(tmp_path).st_ino in synced  # the entries of the files
+        save(*args)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Checkpoints, "_save", look)
+    with Checkpoints(tmp_path / "run", every=3) as checkpoints:
+        fit(checkpoints, make(), 8, logger=logs_in(tmp_path))
+    assert {step for step, _, _ in sizes} == {3, 6, 8} and all(part == size for _, part, size in sizes)
+
+
+def adjusting(run):
+    """The weight decay changes at 5 and is what it was from 12 on; a part gets a rate of its own at 7."""
+    if run.step in (5, 12):
+        return ts.adjust(run.state, weight_decay=2e-3 if run.step == 5 else 1e-4)
+    return ts.adjust(run.state, "v", learning_rate=0.01) if run.step == 7 else None
+
+
+@pytest.mark.parametrize("stops", [[16], [8, 16], [5, 16], [14, 16]])
+def test_numbers_that_were_adjusted_have_columns_over_a_resume_and_no_others(tmp_path, stops):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - params["v"]) ** 2))
+    for stop in stops:
+        state = ts.setup(ts.rules.adamw(0.1, weight_decay=1e-4), {"w": jnp.zeros(4), "v": jnp.zeros(())})
+        given = {"callbacks": callbacks.every(1, adjusting), "logger": loggers.jsonl(tmp_path / "log")}
+        _, history = fit(tmp_path / "run", state, stop, step=step, **given)
+    of_rule = {"weight_decay", "weight_decay@v", "learning_rate@v", "b1", "b1@v", "eps@v", "eps_root@v", "b2@v"}
+    columns = {name: history.series(name)[0].tolist() for name in history.names if name in of_rule}
+    assert columns == {
+        "weight_decay": [*range(6, 17)], "weight_decay@v": [*range(8, 17)], "learning_rate@v": [*range(8, 17)],
+    }  # fmt: skip
+    assert history.last("weight_decay") == history.last("weight_decay@v") == 1e-4
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    rows = {line["step"]: line["weight_decay"] for line in lines if "weight_decay" in line}
+    assert rows == dict.fromkeys(range(6, 13), 2e-3) | dict.fromkeys(range(13, 17), 1e-4)
+
+
 # ------------------------------------------------------------------------------------------- the state in hand
 
 
 def test_what_was_adjusted_in_hand_wins_over_the_checkpoint(tmp_path):
     data = ts.batches(X, 4, shuffle=True)
     state, _ = fit(tmp_path, make(), 3, data=data)
-    state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
+    text = r"the state given is at step 3, as the newest checkpoint .* differs from it: hyperparameters\. The state"
+    with pytest.warns(UserWarning, match=text):
+        state, history = fit(tmp_path, ts.adjust(state, learning_rate=0.001), 6, data=data)
     assert ts.hyperparams(state)["learning_rate"] == 0.001
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
     expected, _ = ts.fit(STEP, make(), anew := ts.batches(X, 4, shuffle=True), steps=3, progress=False)
@@ -105,16 +229,35 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
     monkeypatch.setattr(_home.CheckpointHome, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
-        checkpoints.resumed(new, "auto")
-    assert seen and all(seen)
+        with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
+            checkpoints.resumed(new, "auto")
+    assert len(seen) >= 2 and all(seen)
 
 
-def test_replaced_params_and_a_cut_in_hand_win(tmp_path):
-    state, _ = fit(tmp_path, make(), 3)
-    state, _ = fit(tmp_path, state.replace(params={"w": jnp.full(4, 2.0)}), 4)
-    assert float(state.params["w"].min()) > 1
-    state, _ = fit(tmp_path, ts.adjust(state, "w", learning_rate=0.0), 5)
-    assert ts.hyperparams(state)["learning_rate"] == 0.0
+HANDED = {  # (a change between two calls of fit, the leaves that the warning names)
+    "params": (lambda s: s.replace(params={"w": jnp.full(4, 2.0)}), r"state\.params\['w'\]"),
+    "a number": (lambda s: ts.adjust(s, learning_rate=0.5), "hyperparameters"),
+    "a number of a part": (lambda s: ts.adjust(s, "w", learning_rate=0.0), "hyperparameters"),
+    "frozen": (lambda s: ts.freeze(s, "w"), r"state\.frozen"),
+    "key": (lambda s: s.replace(key=jax.random.key(7)), r"state\.key"),
+}
+
+
+@pytest.mark.parametrize("name", HANDED)
+@pytest.mark.parametrize("store", ["files", pytest.param("orbax", marks=pytest.mark.medium)])
+def test_a_state_that_was_changed_between_two_fits_goes_on_with_a_warning(tmp_path, name, store):
+    change, leaves = HANDED[name]
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        state, _ = fit(checkpoints, make(key=0), 2)
+        state, _ = fit(checkpoints, state, 3)  # nothing was changed, and nothing is said
+        state = change(state)
+        numbers, is_frozen = ts.hyperparams(state), name == "frozen"
+        before = np.array(state.params["w"])
+        with pytest.warns(UserWarning, match=f"differs from it: {leaves}. The state given goes on") as told:
+            state, _ = fit(checkpoints, state, 4)
+        assert len(told) == 1 and ts.hyperparams(state) == numbers
+        assert np.array_equal(state.params["w"], before) == (is_frozen or numbers["learning_rate"] == 0.0)
+        assert name != "params" or float(state.params["w"].min()) > 1
 
 
 def test_a_state_ahead_of_the_newest_checkpoint_goes_on(tmp_path):
@@ -162,7 +305,8 @@ def test_a_pair_in_hand(tmp_path):
         return (one, two), {"one": info.loss, "two": other.loss}
 
     pair, _ = fit(tmp_path, (make(), make()), 3, step)
-    pair, _ = fit(tmp_path, (pair[0], ts.adjust(pair[1], learning_rate=0.0)), 4, step)
+    with pytest.warns(UserWarning, match=r"differs from it: hyperparameters"):
+        pair, _ = fit(tmp_path, (pair[0], ts.adjust(pair[1], learning_rate=0.0)), 4, step)
     assert ts.hyperparams(pair[1])["learning_rate"] == 0.0
     pair, _ = step(pair, X[:4])
     with pytest.raises(StateError, match="expected a TrainState, or a fresh tree"):
@@ -277,6 +421,142 @@ def test_an_edit_of_the_state_is_told(tmp_path, name):
     assert len(told) == 1
 
 
+class Config:
+    scale = 1.0
+
+
+class Scaled:
+    def __init__(self, scale, started=0.0):
+        self.scale, self.started = scale, started
+
+    def __call__(self, params, x):
+        return self.scale * x
+
+    loss = __call__
+
+    @property
+    def doubled(self):
+        return 2 * self.scale
+
+    @staticmethod
+    def by_config(x):
+        return Config.scale * x
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+    steps: int = 100
+
+
+class Net(flax.linen.Module):
+    rate: float = 0.1
+
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dropout(self.rate * Config.scale, deterministic=True)(x)
+
+
+@jax.jit
+def compiled(x):
+    return Config.scale * x
+
+
+@jax.custom_vjp
+def scaled_back(x):
+    return x
+
+
+scaled_back.defvjp(lambda x: (x, None), lambda _, g: (Config.scale * g,))
+NUMBERS, OBJECT, SETTINGS = {"scale": 1.0}, Scaled(1.0), Settings()
+SPACE, MODULE = types.SimpleNamespace(scale=1.0, steps=100), types.ModuleType("a_module_of_the_script")
+MODULE.scale, MODULE.space = 1.0, SPACE
+NET = flax.nnx.Dropout(0.1)
+multiply = lambda scale, x: scale * x
+
+
+def nested(params, x):
+    inner = lambda x: NUMBERS["scale"] * x
+    return [inner(y) for y in x]
+
+
+def imports(params, x):
+    import a_module_of_the_script as settings
+    from a_module_of_the_script import scale
+
+    return scale * settings.space.scale * x
+
+
+write = lambda holder, name="scale": lambda value: setattr(holder, name, value)
+REFERENCES: dict[str, tuple] = {  # (a function, how to set the number that it reads)
+    "global": (lambda p, x: NUMBERS["scale"] * x, lambda v: NUMBERS.update(scale=v)),
+    "nested function": (nested, lambda v: NUMBERS.update(scale=v)),
+    "function": (lambda p, x: compiled.__wrapped__(x), write(Config)),
+    "function in jit": (lambda p, x: compiled(x), write(Config)),
+    "function in checkpoint": (jax.checkpoint(lambda p, x: Config.scale * x), write(Config)),
+    "custom derivative": (lambda p, x: scaled_back(x), write(Config)),
+    "class attribute": (lambda p, x: Config.scale * x, write(Config)),
+    "object": (OBJECT, write(OBJECT)),
+    "method": (OBJECT.loss, write(OBJECT)),
+    "method of a global": (lambda p, x: OBJECT.loss(p, x), write(OBJECT)),
+    "property": (lambda p, x: OBJECT.doubled * x, write(OBJECT)),
+    "static method": (lambda p, x: OBJECT.by_config(x), write(Config)),
+    "dataclass": (lambda p, x: SETTINGS.scale * x, write(SETTINGS)),
+    "getattr": (lambda p, x: getattr(SETTINGS, "scale") * x, write(SETTINGS)),  # noqa: B009
+    "namespace": (lambda p, x: SPACE.scale * x, write(SPACE)),
+    "module": (lambda p, x: MODULE.scale * x, write(MODULE)),
+    "attribute of a module": (lambda p, x: MODULE.space.scale * x, write(SPACE)),
+    "import in the function": (imports, write(MODULE)),
+    "field of a flax module": (lambda p, x: NET(x), write(NET, "rate")),
+    "flax module's own global": (Net().apply, write(Config)),
+    "default": (default := lambda p, x, scale=1.0: scale * x, lambda v: setattr(default, "__defaults__", (v,))),
+    "partial": (functools.partial(multiply, OBJECT), write(OBJECT)),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_number_is_noticed_however_the_code_refers_to_it(name, monkeypatch):
+    """In the text for files, which has no values of arrays, and in the comparison within a process, which has."""
+    monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
+    f, write = REFERENCES[name]
+    write(1.0)
+    before = code_text(f), references_of(f)
+    try:
+        assert (code_text(f), references_of(f)) == before
+        write(2.0)
+        after = code_text(f), references_of(f)
+        assert before[0] != after[0] and before[1] != after[1]
+    finally:
+        write(1.0)
+    assert (code_text(f), references_of(f)) == before
+
+
+def test_numbers_that_no_code_reads_make_no_other_text():
+    """A script that is resumed often has another number of steps, and another doc string."""
+    for holder, f in ((SETTINGS, REFERENCES["dataclass"][0]), (SPACE, REFERENCES["namespace"][0])):
+        before = code_text(f)
+        holder.steps, steps = 200, holder.steps
+        assert code_text(f) == before
+        holder.steps = steps
+    assert code_text(Scaled(1.0, 5.0)) == code_text(Scaled(1.0, 6.0))
+    sources = (f"def loss(params, x):\n    '{doc}'\n    return x + {n}" for doc, n in (("a", 1), ("b", 1), ("b", 2)))
+    texts = []
+    for source in sources:
+        exec(source, space := {"__name__": __name__})
+        texts.append(code_text(space["loss"]))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_arrays_that_code_refers_to_are_compared_by_shape_in_files_and_by_value_in_a_process():
+    large = jnp.zeros(20_000)
+    for value, other in ((np.ones(3), np.zeros(3)), (jnp.ones(3), jnp.zeros(3)), (large, large + 1)):
+        f, same, g = ((lambda p, x, y=y: x * y) for y in (value, value + 0 if value.size == 3 else value, other))
+        assert code_text(f) == code_text(g) and references_of(f) == references_of(same) != references_of(g)
+    long = list(range(1000))
+    f, g = (lambda p, x, y=y: x * y[3] for y in (long, long[::-1]))
+    assert code_text(f) == code_text(g) and references_of(f) != references_of(g)
+
+
 @pytest.mark.medium
 def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     text = "the schedule of learning_rate has changed"
@@ -324,6 +604,8 @@ def test_the_text_of_a_function_is_the_same_in_every_process():
 
 def test_a_function_that_cannot_be_looked_at_ends_no_run():
     class Odd:
+        __module__ = "io"  # an object of a library, of which no attribute is known
+
         def __repr__(self):
             raise OSError("closed")
 
@@ -353,6 +635,27 @@ def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):
     text = r"data at fit\(\): got ts\.batches\(\.\.\.\), expected data of another kind, with which the"
     with pytest.raises(DataError, match=text):
         fit(tmp_path / "b", make(), 3, data=ts.batches(X, 4))
+
+
+OWN_VALUES = {
+    "data": [3, 0, {}, "x", [1], {"position": 2}, {"epoch": None, "position": 2}, {"epoch": 0, "position": 1.5}],
+    "callbacks": [3, 0, "", [1], "x", {"plateau": 3}, {"plateau": [1]}],
+    "history": [
+        {"loss": [1.0]}, [1.0], 3, {}, np.ones(3), "x", {"rows": 3}, {"rows": {"step": ["x"], "columns": []}, "marks": [], "closing": []},
+        {"rows": {"step": [1 << 70], "columns": []}}, {"rows": {"step": [1], "columns": [["loss"]]}},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_VALUES)
+def test_values_of_ones_own_loop_are_one_clear_error(tmp_path, name):
+    for i, value in enumerate(OWN_VALUES[name]):
+        path = tmp_path / str(i) / "run"
+        with Checkpoints(path) as checkpoints:
+            checkpoints.save(make().replace(step=2, calls=2), **{name: value})
+        text = rf"^{name} of a checkpoint at {path / '2'}: got .*, expected what fit saves\. Restore the state with"
+        with pytest.raises(CheckpointError, match=text):
+            fit(path, make(), 4)
 
 
 def test_a_population_resumes(tmp_path):
@@ -422,6 +725,180 @@ def test_fit_tells_of_a_best_that_nobody_gives(tmp_path):
         with pytest.warns(UserWarning, match="metric at keep_best"):
             fit(saver, make(), 8, callbacks=[late])
         assert saver.latest() == 8
+
+
+# ------------------------------------------------------------------------------------------- the end of a run
+
+
+def test_what_the_end_adds_is_saved_at_a_step_that_was_saved_already(tmp_path):
+    """The last evaluation is the best one; a callback counts, and changes the state, at the end only."""
+
+    def count(run):
+        if run.event == "end":
+            run.memory["ends"] = run.memory.get("ends", 0) + 1
+            return ts.adjust(run.state, learning_rate=0.05)
+
+    best = Best("val/loss", mode="min")
+    given = {"evaluate": lambda state: {"val/loss": 1.0 / (1 + int(state.step))}, "callbacks": [count]}
+    with ts.Checkpoints(tmp_path, every=2, keep_best=best) as saver:
+        state, history = fit(saver, make(), 6, **given)
+        found = saver.restore(make(), step="best")
+    assert found.step == 6 and list(found.callbacks.values()) == [{"ends": 1}]
+    assert_trees_equal(found.state, state)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        state, again = fit(tmp_path, make(), 6, **given)
+    assert float(ts.hyperparams(state)["learning_rate"]) == pytest.approx(0.05)
+    assert repr(again) == repr(history) and again.last("val/loss") == pytest.approx(1 / 7)
+
+
+def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(tmp_path):
+    def evaluate(state):
+        if fails:
+            raise ValueError("out of memory")
+        return {"val/loss": 0.5}
+
+    events = []
+    record = lambda run: events.append((run.step, run.event))
+    given = {"evaluate": evaluate, "evaluate_every": 100, "callbacks": record}
+    fails = True
+    with ts.Checkpoints(tmp_path / "a", every=3) as saver, pytest.raises(ValueError, match="out of memory"):
+        fit(saver, make(), 6, **given)
+    assert (6, "end") not in events
+    fails = False
+    state, history = fit(tmp_path / "a", make(), 6, **given)
+    assert events[-1] == (6, "end") and int(state.step) == 6
+    whole, expected = fit(tmp_path / "b", make(), 6, **given)
+    assert_trees_equal(state, whole)
+    assert list(history) == list(expected) and history.last("val/loss") == 0.5
+
+
+class Once:
+    """Stops a run at a step, unless it has been there before."""
+
+    def __call__(self, run):
+        if run.step >= 5 and not run.memory.get("done"):
+            run.memory["done"] = True
+            run.stop("enough")
+
+
+STOPS = {
+    "a function": lambda: Once(),
+    "patience": lambda: callbacks.patience(lambda run: run.step >= 3, 2),
+    "early stopping": lambda: callbacks.early_stopping("val/loss", patience=2),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_that_a_callback_stopped_is_over_for_the_same_call(tmp_path, name):
+    """State, rows and files are as they were; another goal, where no callback objects, trains on."""
+
+    def run(steps=12, callback=STOPS[name]):
+        log = loggers.csv(tmp_path / "rows.csv")
+        given = {"evaluate": lambda _: {"val/loss": 0.5}, "evaluate_every": 2, "callbacks": callback()}
+        return fit(tmp_path / "run", make(), steps, logger=log, **given)
+
+    state, history = run()
+    assert 0 < int(state.step) < 12 and history.marks[-1][1] == "stop"
+    content = lambda: {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    files = content()
+    with pytest.warns(UserWarning, match=r"stopped at step \d+, .*; to train on"):
+        again, rows = run()
+    assert_trees_equal(again, state)
+    assert repr(rows) == repr(history) and content() == files
+    longer = run(14)[0]
+    assert int(longer.step) == (14 if name == "a function" else int(state.step))
+    assert int(run(16, callback=lambda: ())[0].step) == 16
+
+
+def test_a_stop_that_was_saved_before_its_end_ends_there(tmp_path):
+    def evaluate(state):
+        if fails:
+            raise ValueError("out of memory")
+        return {"val/loss": 0.5}
+
+    stop = callbacks.every(4, lambda run: run.stop("enough"))
+    given = {"evaluate": evaluate, "evaluate_every": 100, "callbacks": stop}
+    fails = True
+    with ts.Checkpoints(tmp_path / "a", every=4) as saver, pytest.raises(ValueError, match="out of memory"):
+        fit(saver, make(), 12, **given)
+    fails = False
+    state, history = fit(tmp_path / "a", make(), 12, **given)
+    assert int(state.step) == 4 and history.last("val/loss") == 0.5 and history.marks[-1] == (4, "stop", "enough")
+
+
+def bad(state):
+    """An evaluation that gets worse and better."""
+    return {"val/loss": 1.0 + (int(state.step) * 7 % 5) / 10}
+
+
+COUNTING = {
+    "plateau": lambda: callbacks.plateau("val/loss", patience=2, factor=0.5),
+    "plateau of the loss": lambda: callbacks.plateau("loss", patience=1, factor=0.5, min_delta=0.5),
+    "early stopping": lambda: callbacks.early_stopping("val/loss", patience=4, min_delta=0.05),
+    "patience": lambda: callbacks.patience(lambda run: run.metrics.get("val/loss", 0.0) >= 1.1, 5),
+    "one's own": lambda: count_evaluations,
+}
+
+
+def count_evaluations(run):
+    if run.event == "evaluate":
+        run.memory["seen"] = run.memory.get("seen", 0) + 1
+        run.log(**{"count/evaluations": run.memory["seen"]})
+        return ts.adjust(run.state, learning_rate=0.1 / run.memory["seen"])
+
+
+def cells(text):
+    """Step, loss and which other numbers each row of a csv has, but those of the clock on the wall."""
+    rows = [{k: x for k, x in row.items() if x} for row in csv.DictReader(io.StringIO(text))]
+    return [(row["step"], row.get("loss"), {k for k in row if not k.endswith("_per_second")}) for row in rows]
+
+
+@pytest.mark.parametrize("in_hand", [False, True])
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_goal_on_the_way_changes_no_bit_and_no_row(tmp_path, name, in_hand):
+    """Goals inside an epoch and between rows: evaluations, rows and counts of an end are taken back."""
+
+    def train(folder, goals):
+        state, data = make(), ts.batches(X, 4, shuffle=True)
+        for goal in goals:
+            log = loggers.csv(tmp_path / f"{folder}.csv")
+            more = {"evaluate": bad, "evaluate_every": 4, "log_every": 3, "callbacks": COUNTING[name](), "logger": log}
+            given = {"data": data} if in_hand else {}
+            state, history = fit(tmp_path / folder, state if in_hand else make(), goal, **more, **given)
+        return state, history, (tmp_path / f"{folder}.csv").read_text()
+
+    state, history, rows = train("whole", [26])
+    cut, found, cut_rows = train("cut", [3, 6, 7, 13, 15, 26])
+    assert_trees_equal(cut, state)
+    for column in [*history, "step"]:
+        if not column.endswith("per_second"):
+            np.testing.assert_array_equal(found[column], history[column], err_msg=column)
+    assert cells(cut_rows) == cells(rows)
+
+
+def test_a_signal_on_the_way_changes_no_bit(tmp_path):
+    """Its end is an event for callbacks, and none that is counted."""
+
+    def interrupt(run):
+        if run.step in signals:
+            signals.remove(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def train(folder):
+        watch = callbacks.patience(lambda run: run.metrics.get("val/loss", 0.0) >= 1.1, 5)
+        given = {"callbacks": [watch, callbacks.plateau("loss", patience=1), callbacks.every(1, interrupt)]}
+        return fit(tmp_path / folder, make(), 26, log_every=3, evaluate=bad, evaluate_every=4, **given)
+
+    signals = []
+    state, history = train("whole")
+    signals = [5, 8]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train("cut")
+    cut, found = train("cut")
+    assert_trees_equal(cut, state)
+    assert found["step"].tolist() == history["step"].tolist()
+    np.testing.assert_array_equal(found["val/loss"], history["val/loss"])
 
 
 # ------------------------------------------------------------------------------------------------------------ signals

@@ -222,6 +222,13 @@ class Numbers:
                 out += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
         return out
 
+    def adjusted_names(self) -> set[str]:
+        """The flat names of numbers that are others now than `setup` was given."""
+        values = np.asarray(self.values)
+        changed = np.any(values[..., 0, :] != values[..., 3, :], axis=tuple(range(values.ndim - 2)))
+        names = [name for name, _ in self.column_names()]
+        return {name for name, is_changed in zip(names, changed, strict=True) if is_changed}
+
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 

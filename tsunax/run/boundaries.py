@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ from tsunax.run.run import OF_FIT, RowLog, Run, blamed
 from tsunax.state import TrainState, donated
 from tsunax.states import States, training_states
 
+INTERRUPTED = "interrupted"  # why a run stops that a signal ends
+
 
 @dataclass(eq=False)
 class Boundaries:
@@ -40,7 +42,8 @@ class Boundaries:
     memory: dict[str, Any]
     bar: Any = None
     saved: Any = None  # at which place it was, last
-    script: Any = None  # what the script gave, see `checkpoints.script_settings.script_of`
+    # what the script gave, see `checkpoints.script_settings.script_of`
+    script: dict[str, Any] = field(default_factory=dict)
     evaluated: int = -1  # the step at which it was, last
     agreed: frozenset[str] = frozenset()  # names of its numbers, the same on all processes
     has_changed: bool = False  # whether a callback of this boundary returned a state
@@ -80,15 +83,19 @@ class Boundaries:
             run.check_own(found, "evaluate")
         return found
 
-    def hold(self, events: list[str]) -> None:
-        """One boundary, with what happens at it by name; at the last one "end"."""
+    def hold(self, events: list[str], *, evaluates: bool = False) -> None:
+        """One boundary, with what happens at it by name; at the last one "end".
+
+        `evaluates` is for an evaluation that only the end of the run has: it is no event, because
+        callbacks that count evaluations must count the same ones when the run continues.
+        """
         run, log, options = self.run, self.log, self.options
         is_end = "end" in events
         self.feed.sync()
         run.epoch = self.feed.epoch
-        if is_end or options.goal.reached(run.step, run.epoch):
+        if is_end:
             log.close()
-        if "evaluate" in events:
+        if evaluates or "evaluate" in events:
             self.evaluate()
         for event in events:
             run.event = event
@@ -101,8 +108,6 @@ class Boundaries:
         run.stopped, self.has_changed = self.alike.boundary(f"step {run.step}", *said), False
         if is_end and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
-        if run.stopped:
-            log.close()
         # the end comes next, at the same step: what it adds belongs to the same row
         if is_end or not (run.stopped or options.goal.reached(run.step, run.epoch)):
             log.flush()
@@ -111,12 +116,23 @@ class Boundaries:
         if saver is None:
             return
         saver.poll()
-        due = is_end or saver.due(run.step) or ("epoch" in events and options.saves_epochs)
-        if (due or self.is_best()) and self.saved != (run.step, self.feed.place()):
+        due = saver.due(run.step) or ("epoch" in events and options.saves_epochs)
+        # the end adds its evaluation, and what callbacks do there, to what this step has
+        is_new = self.saved != (run.step, self.feed.place())
+        if is_end or (is_new and (due or self.is_best())):
             with options.clock("checkpoint"):
                 self.saved = run.step, self.feed.place()
-                known = run.history.plain(), self.memory, log.numbers_at(run.step), self.script
-                saver._save(run.state, *self.saved, *known)
+                log.sync()
+                known = run.history.plain(), self.memory, log.numbers_at(run.step)
+                saver._save(run.state, *self.saved, *known, self.script | self.ending(is_end))
+
+    def ending(self, is_end: bool) -> dict[str, Any]:
+        """What a checkpoint says of the end of its run, for the same call of `fit` after it."""
+        run, options = self.run, self.options
+        if run.stopped == INTERRUPTED:
+            return {}
+        stop = [str(options.goal), options.names, run.stopped]
+        return {"has_ended": is_end} | ({"stop": stop} if run.stopped else {})
 
     def is_best(self) -> bool:
         """Whether `keep_best` got one of its best values at this step, which no later save has."""
@@ -172,7 +188,7 @@ class Boundaries:
                 run.state, self.has_changed = state, True
                 self.rejections.calls = most_calls(state)
         if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
-            run.history.add(logged, run.step)
+            self.log.record(logged, run.step)
 
 
 def _check_returned(new, run: Run) -> None:

@@ -69,12 +69,15 @@ class Watching:
     @property
     def events(self) -> tuple[str, ...] | None:
         """The events that bring the metric: evaluations for "val/loss", None (all) for others."""
-        return ("start", "evaluate", "end") if "/" in self.metric else None
+        return ("start", "evaluate") if "/" in self.metric else None
 
     def news(self, run: Run) -> tuple[int, float] | None:
-        """(step, value) of the metric if it is new."""
+        """(step, value) of the metric if it is new.
+
+        None at the end of a run, whose numbers a run that continues does not have.
+        """
         newest = run.history.newest(self.metric)
-        if newest is None or newest[0] == run.memory.get("seen"):
+        if newest is None or newest[0] == run.memory.get("seen") or run.event == "end":
             return None
         run.memory["seen"] = newest[0]
         return newest
@@ -186,7 +189,8 @@ class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
     It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside
-    `every(k, ...)` at multiples of k. Flux's `patience`, with its count in the run's memory. Raises
+    `every(k, ...)` at multiples of k. The start and the end of a run do not count. Flux's
+    `patience`, with its count in the run's memory. Raises
     WrongTypeError or HyperparameterError unless `predicate` is a function and n an int ≥ 1.
 
     >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
@@ -202,11 +206,10 @@ class patience:
 
     def __call__(self, run: Run) -> None:
         memory = run.memory
-        if run.event == "start" or memory.get("asked") == run.step:
-            return
-        memory["asked"] = run.step
-        memory["times"] = memory.get("times", 0) + 1 if self.predicate(run) else 0
-        if memory["times"] >= self.n:
+        if run.event not in ("start", "end") and memory.get("asked") != run.step:
+            memory["asked"] = run.step
+            memory["times"] = memory.get("times", 0) + 1 if self.predicate(run) else 0
+        if memory.get("times", 0) >= self.n:
             name = getattr(self.predicate, "__name__", "<lambda>")
             name = name.replace("<lambda>", "the predicate")
             run.stop(f"{name} was true {memory['times']} times in a row")

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, checks, placement
+from tsunax._core import PyTree, Step
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import collectives
-from tsunax.errors import NonFiniteError, RowError, StateError
+from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
-from tsunax.run.boundaries import Boundaries
+from tsunax.run.boundaries import INTERRUPTED, Boundaries
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.rejections import Rejections
@@ -76,8 +76,10 @@ class Fit:
         self.given: Any = None  # what `extra` was placed from
         self.extra: Any
         self.place_extra()
-        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers()
+        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(memory)
         self.is_resumed: bool = False  # at the step of a checkpoint
+        # whether that checkpoint, or what there is in its place, has the end of a run
+        self.has_ended: bool = True
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
@@ -96,17 +98,23 @@ class Fit:
         """Put the step's arguments where the state lives, again if a callback changed them."""
         given, old = dict(self.options.extra), self.given
         if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
-            fix = "Bind it to the step instead, with functools.partial."
-            checks.check_arrays(given, "extra", fix)
-            home = placement.state_sharding(self.run.state)
-            self.given, self.extra = given, placement.replicate(given, home)
+            self.given, self.extra = given, feed.place_extra(given, self.run.state)
 
-    def begin(self) -> None:
-        """Compare the processes of the run, and hold its first boundary."""
+    def compare(self) -> None:
+        """Compare the processes of the run."""
         place, state = self.feed.source.state(), agreement.small(self.run.state)
         self.alike.start(options=self.options.deciding(), place=place, state=state)
+
+    def begin(self) -> None:
+        """Hold the first boundary of the run."""
         self.boundaries.look_for_names()
         self.boundary(["start"])
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether the run is beyond its goal, or is complete: its end was held, too."""
+        run, goal, epoch = self.run, self.options.goal, self.feed.epoch
+        is_over = bool(run.stopped) or goal.reached(run.step, epoch)
+        return is_over and (self.has_ended or goal.reached(run.step - 1, epoch - 1))
 
     def is_over(self, interrupt: Interrupt) -> bool:
         """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
@@ -210,16 +218,17 @@ class Fit:
         run, options = self.run, self.options
         self.signal = self.signal or self.alike.signal(interrupt.asked)
         if self.signal:
-            run.stop("interrupted")
+            run.stop(INTERRUPTED)
         if slowest := self.alike.slowest(self.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
         evaluated = self.boundaries.evaluated == run.step or options.evaluate is None
-        events = [] if evaluated or self.signal else ["evaluate"]
-        self.boundary([*events, *(["step"] if options.dry_run else []), "end"])
+        evaluates = not (evaluated or self.signal)
+        tried = [*["evaluate"] * evaluates, "step"] if options.dry_run else []
+        self.boundary([*tried, "end"], evaluates=evaluates)
 
-    def boundary(self, events: list[str]) -> None:
+    def boundary(self, events: list[str], *, evaluates: bool = False) -> None:
         before = self.clock.lap("idle")
-        self.boundaries.hold(events)
+        self.boundaries.hold(events, evaluates=evaluates)
         self.place_extra()
         self.idle += self.clock.lap("idle") - before
 
@@ -271,6 +280,11 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named
+        large = {name: np.shape(x)[1] for name, x in columns.items() if np.ndim(x) > 1}
+        for name, size in large.items() if run.info is None else ():
+            why = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
+            warn(f"fit(): {name!r} gets no column: it has {why}. Reduce it in the metric.")
+        columns = {name: x for name, x in columns.items() if name not in large}
         columns |= {"epoch": epochs, "rejected": rejected}
         rates = self.rates(columns, infos)
         held = self.held.of(run.state)

@@ -171,27 +171,30 @@ class History:
             self._columns[name] = _array("q", new[at[stays]]), values
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
-        """`add` the row, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
+        """`add` numbers, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
+        before = self._closing[1] if self._closing[0] == step else ()
+        new = [name for name in row if (self.newest(name) or (-1, 0.0))[0] != step]
         self.add(row, step)
-        self._closing = step, tuple(row)
+        self._closing = step, (*before, *new)
 
-    def reopen(self) -> int | None:
-        """Remove the row that `close` added, when its run continues.
+    def reopen(self) -> tuple[int, dict[str, float]]:
+        """Remove the numbers that `close` added, when their run continues.
 
-        Returns the step of the row, an int, if nothing of it is left, else None.
+        Returns their step, -1 for none, and them by name.
         """
         (step, names), self._closing = self._closing, (-1, ())
         if not self._steps or self._steps[-1] != step:
-            return None
-        newest = len(self._steps) - 1
+            return -1, {}
+        newest, removed = len(self._steps) - 1, {}
         for name in names:
             rows, values = self._columns[name]
             if rows[-1] == newest:
-                del rows[-1], values[-1]
+                del rows[-1]
+                removed[name] = values.pop()
         self._columns = {name: column for name, column in self._columns.items() if column[0]}
-        if any(rows[-1] == newest for rows, _ in self._columns.values()):
-            return None
-        return self._steps.pop()
+        if not any(rows[-1] == newest for rows, _ in self._columns.values()):
+            self._steps.pop()
+        return step, removed
 
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note an event at a step, an int: `history.mark("data", 1200, "new shards")`.
@@ -312,13 +315,14 @@ class History:
 def check_names(row: Iterable[Any], where: str = "row") -> None:
     """Raise unless every name can be a column header and a TensorBoard tag.
 
-    WrongTypeError for what is no string; RowError for one that is empty, not printable, or "step".
+    WrongTypeError for what is no string; RowError for one that is empty, not printable, or a name
+    that rows have of themselves, "step" or "run_id".
     """
     for name in row:
         if not isinstance(name, str):
             raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
-        if name == "step" or not name or not name.isprintable():
-            expected = "a printable name like 'loss' or 'val/loss', not 'step'"
+        if name in ("step", "run_id") or not name or not name.isprintable():
+            expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
             raise RowError("name of a number", where, ascii(name), expected)
 
 

@@ -19,6 +19,11 @@ from tsunax.state import donated
 from tsunax.states import COUNTED, numbers_of
 from tsunax.step import StepInfo
 
+MOST_COLUMNS = (
+    1000  # of one name: of 1,000 classes or members; a matrix of them would fill the memory
+)
+ADJUSTED = "adjusted hyperparameters"  # the key of their names in the memory of callbacks
+
 
 def form_of(infos: PyTree) -> tuple[Any, ...]:
     """What the infos of two calls must share to become rows together: structure and shapes."""
@@ -75,7 +80,10 @@ def own_names(infos: PyTree) -> list[str]:
 
 
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
-    """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone."""
+    """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone.
+
+    One that has more than `MOST_COLUMNS` elements a step is a single array of two axes.
+    """
     if isinstance(infos, fused_loop.Told):
         found = dict(columns(infos.info))
         for name, x in infos.rejected.items():
@@ -105,7 +113,9 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         flat = np.reshape(x, (len(x), -1))
         if np.ndim(x) == 1:
             yield name, x
-        elif flat.shape[1] <= 100:  # a metric for each class
+        elif flat.shape[1] > MOST_COLUMNS:
+            yield name, flat
+        else:  # a metric for each class
             yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
 
 
@@ -133,19 +143,25 @@ def most_calls(state: PyTree) -> int:
 
 
 class HeldNumbers:
-    """The unscheduled hyperparameters in a row: learning rates, and those that were adjusted."""
+    """The unscheduled hyperparameters in a row: learning rates, and those that were ever adjusted.
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, Any] = {}  # that they were read from
-        self._start: dict[str, float] | None = None
-        self._told: dict[str, float] = {}
+    `memory` is saved with the run, so that a resumed run has the same columns.
+    """
+
+    def __init__(self, memory: dict[str, Any]) -> None:
+        self._memory = memory
+        self._numbers: dict[str, Any] = {}  # that the columns were read from
+        self._columns: dict[str, float] = {}
 
     def of(self, state: PyTree) -> dict[str, float]:
-        numbers = numbers_of(state)
-        if self._start is None or any(x is not self._numbers[at] for at, x in numbers.items()):
-            named = {at: x.named(None) for at, x in numbers.items() if x is not None}
-            now = {k: x for at, part in named.items() for k, x in flat(part, at).items()}
-            start = now if self._start is None else self._start
-            self._told = {k: x for k, x in now.items() if "learning_rate" in k or x != start.get(k)}
-            self._numbers, self._start = numbers, start
-        return self._told
+        numbers = {at: x for at, x in numbers_of(state).items() if x is not None}
+        if any(x is not self._numbers.get(at) for at, x in numbers.items()):
+            named = {at: x.named(None) for at, x in numbers.items()}
+            adjusted = {at + name for at, x in numbers.items() for name in x.adjusted_names()}
+            adjusted |= {*self._memory.get(ADJUSTED, ())}
+            values = {at + name: x for at, part in named.items() for name, x in part.items()}
+            names = [name for name in values if "learning_rate" in name or name in adjusted]
+            if adjusted:
+                self._memory[ADJUSTED] = sorted(adjusted)
+            self._numbers, self._columns = numbers, flat({name: values[name] for name in names})
+        return self._columns

@@ -4,23 +4,35 @@ A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb
 here also have `start(settings)`, called once before the first row, and `close()`, called at the end
 of every run. Making one opens nothing, so that every process may make it and the main one use it.
 
-A file is appended to. If `fit` resumes a run, its settings have "rows_from": rows from that step,
-which the interrupted run wrote beyond its checkpoint, are dropped.
+`csv`, `jsonl` and `tensorboard` write files, and have one contract:
+
+- Each row of a run is in the files once. The settings of a run with a checkpoint have its "run_id",
+  which its rows or files carry, and "rows_from", the step from which it goes on. Rows from that
+  step on are of a process that ended before it saved them: they are deleted.
+- Rows of other runs stay as they are. A file that another tool wrote is refused.
+- A row is a single write. What a killed process left of its last row is deleted.
+- `sync()` puts all rows on the disk. `fit` calls it before it saves a checkpoint, because a run
+  that resumes from the checkpoint does not write the earlier rows again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv as _csv
 import io
+import itertools
 import json
 import math
 import os
 import re
+import shutil
+import socket
+import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tsunax._core import StrPath, durable_files, trees
 from tsunax._core.libraries import library
@@ -29,58 +41,136 @@ from tsunax.errors import SaveError, WrongTypeError, told
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
 Row = Mapping[str, float]
-_STEP = re.compile(r'(?:\{"step": )?(\d+)')  # a row begins with it, in both kinds of files
+RUN_ID = "run_id"  # a setting, and the column that says to which run a row belongs
 
 
-def _path(where: str, path) -> Path:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise WrongTypeError("path", where, trees.describe(path), "a str or Path")
-    return Path(durable_files.local(path, "path", where))
+class _Log:
+    """Rows of runs at a path, in a file that is open for appending."""
 
+    def __init__(self, path: StrPath) -> None:
+        self._where = f"{type(self).__name__}()"
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise WrongTypeError("path", self._where, trees.describe(path), "a str or Path")
+        self.path: Path = Path(os.path.realpath(durable_files.local(path, "path", self._where)))
+        self._run_id: str = ""
+        self._file: Any = None
 
-def _write(path: Path, lines: Iterable[str]) -> None:
-    """Put a whole file in place at once: a reader, or a crash, sees the old one or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # of a process that was killed
-    durable_files.write(new, "".join(lines).encode())
-    os.replace(new, path)
-
-
-@dataclass(eq=False)
-class _TextFile:
-    """A file with a line for each row, appended to."""
-
-    path: StrPath
-
-    def __post_init__(self) -> None:
-        self.path = _path(f"{type(self).__name__}()", self.path)
-        self._file: TextIO | None = None
-
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Open the file, and delete its rows from step `settings["rows_from"]` on, if given.
-
-        `fit` calls it when a run begins, `start({"rows_from": 500, ...})` if it was resumed. Raises
-        SaveError for a path that cannot be written.
-        """
-        self.close()
-        path, first = Path(self.path), settings.get("rows_from")
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block whose errors of the disk are raised as SaveError."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if first is not None and path.exists():
-                # a last line without its end was being written when the process died
-                lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-                found = ((line, _STEP.match(line)) for line in lines)
-                _write(path, (f"{line}\n" for line, row in found if not row or int(row[1]) < first))
-            self._file = open(path, "a", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            where, expected = f"{type(self).__name__}()", "a path that can be written"
-            raise SaveError("path", where, told(error), expected) from error
+            yield
+        except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, SaveError):
+                raise
+            expected = "a path that can be written"
+            raise SaveError("path", self._where, told(error), expected) from error
+
+    def _append(self, content: bytes) -> None:
+        while content:  # a disk that is nearly full takes a part, and raises at the rest
+            content = content[self._file.write(content) :]
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk; SaveError if they cannot be written."""
+        if self._file is not None:
+            with self._writing():
+                os.fsync(self._file.fileno())
+                durable_files.sync(Path(self._file.name).parent)
 
     def close(self) -> None:
-        """Close the file, if it is open; the next row opens it again."""
+        """Close the file, if it is open; the next row opens it again, or a new one."""
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+class _TextFile(_Log):
+    """A file with a line for each row. Several runs may write into one, also at the same time."""
+
+    _BEGINNINGS: tuple[str, ...]  # a file of this kind has one of them
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Open the file; delete rows of `settings["run_id"]` from step `settings["rows_from"]` on.
+
+        `fit` calls it when a run begins, with both settings if the run has a checkpoint. Without a
+        "run_id" the run is the newest in the file: its rows go back to where the steps start again.
+        Raises SaveError for a path that cannot be written, and for a file of another tool.
+        """
+        self.close()
+        self._run_id = str(settings.get(RUN_ID, ""))
+        with self._ready(settings.get("rows_from")):
+            self._note(settings)
+
+    def _note(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings, if the file has a place for them."""
+
+    def _of_run(self, row: Row, step: int) -> dict[str, Any]:
+        return {"step": step, **row} | ({RUN_ID: self._run_id} if self._run_id else {})
+
+    @contextlib.contextmanager
+    def _ready(self, first: int | None = None) -> Iterator[None]:
+        """A block in which the file is open and whole, and no other logger changes it."""
+        with self._writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                with contextlib.suppress(ImportError, OSError):  # not every system has such locks
+                    import fcntl
+
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+                if not self._is_whole():
+                    self._open(first)
+                yield
+            finally:
+                os.close(folder)
+
+    def _is_whole(self) -> bool:
+        """Whether the open file still has this path, and its last line has an end."""
+        if self._file is None or not self.path.exists():
+            return False
+        about = os.fstat(self._file.fileno())
+        self._file.seek(max(about.st_size - 1, 0))
+        return os.path.samestat(about, os.stat(self.path)) and self._file.read(1) in b"\n"
+
+    def _open(self, first: int | None = None, names: Sequence[str] = ()) -> None:
+        """Open the file after its repair: without a cut line, without rows of this run from step
+        `first` on, with columns for `names`. A crash leaves the file before or after the repair.
+        """
+        self.close()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        *lines, _ = content[: content.rfind(b"\n") + 1].decode().split("\n")
+        # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
+        beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
+        is_ours = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
+        if not any(map(is_ours, self._BEGINNINGS)):
+            got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
+            fix = "Another program wrote it: give another path."
+            raise SaveError(str(self.path), self._where, got, expected, fix)
+        repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
+        if repaired != content:
+            new = self.path.with_name(f"{self.path.name}.new")
+            new.unlink(missing_ok=True)  # of a process that was killed
+            durable_files.write(new, repaired)
+            if self.path.exists():
+                shutil.copymode(self.path, new)
+            os.replace(new, self.path)
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
+
+    def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
+        """The whole lines of the file without rows of this run from step `first` on."""
+        if first is None:
+            return lines
+        rows = ((i, self._row(line)) for i, line in enumerate(lines))
+        own = [(i, row[1]) for i, row in rows if row is not None and row[0] == self._run_id]
+        if not self._run_id:
+            starts = [n for n, ((_, a), (_, b)) in enumerate(itertools.pairwise(own), 1) if b <= a]
+            own = own[max(starts, default=0) :]
+        deleted = {i for i, step in own if step >= first}
+        return [line for i, line in enumerate(lines) if i not in deleted]
+
+    def _row(self, line: str) -> tuple[str, int] | None:
+        """The run and the step of a row; None for a line that is no row."""
+        ...
 
 
 @dataclass(eq=False)
@@ -115,58 +205,79 @@ class csv(_TextFile):
     """Append rows to the CSV file at `path`, with the column "step" and a column for each name.
 
     Numbers are written in full, NaN as `nan`; a cell is empty if its row has no such number. A new
-    name rewrites the file with one more column. WrongTypeError for a path that is no str or Path.
+    name rewrites the file with one more column. The rows of a run with a checkpoint have the column
+    "run_id". WrongTypeError for a path that is no str or Path.
 
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.csv("run/rows.csv"))
     """
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        super().start(settings)
-        with open(self.path, encoding="utf-8", newline="") as file:
-            self._names = next(_csv.reader(file), ["step"])[1:]
+    _BEGINNINGS = ("step,",)
 
     def __call__(self, row: Row, step: int) -> None:
-        if self._file is None:
-            self.start({})
-        if new := [name for name in row if name not in self._names]:
-            self.close()
-            path, header = Path(self.path), _csv_line(["step", *self._names, *new])
-            lines = path.read_text(encoding="utf-8").splitlines()[1:]
-            _write(path, [header, *(line + "," * len(new) + "\n" for line in lines)])
-            self.start({})
-        assert self._file is not None
-        self._file.write(_csv_line([step, *(row.get(name, "") for name in self._names)]))
+        cells = self._of_run(row, step)
+        with self._ready():
+            if not cells.keys() <= set(self._names):
+                self._open(names=list(cells))
+            line = _csv_line(cells.get(name, "") for name in self._names)
+            self._append(f"{line}\n".encode())
+
+    def _row(self, line: str) -> tuple[str, int] | None:
+        with contextlib.suppress(ValueError, KeyError, _csv.Error):
+            cells = dict(zip(self._names, next(_csv.reader([line]), []), strict=False))
+            return cells.get(RUN_ID, ""), int(cells["step"])
+
+    def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
+        header = next(_csv.reader(lines[:1]), [])
+        self._names: list[str] = header + [name for name in names if name not in header]
+        lines = super()._repaired(lines, first, names)
+        if self._names == header:
+            return lines
+        commas = "," * (len(self._names) - len(header))
+        return [_csv_line(self._names), *(row and row.rstrip("\r") + commas for row in lines[1:])]
 
 
-def _csv_line(fields: Iterable[Any]) -> str:
-    _csv.writer(text := io.StringIO(), lineterminator="\n").writerow(fields)
+def _csv_line(cells: Iterable[Any]) -> str:
+    _csv.writer(text := io.StringIO(), lineterminator="").writerow(cells)
     return text.getvalue()
 
 
 class jsonl(_TextFile):
     """Append rows to the file at `path`, one JSON object a line: `{"step": 100, "loss": 0.69}`.
 
-    The line `{"settings": {...}}` comes before the rows of a run. NaN and ±inf are written as null.
-    Raises WrongTypeError for a path that is no str or Path.
+    The line `{"settings": {...}}` comes before the rows of a run; the rows of a run with a
+    checkpoint have its "run_id". NaN and ±inf are written as null. Raises WrongTypeError for a path
+    that is no str or Path.
 
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.jsonl("run/rows.jsonl"))
     """
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        super().start(settings)
-        if settings and self._file is not None:
-            self._file.write(json.dumps({"settings": dict(settings)}, default=str) + "\n")
+    _BEGINNINGS = '{"step": ', '{"settings": '
 
     def __call__(self, row: Row, step: int) -> None:
-        if self._file is None:
-            self.start({})
-        assert self._file is not None
-        numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        line = json.dumps(_finite(self._of_run(row, step)))
+        with self._ready():
+            self._append(f"{line}\n".encode())
+
+    def _note(self, settings: Mapping[str, Any]) -> None:
+        if settings:
+            line = json.dumps({"settings": _finite(settings)}, default=str)
+            self._append(f"{line}\n".encode())
+
+    def _row(self, line: str) -> tuple[str, int] | None:
+        if line.startswith(self._BEGINNINGS[0]):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                row = json.loads(line)
+                return row.get(RUN_ID, ""), int(row["step"])
+        return None
 
 
-@dataclass(eq=False)
-class tensorboard:
+def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: None in their place."""
+    is_null = lambda x: isinstance(x, float) and not math.isfinite(x)
+    return {name: None if is_null(x) else x for name, x in numbers.items()}
+
+
+class tensorboard(_Log):
     """Write rows as TensorBoard scalars to `directory`, a path.
 
     Show them with `tensorboard --logdir=directory`. The settings of the run are the text
@@ -174,34 +285,71 @@ class tensorboard:
     directory that is no path, and MissingLibraryError without tensorboardX, both when it is made.
     """
 
-    directory: StrPath
-
-    def __post_init__(self) -> None:
-        self.directory = _path("tensorboard()", self.directory)
-        self._writer: Any = None
-        self._library: Any = library("tensorboardX", "tensorboard()", "loggers")
+    def __init__(self, directory: StrPath) -> None:
+        super().__init__(directory)
+        library("tensorboardX", self._where, "loggers")
+        self._events, self._summaries, self._summary, self._records = (
+            library(f"tensorboardX.{name}", self._where, "loggers")
+            for name in ("proto.event_pb2", "proto.summary_pb2", "summary", "record_writer")
+        )
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        """Open an event file that hides steps from `settings["rows_from"]` on; write the dict."""
+        """Open an event file; delete the run's scalars from step `settings["rows_from"]` on.
+
+        They are in the event files of `settings["run_id"]`. Without a "run_id", TensorBoard hides
+        those of all runs in the directory. Raises SaveError for a path that cannot be written.
+        """
         self.close()
-        first = settings.get("rows_from")
-        # its own name has seconds: a run of less would be overwritten by the next
-        options = dict(flush_secs=10, filename_suffix=f".{time.time_ns()}", purge_step=first)
-        self._writer = self._library.SummaryWriter(os.fspath(self.directory), **options)
-        if settings:
-            table = [("name", "value"), ("---", "---"), *settings.items()]
-            text = "".join(f"| {name} | {value} |\n" for name, value in table)
-            self._writer.add_text("settings", text, first or 0)
+        self._run_id, first = str(settings.get(RUN_ID, "")), settings.get("rows_from")
+        with self._writing():
+            if self._run_id and first is not None:
+                for path in self.path.glob(f"*{self._suffix}"):
+                    self._cut(path, first)
+            self._open()
+            if first is not None and not self._run_id:
+                status = self._events.SessionLog.START
+                self._put(step=first, session_log=self._events.SessionLog(status=status))
+            if settings:
+                table = [("name", "value"), ("---", "---"), *settings.items()]
+                text = "".join(f"| {name} | {value} |\n" for name, value in table)
+                self._put(step=first or 0, summary=self._summary.text("settings", text))
 
     def __call__(self, row: Row, step: int) -> None:
-        if self._writer is None:
-            self.start({})
-        assert self._writer is not None
-        for name, value in row.items():
-            self._writer.add_scalar(name, value, step)
+        with self._writing():
+            if self._file is None:
+                self._open()
+            scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
+            self._put(step=step, summary=self._summaries.Summary(value=scalars))
 
-    def close(self) -> None:
-        """Close the event file, if it is open; the next row opens a new one."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+    @property
+    def _suffix(self) -> str:
+        """The end of the names of the run's event files."""
+        return f".{re.sub(r'[^A-Za-z0-9_-]', '_', self._run_id)}.tsunax"
+
+    def _open(self) -> None:
+        """A new event file: a process of this run that has not ended yet may have another."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
+        self._file = open(self.path / f"{name}{self._suffix}", "xb", buffering=0)  # noqa: SIM115
+        self._put(file_version="brain.Event:2")
+
+    def _put(self, **fields: Any) -> None:
+        """Append an event as a TFRecord: its length and its bytes, each with a checksum."""
+        content = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checksum = lambda part: struct.pack("<I", self._records.masked_crc32c(part))
+        self._append(length + checksum(length) + content + checksum(content))
+
+    def _cut(self, path: Path, first: int) -> None:
+        """Cut an event file before its first scalar of step `first` or later, or a cut record."""
+        content, end = path.read_bytes(), 0
+        while (start := end) + 12 <= len(content):
+            end = start + 16 + int.from_bytes(content[start : start + 8], "little")
+            event = content[start + 12 : end - 4] if end <= len(content) else None
+            if event is None or self._is_from(first, self._events.Event.FromString(event)):
+                os.truncate(path, start)
+                return durable_files.sync(path)
+
+    @staticmethod
+    def _is_from(first: int, event: Any) -> bool:
+        return event.step >= first and any(x.HasField("simple_value") for x in event.summary.value)

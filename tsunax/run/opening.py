@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from tsunax._core import PyTree, Step, StrPath, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.data import Batches
-from tsunax.errors import WrongTypeError, warn
+from tsunax.errors import CheckpointError, WrongTypeError, warn
 from tsunax.hyper import hyperparams
 from tsunax.microbatches import indivisible
 from tsunax.program import TrainStep
@@ -53,17 +54,26 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = logged_step(state, restored.step or 0)
-    if restored.history is not None and not (is_in_hand and history is not None):
-        history = History.of(restored.history)
+    saved_history, memory = _parts_of_fit(restored, saver)
+    if saved_history is not None and not (is_in_hand and history is not None):
+        history = saved_history
     history = History() if history is None else history
     options.clock.go_on(history.time)
-    fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    fitting = Fit(step, state, data, options, history, memory, start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
+    if fitting.is_resumed and not is_in_hand and restored.script is not None:
+        fitting.has_ended = bool(before.get("has_ended", False))
+        match before.get("stop"):
+            case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
+                fitting.run.stop(reason)
+            case _:  # the run did not stop; or the script has another goal or other callbacks
+                pass
     if restored.step is not None:
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
     _check_last_batch(fitting, innermost(data))
-    if restored.step is not None:
+    fitting.compare()
+    if restored.step is not None and not fitting.has_nothing_to_do():
         history.mark("restart", start)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
@@ -71,7 +81,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         fitting.boundaries.script = {**script, **began}
     elif saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
-        if not options.goal.reached(start, fitting.feed.epoch):
+        if not fitting.has_nothing_to_do():
             for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
@@ -83,6 +93,24 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if saver is not None and restored.step is not None:
         bar.note(f"resumed from {saver.path}, step {start}")
     return fitting
+
+
+def _parts_of_fit(restored: Restored, saver: Any) -> tuple[History | None, dict[str, Any]]:
+    """The history and the memory of callbacks; CheckpointError for values of one's own loop."""
+    data, name = restored.data, "data"
+    try:
+        if data is not None:
+            _ = operator.index(data["epoch"]), operator.index(data["position"])
+        name = "callbacks"
+        callbacks = {} if restored.callbacks is None else restored.callbacks
+        memory = {key: {**x} for key, x in callbacks.items()}
+        name, saved = "history", restored.history
+        return None if saved is None else History.of(saved), memory
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what, got = f"{name} of a checkpoint", f"{trees.describe(getattr(restored, name)):.200}"
+        fix = "Restore the state with Checkpoints.restore, and give fit another path."
+        where, expected = str(saver.path / str(restored.step)), "what fit saves"
+        raise CheckpointError(what, where, got, expected, fix) from error
 
 
 def _check_last_batch(fitting: Fit, data: Any) -> None:
@@ -101,13 +129,16 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
         raise indivisible(data.tail_rows, step.accumulate, which)
 
 
-def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
-    """What a logger is told at the start; `closed` is the result of `History.reopen`."""
+def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
+    """What a logger is told at the start; for `has_closing_row` see `RowLog.reopen`."""
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
-    if fitting.is_resumed:  # a log's rows from there on are not those of an uninterrupted run
-        found["rows_from"] = start + (closed != start)
+    saver = fitting.options.saver
+    if saver is not None and saver.run_id:
+        # rows from there on are of a process that ended before it saved them; and the row that only
+        # an end has. A row of step 0 is made again by a run that begins
+        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not has_closing_row)}
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     for at, s in training_states(state).items():
@@ -119,20 +150,27 @@ def settings(fitting: Fit, closed: int | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def told(fitting: Fit, closed: int | None) -> Iterator[None]:
-    """Loggers told of the run, and closed whatever happens."""
+def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
+    """Loggers told of the run; after an error they get its last rows, and are closed."""
     with contextlib.ExitStack() as stack:
         for logger in fitting.options.loggers:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
-                logger.start(settings(fitting, closed))
-        yield
+                logger.start(settings(fitting, has_closing_row))
+        try:
+            yield
+        except BaseException as error:
+            fitting.rescue(error)
+            raise
 
 
 def nothing_to_do(fitting: Fit) -> str:
     """What is said of a goal that a run has reached before its first step."""
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
+    if saver is not None and run.stopped:
+        fix = "to train on, give another goal or other callbacks"
+        return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"
     if saver is not None and fitting.boundaries.saved is not None:

@@ -111,6 +111,7 @@ class RowLog:
     told_step: int = -1  # of the row that the loggers were given last
     # what makes the row of the newest step, if it has none
     last: tuple[Callable[[], Mapping[str, Any]], int] | None = None
+    is_closed: bool = False  # whether further numbers belong to the end of the run alone
 
     def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
         """Rows for the history, and for the loggers but the last one: it may not be whole yet."""
@@ -132,16 +133,39 @@ class RowLog:
         self.begin(step)
         self.run.row |= row
         self.run.metrics |= row
-        self.run.history.add(row, step)
+        self.record(row, step)
+
+    def record(self, row: Mapping[str, float], step: int) -> None:
+        """Add numbers to the history: a run that continues keeps none of those of its end."""
+        history = self.run.history
+        (history.close if self.is_closed else history.add)(row, step)
+
+    def reopen(self, step: int, is_over: bool) -> bool:
+        """Take out of the history what only the end of the run has, because the run continues.
+
+        Returns whether the row of this `step` is another one now, or was saved before loggers had
+        it, because only the end of the run is missing: then they get it once more.
+        """
+        run, history = self.run, self.run.history
+        closing_step, numbers = history.reopen()
+        run.metrics = {name: history.last(name) for name in history.names}
+        if closing_step != step and not is_over:
+            return False
+        if numbers:  # the row of the end again, if the run ends before its next step
+            self.last = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
+        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
+        self.step, run.row = step, {name: x for name, (i, x) in newest.items() if i == step}
+        return True
 
     def close(self) -> None:
         """Add the row of the last step, whatever `log_every` is. Loggers get one row of a step."""
+        self.is_closed = True
         if self.last is None:
             return
         (row_of, step), self.last = self.last, None
         row = {name: float(x[0]) for name, x in row_of().items()}
-        self.run.history.close(row, step)
         if step == self.told_step:
+            self.record(row, step)
             self.run.metrics |= row
         else:
             self.add(row, step)
@@ -162,6 +186,12 @@ class RowLog:
         for logger in self.loggers if row else ():
             with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)
+
+    def sync(self) -> None:
+        """Put the rows on the disk: a run that resumes here does not log them again."""
+        for logger in self.loggers:
+            if callable(sync := getattr(logger, "sync", None)):
+                sync()
 
 
 def with_state(error: Any, run: Run) -> Any:
