@@ -618,8 +618,8 @@ def batch_norm():
     outputs, n = norm(X, use_running_average=False), len(X)
     unbiased = 0.9 + 0.1 * X.var(0, ddof=1)
     normal = (X - X.mean(0)) / np.sqrt(X.var(0) + 1e-5)
-    here = 0.9 + (norm.var.get_value() - 0.9) * n / (n - 1)
-    return (0.1 * X.mean(0), unbiased, normal), (norm.mean.get_value(), here, outputs)
+    here = 0.9 + (norm.var[...] - 0.9) * n / (n - 1)
+    return (0.1 * X.mean(0), unbiased, normal), (norm.mean[...], here, outputs)
 
 
 def annealed():

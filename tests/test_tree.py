@@ -376,6 +376,16 @@ def test_does_every_function_take_a_printed_path_with_a_slash(tmp_path):
     assert float(back["head/~/linear_0"]["w"][0]) == 1 and float(back["body"]["w"][0]) == 0
 
 
+def test_does_the_last_match_of_a_list_decide():
+    tree = {"a": {"b": 1.0, "c": 2.0}, "d": 3.0}
+    for where, expected in {
+        ("!a/b", "**"): [1.0, 2.0, 3.0],
+        ("**", "!a/b"): [2.0, 3.0],
+        ("**", "!a/*", "a/c"): [2.0, 3.0],
+    }.items():
+        assert trees.take(tree, patterns.select(list(where), tree)) == expected, where
+
+
 def test_are_components_matched_with_case_and_in_full():
     assert patterns.select("Bias", {"Bias": 1.0, "bias": 2.0, "bias2": 3.0}) == (True, False, False)
     assert patterns.select("[[]w]", {"[w]": 1.0, "w": 2.0}) == (True, False)
