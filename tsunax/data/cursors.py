@@ -327,7 +327,8 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    is_pair = isinstance(data, tuple | list) and len(data) > 0 and all(map(trees.is_array, data))
+    is_plain = type(data) is list or isinstance(data, tuple)  # a user's list counts its readers
+    is_pair = is_plain and len(data) > 0 and all(map(trees.is_array, data))
     if is_pair and isinstance(data, list):  # of batches, unless they look like inputs and targets
         rows = {np.shape(x)[:1] for x in data}
         is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
