@@ -19,7 +19,7 @@ from tsunax.state import donated
 from tsunax.states import COUNTED, numbers_of
 from tsunax.step import StepInfo
 
-# Columns of one name: of 1,000 classes or members. A matrix with more of them would fill the memory.
+# Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
 MOST_COLUMNS = 1000
 ADJUSTED = "adjusted hyperparameters"  # the key of their names in the memory of callbacks
 
