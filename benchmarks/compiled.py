@@ -166,21 +166,26 @@ def problems():
     }  # fmt: skip
 
 
-def programs_of(name: str, topology: str) -> dict[str, Counts]:
+VARIANTS = {"tsunax": {}, "tsunax, no norms": {"norms": False},
+            "tsunax, no norms, no verdict": {"norms": False, "on_nonfinite": "ignore"}}  # fmt: skip
+CONTENDERS = (*(f"by hand, {kind}" for kind in ("bare", "early", "same information")), *VARIANTS)
+
+
+def programs_of(name: str, topology: str, contenders=CONTENDERS) -> dict[str, Counts]:
     """The counts of the step by hand, of ours and of its variants, on one device."""
     init, loss_fn, tx, rule, batch = problems()[name]
     mesh = ts.mesh(devices=ts.devices.topology(topology)[:1])
     params, batch = shapes_on(mesh, jax.eval_shape(init)), shapes_on(mesh, jax.eval_shape(batch))
     opt_state = shapes_on(mesh, jax.eval_shape(tx.init, params))
-    counts = {}
-    for kind in ("bare", "early", "same information"):
-        step = jax.jit(functools.partial(step_by_hand, kind, loss_fn, tx), donate_argnums=(0, 1))
-        counts[f"by hand, {kind}"] = counts_of(step.lower(params, opt_state, batch))
     state = ts.shard(lambda: ts.setup(rule, init()), mesh)
-    options = {"tsunax": {}, "tsunax, no norms": {"norms": False},
-               "tsunax, no norms, no verdict": {"norms": False, "on_nonfinite": "ignore"}}  # fmt: skip
-    for contender, chosen in options.items():
-        counts[contender] = counts_of(ts.train_step(loss_fn, **chosen).lower(state, batch))
+    counts = {}
+    for contender in contenders:
+        if contender in VARIANTS:
+            lowered = ts.train_step(loss_fn, **VARIANTS[contender]).lower(state, batch)
+        else:
+            function = functools.partial(step_by_hand, contender.removeprefix("by hand, "), loss_fn, tx)
+            lowered = jax.jit(function, donate_argnums=(0, 1)).lower(params, opt_state, batch)
+        counts[contender] = counts_of(lowered)
     return counts
 
 

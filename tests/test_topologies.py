@@ -1,5 +1,6 @@
 """Programs for devices that are not here: the communication of a step is that of the same step by hand."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import tsunax as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tsunax.devices.gpu_topologies import CARDS
 
 import helpers
 
@@ -151,6 +153,99 @@ def test_without_libtpu(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "libtpu", None)
     with pytest.raises(ts.errors.MissingLibraryError, match=re.escape("pip install 'jax[tpu]>=0.7.2'")):
         ts.devices.topology("v5e:2x4")
+
+
+# --- GPUs, by the CUDA plugin of JAX ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    helpers.need("jax_cuda13_plugin")
+    return ts.devices.topology("h100:8")
+
+
+def test_gpus_that_are_not_here(gpus):
+    assert [x.device_kind for x in gpus] == ["NVIDIA H100 80GB HBM3"] * 8
+    mesh = ts.mesh(data=1, fsdp=8, devices=gpus)
+    state = ts.shard(lambda: ts.setup(ts.rules.adam(1e-3), init()), mesh)
+    about = ts.describe(ts.train_step(loss_fn), state, BATCH)
+    bytes_of_params = LAYERS * 2 * 4 * WIDTH**2 * 4
+    assert about.memory.state == pytest.approx(3 * bytes_of_params / 8, rel=0.01)
+    assert about.aliased == about.donated > 0 and about.devices == 8
+    assert {c.kind for c in about.communication} >= {"all-gather", "reduce-scatter"}
+    assert "compiled without the card: products are not tuned" in " ".join(str(about).split())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["h200", "a100", "l4", "h100:2x8"])
+def test_the_cards_and_their_memory(gpus, name):
+    devices = ts.devices.topology(name)
+    assert len(devices) == (16 if "x" in name else 1)
+    card = CARDS[name.partition(":")[0]]
+    state = ts.shard(lambda: ts.setup(ts.rules.adam(1e-3), init()), ts.mesh(devices=devices[:1]))
+    size, report = ts.find_batch_size(ts.train_step(loss_fn), state, BATCH, max_size=1024)
+    assert size == 1024 and f"the memory of a {card.description}" in str(report)
+
+
+def test_cards_that_the_compiler_does_not_have(gpus):
+    with pytest.raises(ts.errors.DeviceError, match=r"topology at 'h100:0': got .*, expected a topology that"):
+        ts.devices.topology("h100:0")
+    if importlib.util.find_spec("libtpu"):
+        with pytest.raises(ts.errors.DeviceError, match=r"expected one of libtpu, such as .*, or of h100, h200, a100"):
+            ts.devices.topology("h1000")
+
+
+def test_without_the_plugin(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jax_cuda13_plugin", None)
+    with pytest.raises(ts.errors.MissingLibraryError, match=r"pip install .*the extra 'gpu-compile' of tsunax"):
+        ts.devices.topology("h100:8")
+
+
+# What the default step moves over the bare step by hand, its kernels and megabytes of temporary memory, in a program
+# for an H100 (`python -m benchmarks compiled`): as they are today, and a little room for other versions of XLA.
+CEILINGS = {
+    "tiny MLP": (1.50, 28, 0.05),
+    "wide MLP": (1.60, 55, 102.0),
+    "200 leaves": (1.22, 620, 0.2),
+    "tables under Adagrad": (1.24, 14, 24.0),
+    "GPT of 2 layers": (1.10, 165, 445.0),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", CEILINGS)
+def test_programs_for_a_gpu_move_no_more_than_they_did(gpus, name):
+    from benchmarks import compiled
+
+    with jax.numpy_rank_promotion("allow"):
+        counts = compiled.programs_of(name, "h100", contenders=("by hand, bare", "tsunax"))
+    ours, bare = counts["tsunax"], counts["by hand, bare"]
+    ratio, kernels, temporary = CEILINGS[name]
+    assert ours.megabytes <= ratio * bare.megabytes and ours.kernels <= kernels and ours.temporary <= temporary, counts
+    assert ours.copied == ours.callbacks == ours.conditionals == 0
+
+
+@pytest.mark.medium
+def test_on_a_gpu_the_loop_of_fit_is_one_graph(gpus, tmp_path):
+    """XLA writes its commands: all of the loop is in a command buffer, which becomes a CUDA graph."""
+    source = """
+import jax
+from benchmarks import compiled
+init, loss_fn, _, rule, batch = compiled.problems()["tiny MLP"]
+mesh = compiled.ts.mesh(devices=compiled.ts.devices.topology("h100"))
+shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape), x.dtype), jax.eval_shape(batch))
+state = compiled.ts.shard(lambda: compiled.ts.setup(rule, init()), mesh)
+compiled.loop_program(compiled.ts.train_step(loss_fn), state, compiled.shapes_on(mesh, shapes)).compile()
+"""
+    env = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", source], env=env, check=True, cwd=ROOT, capture_output=True)
+    (path,) = tmp_path.glob("*train_steps.thunk_sequence_after_thunk_passes.txt")
+    lines = path.read_text().splitlines()
+    indent = lambda line: len(line) - len(line.lstrip())
+    (loop,) = (i for i, line in enumerate(lines) if "kWhile" in line)
+    outside = [line for line in lines[:loop] if indent(line) < indent(lines[loop])]
+    assert any("kCommandBuffer" in line for line in outside), lines[: loop + 1]
 
 
 def test_shapes_on_a_mesh_that_is_here():
