@@ -168,8 +168,8 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
     parts = list(parts.values() if isinstance(parts, Mapping) else parts)
     for i, part in enumerate(parts):
         if not isinstance(part, Batches) or part.resident is not None:
-            expected = "ts.batches(...) without a device"
-            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected)
+            expected, fix = "ts.batches(...) without a device", "Of JAX arrays: ts.to_host(arrays)."
+            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected, fix)
     if not parts:
         raise DataError("parts", "interleave()", "none", "one at least")
     return Interleaved(parts, seed)
