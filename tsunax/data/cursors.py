@@ -301,6 +301,7 @@ def as_source(data: Iterable[PyTree]) -> Source:
     if isinstance(data, Source):
         return data
     is_pair = isinstance(data, tuple) and data != () and all(map(trees.is_array, data))
+    is_pair |= hasattr(data, "_fields")  # a NamedTuple is one batch
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
