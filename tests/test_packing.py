@@ -214,6 +214,7 @@ def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
         (lambda: ts.data.pad([([1], 2), ([1, 2], 2.0)], [2]), r"^sequences\[1\]\[1\] at pad\(\): got float64\[\], expected int64\[\], as the first"),
         (lambda: ts.data.pad([[[1, 2], 3]], [2]), r"^sequences\[0\] at pad\(\): got ValueError .*expected arrays. Give several arrays"),
         (lambda: ts.data.pad([(1, np.float32(2)), 3], [2]), r"^sequences\[1\] at pad\(\): got int64\[\], expected float64\[2\]"),
+        (lambda: ts.data.pad([3, [1, 2]], [2]), r"^sequences\[0\] at pad\(\): got int64\[\], expected"),
         (lambda: ts.data.pack([([1, 2], 0), ([1], 1)], 4), r"^sequences\[0\]\[1\] at pack\(\): got one for a record, expected one for each token. Repeat"),
         (lambda: ts.data.interleave([]), r"^parts at interleave\(\): got none"),
         (lambda: ts.data.interleave([[np.ones(2)]]), r"^parts\[0\] at interleave\(\): got list of 1"),

@@ -184,7 +184,8 @@ def _checked(sequences: list[PyTree], length: int, where: str) -> _Records:
         at = lambda j, i=i: f"sequences[{i}]{_paths(sequences[i])[j]}"
         for j, (x, like, is_sequence) in enumerate(zip(leaves, first, are_sequences, strict=True)):
             axis = 1 if is_sequence else 0
-            if x.ndim != like.ndim or x.shape[axis:] != like.shape[axis:] or x.dtype != like.dtype:
+            facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
+            if facts(x) != facts(like) or x.ndim < axis:
                 but = " but for its length" if is_sequence else ""
                 expected = f"{trees.describe(like)}{but}, as the first one"
                 raise DataError(at(j), where, trees.describe(x), expected)
