@@ -247,6 +247,17 @@ def test_arrays_that_are_on_a_device_stay_there(shuffle):
     assert all(isinstance(x, np.ndarray) for batch in batches(free, 5) for x in jax.tree.leaves(batch))
 
 
+def test_records_that_are_on_a_device_stay_there():
+    class Placed:
+        __len__ = lambda self: N
+        __getitem__ = lambda self, i: {"x": there[i], "i": i, "free": jnp.float32(i)}
+
+    there = ts.to_device(ARRAYS["x"], jax.devices()[3])
+    for batch, expected in zip(batches(Placed(), 5, shuffle=True), batches(ARRAYS, 5, shuffle=True), strict=True):
+        assert batch["x"].devices() == {jax.devices()[3]} and isinstance(batch["free"], np.ndarray)
+        np.testing.assert_array_equal(batch["x"], expected["x"])
+
+
 def test_arrays_on_the_cpu_are_on_the_host_beside_an_accelerator(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for arrays in (ts.to_device(ARRAYS, jax.devices()[3]), jax.tree.map(jnp.asarray, ARRAYS)):
