@@ -236,6 +236,59 @@ def test_a_process_has_its_own_part_by_default(monkeypatch):
 # --- many at once, on the device --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_that_are_on_a_device_stay_there(shuffle):
+    """One of several CPU devices counts as an accelerator does."""
+    there = jax.devices()[3]
+    expected = [*batches(ARRAYS, 5, shuffle=shuffle)]
+    for arrays in (ts.to_device(ARRAYS, there), {**ARRAYS, "x": ts.to_device(ARRAYS["x"], there)}):
+        data = batches(arrays, 5, shuffle=shuffle)
+        got = [*data]
+        assert all(x.devices() == {there} for x in jax.tree.leaves(got)) and data.resident is not None
+        assert_same(got, expected)
+    free = jax.tree.map(jnp.asarray, ARRAYS)  # where JAX puts them by default: on the CPU that is the host
+    assert all(isinstance(x, np.ndarray) for batch in batches(free, 5) for x in jax.tree.leaves(batch))
+
+
+def test_records_that_are_on_a_device_stay_there():
+    class Placed:
+        __len__ = lambda self: N
+        __getitem__ = lambda self, i: {"x": there[i], "i": i, "free": jnp.float32(i)}
+
+    there = ts.to_device(ARRAYS["x"], jax.devices()[3])
+    for batch, expected in zip(batches(Placed(), 5, shuffle=True), batches(ARRAYS, 5, shuffle=True), strict=True):
+        assert batch["x"].devices() == {jax.devices()[3]} and isinstance(batch["free"], np.ndarray)
+        np.testing.assert_array_equal(batch["x"], expected["x"])
+
+
+def test_arrays_on_the_cpu_are_on_the_host_beside_an_accelerator(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for arrays in (ts.to_device(ARRAYS, jax.devices()[3]), jax.tree.map(jnp.asarray, ARRAYS)):
+        assert batches(arrays, 5).resident is None
+
+
+def test_arrays_on_several_devices_are_read_back_with_a_warning():
+    mesh = ts.mesh(devices=jax.devices()[:2])
+    spread = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    apart = [ts.to_device(np.arange(8), device) for device in jax.devices()[:2]]
+    for arrays in (spread, apart):
+        with pytest.warns(UserWarning, match=r"those on 2 devices are read back .* batches\(\.\.\., device=mesh\)"):
+            data = batches(arrays, 4)
+        assert jax.tree.leaves([*data])[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["host", "device", "mesh"])
+def test_training_on_arrays_of_a_device_has_the_bits_of_training_on_the_host(where):
+    rows, there = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), jax.devices()[1]
+    states = []
+    for arrays in ({"x": rows}, ts.to_device({"x": rows}, there)):
+        state = ts.setup(ts.rules.adam(0.1), {"w": np.ones(2, np.float32)}, device=there if where == "device" else None)
+        state = ts.shard(state, ts.mesh(devices=jax.devices()[:2])) if where == "mesh" else state
+        data = batches(arrays, 4, shuffle=True)
+        states.append(ts.fit(STEP, state, data, steps=6, progress=False)[0])
+    assert_trees_equal(states[0].params, states[1].params)
+
+
 @pytest.mark.parametrize("device", [None, True])
 def test_take_stacks_the_next_batches(device):
     one, many = batches(ARRAYS, 5, shuffle=True, device=device), batches(ARRAYS, 5, shuffle=True, device=device)

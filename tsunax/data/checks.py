@@ -7,16 +7,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import PyTree, checks, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax.errors import DataError, WrongTypeError
 
 _NUMBERS = (np.number, np.bool_, jax.dtypes.prng_key)
 
 
+def is_graphs(x: Any) -> bool:
+    """Whether it is a batch of graphs as jraph has them: `GraphsTuple`, or a class like it."""
+    return all(hasattr(x, name) for name in ("senders", "receivers", "n_node"))
+
+
 def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     """The number of rows of a batch, the same in every leaf; DataError, WrongTypeError, StateError.
+
+    Graphs of jraph have rows of nodes, edges and graphs: those of `n_node` count.
 
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
     8
@@ -24,11 +32,10 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     Traceback (most recent call last):
     tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], ...
     """
-    leaves = [] if isinstance(batch, Iterator) else list(trees.leaves_at(root, batch))
-    if not leaves:
-        raise DataError(root, where, trees.describe(batch), "a tree of arrays")
+    is_whole = lambda x: root == "batch" and is_graphs(x)  # arrays are cut into rows
+    nodes = [] if isinstance(batch, Iterator) else _nodes_at(root, batch, is_whole)
     rows: dict[int, str] = {}
-    for place, leaf in leaves:
+    for node, place, leaf in nodes:
         at = f"{place}, {where}" if where else place
         checks.check_alive(leaf, at)
         shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
@@ -41,7 +48,10 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
             got = f"a scalar, {trees.describe(leaf)}"
             fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)"
             raise DataError("leaf", at, got, "rows along axis 0", f"{fix}.")
-        rows.setdefault(shape[0], place)
+        if not is_whole(node) or leaf is node.n_node:
+            rows.setdefault(shape[0], place)
+    if not rows:
+        raise DataError(root, where, trees.describe(batch), "a tree of arrays")
     if len(rows) > 1:
         found = ", ".join(f"{n} in {place}" for n, place in rows.items())
         fix = "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself."
@@ -50,6 +60,14 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     if 0 in rows:
         raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
     return next(iter(rows))
+
+
+def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, str, Any]]:
+    """Each leaf with its place, and the node that it belongs to: one that is whole, or itself."""
+    at = lambda *path: trees.access_str(root, sum(path, ()))
+    flat = lambda node, **options: jtu.tree_flatten_with_path(node, **options)[0]
+    nodes = flat(batch, is_leaf=is_whole)
+    return [(node, at(path, inner), x) for path, node in nodes for inner, x in flat(node)]
 
 
 def _lost(x: Any) -> tuple[str, str, str] | None:

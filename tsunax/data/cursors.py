@@ -334,6 +334,7 @@ def as_source(data: Iterable[PyTree]) -> Source:
         is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
             {(x.shape[1:], x.dtype) for x in data}
         )
+    is_pair |= hasattr(data, "_fields")  # a NamedTuple is one batch
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, trees
-from tsunax.data.checks import check_batch
+from tsunax.data.checks import check_batch, is_graphs
 from tsunax.errors import DataError, WrongTypeError
 
 NODE, EDGE, GRAPH = range(3)  # what a field has one of for each
@@ -36,14 +36,13 @@ class Graphs(NamedTuple):
     mask: np.ndarray  # bool (rows, graphs): where there is a graph
 
 
-def pack_graphs(
-    items: Sequence[Mapping[str, PyTree]], *, nodes: int, edges: int, graphs: int
-) -> Graphs:
+def pack_graphs(items: Sequence[PyTree], *, nodes: int, edges: int, graphs: int) -> Graphs:
     """Graphs packed into rows of at most so many `nodes`, `edges` and `graphs`.
 
     Each item is `{"nodes", "edges", "globals", "senders", "receivers"}`: trees of arrays with one
     row for each node and for each edge, a tree for the graph (its target, say), and two integers an
-    edge; `edges` and `globals` may be missing. Each goes into the first row that has room for it.
+    edge; `edges` and `globals` may be missing. Or it is a `GraphsTuple` of jraph with one graph.
+    Each goes into the first row that has room for it.
 
     Receivers and graphs of padding are out of range, so `jax.ops.segment_sum(messages, receivers,
     nodes)` and `segment_sum(values, graph_of_node, graphs)` drop it. A loss has one value a graph,
@@ -105,8 +104,21 @@ def _kind(part: Mapping[str, PyTree]) -> PyTree:
     return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[1:]]} each", found)
 
 
+def _of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
+    """A `GraphsTuple` with one graph, whose `globals` have an axis of graphs."""
+    if np.size(graphs.n_node) != 1:
+        fix = "jraph.unbatch(graphs) is a list of them, each alone."
+        raise DataError(where, "pack_graphs()", f"{np.size(graphs.n_node)} graphs", "one", fix)
+    names = ("nodes", "edges", "senders", "receivers")
+    fields = {name: getattr(graphs, name, None) for name in names}
+    fields["globals"] = jax.tree.map(lambda x: x[0], getattr(graphs, "globals", None))
+    return {name: field for name, field in fields.items() if field is not None}
+
+
 def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     """A graph as arrays with one row for each node, edge and graph."""
+    if is_graphs(item):
+        item = _of_jraph(item, where)
     needed, most, by = {"nodes", "senders", "receivers"}, {"edges", "globals"}, "pack_graphs()"
     if not isinstance(item, Mapping) or not needed <= item.keys() <= needed | most:
         expected = "{'nodes', 'senders', 'receivers'}, and perhaps 'edges' and 'globals'"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tsunax._core import Device, Function, PyTree, Scalar, device_kinds
+from tsunax._core import Device, Function, PyTree, Scalar, device_kinds, trees
 from tsunax._core.placement import data_axes
-from tsunax.errors import DataError
+from tsunax.errors import DataError, warn
 
 
 def placement(device: Device, where: str) -> Device:
@@ -21,6 +22,27 @@ def placement(device: Device, where: str) -> Device:
     if isinstance(device, Mesh):
         return NamedSharding(device, PartitionSpec(data_axes(device)))
     return device_kinds.as_sharding(device, where)
+
+
+def device_of_arrays(leaves: Sequence[PyTree]) -> Device:
+    """Where the arrays of data stay: the device on which JAX arrays of them are; None for the host.
+
+    Arrays on the CPU are on the host, unless they were put on one of several CPU devices and JAX
+    has no others. Warns of arrays on several devices, which are read back.
+    """
+    arrays = list(filter(trees.is_placed, leaves))
+    if not arrays or not all(map(trees.is_array, leaves)):
+        return None  # before JAX starts
+    backend = jax.default_backend()
+    on_backend = lambda x: next(iter(x.devices())).platform == backend
+    if not (arrays := [x for x in arrays if on_backend(x) and (x.committed or backend != "cpu")]):
+        return None
+    devices = set[Device]().union(*(x.devices() for x in arrays))
+    if len(devices) > 1:
+        text = f"arrays at batches(): those on {len(devices)} devices are read back to the host"
+        warn(f"{text}. To have all of them on each device, give batches(..., device=mesh).")
+        return None
+    return SingleDeviceSharding(devices.pop()) if any(x.committed for x in arrays) else True
 
 
 def spans_processes(device: Device) -> bool:

@@ -11,19 +11,20 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.tree_util as jtu
 import numpy as np
-from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import PyTree, TreeDef, checks, trees
 from tsunax.data import order
 from tsunax.data.batching import Batches, Positioned
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, WrongTypeError, told
 
 
 class Packed(NamedTuple):
     """Sequences in rows of one length, see `pack`."""
 
-    values: np.ndarray  # (rows, length, ...); 0 where there is none
+    values: PyTree  # (rows, length, ...); 0 where there is none
     segments: np.ndarray  # int32 (rows, length): 1, 2, ... for the sequences of a row; 0 for none
     positions: np.ndarray  # int32 (rows, length): within its sequence
 
@@ -31,16 +32,30 @@ class Packed(NamedTuple):
 class Padded(NamedTuple):
     """Sequences of one length, see `pad`."""
 
-    values: np.ndarray  # (n, length, ...); 0 where there is none
+    # (n, length, ...), 0 where there is none; what a record has once, such as a label, (n, ...)
+    values: PyTree
     mask: np.ndarray  # bool (n, length): where there is some
+    indices: np.ndarray  # int32 (n,): row i is `sequences[indices[i]]`; increasing
 
 
-def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
+class _Records(NamedTuple):
+    """Sequences as arrays."""
+
+    leaves: list[list[np.ndarray]]  # those of each record
+    treedef: TreeDef  # of a record
+    are_sequences: list[bool]  # for each leaf; others are there once for a record
+    lengths: list[int]  # of each record
+
+
+def pack(sequences: Sequence[PyTree], length: int) -> Packed:
     """Pack `sequences` into rows of `length`, each into the row with the least room for it.
 
     A token attends to those of its own segment, `segments[:, :, None] == segments[:, None, :]`, and
     weighs 1 where `segments > 0`: with `Loss.mean(losses, where)` all tokens count alike, however
     they were packed. `batches(pack(texts, 512), 32)` reads, shuffles and resumes them as arrays.
+
+    Sequences are arrays or lists, or records of several as in `pad`, each of which has one value
+    for each token.
 
     Raises DataError for a sequence that is empty, longer than `length`, or of another kind.
 
@@ -49,12 +64,17 @@ def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
     ([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], [[1, 1, 1, 0, 0], [1, 1, 1, 1, 2]])
     """
     checks.check_count(length, "pack()", "length")
-    arrays = _checked(sequences, length, "pack()")
+    records = _checked(sequences := list(sequences), length, "pack()")
+    if not all(records.are_sequences):
+        path = _paths(sequences[0])[records.are_sequences.index(False)]
+        fix = "Repeat it: np.full(len(tokens), label). Or use ts.data.pad."
+        expected = "one for each token"
+        raise DataError("sequences[0]" + path, "pack()", "one for a record", expected, fix)
     counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
     # how much room rows have, in order; the rows with so much
     rooms, rows = [length], {length: [0]}
-    for x in arrays:
-        room = rooms[i := bisect.bisect_left(rooms, len(x))]
+    for n in records.lengths:
+        room = rooms[i := bisect.bisect_left(rooms, n)]
         row = rows[room].pop()
         if row == len(counts):
             counts.append(0)
@@ -63,61 +83,121 @@ def pack(sequences: Sequence[ArrayLike], length: int) -> Packed:
             del rooms[i]
         counts[row] += 1
         places.append((row, length - room, counts[row]))
-        if left := room - len(x):
+        if left := room - n:
             if not rows.setdefault(left, []):
                 bisect.insort(rooms, left)
             rows[left].append(row)
-    values = np.zeros((len(counts), length, *arrays[0].shape[1:]), arrays[0].dtype)
+    empty = lambda x: np.zeros((len(counts), length, *x.shape[1:]), x.dtype)
+    values = list(map(empty, records.leaves[0]))
     segments, positions = np.zeros((2, len(counts), length), np.int32)
-    for x, (row, at, segment) in zip(arrays, places, strict=True):
-        part = row, slice(at, at + len(x))
-        values[part], segments[part], positions[part] = x, segment, np.arange(len(x))
-    return Packed(values, segments, positions)
+    for n, leaves, (row, begin, segment) in zip(
+        records.lengths, records.leaves, places, strict=True
+    ):
+        part = row, slice(begin, begin + n)
+        segments[part], positions[part] = segment, np.arange(n)
+        for out, x in zip(values, leaves, strict=True):
+            out[part] = x
+    return Packed(records.treedef.unflatten(values), segments, positions)
 
 
-def pad(sequences: Sequence[ArrayLike], lengths: Sequence[int]) -> dict[int, Padded]:
+def pad(sequences: Sequence[PyTree], lengths: Sequence[int]) -> dict[int, Padded]:
     """Pad `sequences` to the least of `lengths` that holds them: `{length: Padded}`.
 
     For `interleave`: `[batches(x, 4096 // n) for n, x in pad(texts, [64, 128, 256]).items()]` has
     about as many tokens in each batch. Lengths that no sequence needs are left out.
 
+    Each sequence is an array or a list, or a record of several: a dict, or a tuple such as
+    `(tokens, label)`. Leaves whose lengths differ between records are padded, and need the same
+    length within a record; other leaves are there once for a record. If no length differs, all
+    leaves that have an axis are padded.
+
+    Rows are in the order of `sequences`, and `indices` are their numbers there, also in shuffled
+    batches: `results[batch.indices] = predictions` puts results in the order of the sequences.
+
     Raises DataError as `pack`.
 
     >>> {n: x.values.tolist() for n, x in pad([[1, 2, 3], [4], [5, 6]], [2, 4]).items()}
     {2: [[4, 0], [5, 6]], 4: [[1, 2, 3, 0]]}
+    >>> part = pad([([1, 2, 3], 0), ([4], 1), ([5, 6], 1)], [2, 4])[2]
+    >>> [x.tolist() for x in part.values], part.indices.tolist()
+    ([[[4, 0], [5, 6]], [1, 1]], [1, 2])
     """
     lengths = sorted(np.ravel(lengths).tolist())
-    arrays = _checked(sequences, lengths[-1] if lengths else 0, "pad()")
-    found: dict[int, list[np.ndarray]] = {n: [] for n in lengths}
-    for x in arrays:
-        found[lengths[np.searchsorted(lengths, len(x))]].append(x)
-    return {n: _padded(part, n) for n, part in found.items() if part}
+    records = _checked(list(sequences), lengths[-1] if lengths else 0, "pad()")
+    parts: dict[int, list[int]] = {n: [] for n in lengths}
+    for i, n in enumerate(records.lengths):
+        parts[lengths[np.searchsorted(lengths, n)]].append(i)
+    return {n: _padded(records, part, n) for n, part in parts.items() if part}
 
 
-def _padded(arrays: list[np.ndarray], length: int) -> Padded:
-    values = np.zeros((len(arrays), length, *arrays[0].shape[1:]), arrays[0].dtype)
-    for row, x in zip(values, arrays, strict=True):
-        row[: len(x)] = x
-    return Padded(values, np.arange(length) < np.array([len(x) for x in arrays])[:, None])
+def _padded(records: _Records, part: list[int], length: int) -> Padded:
+    columns = zip(*(records.leaves[i] for i in part), strict=True)
+    values = []
+    for is_sequence, column in zip(records.are_sequences, columns, strict=True):
+        if not is_sequence:
+            values.append(np.stack(column))
+            continue
+        values.append(np.zeros((len(part), length, *column[0].shape[1:]), column[0].dtype))
+        for row, x in zip(values[-1], column, strict=True):
+            row[: len(x)] = x
+    mask = np.arange(length) < np.array([records.lengths[i] for i in part])[:, None]
+    return Padded(records.treedef.unflatten(values), mask, np.array(part, np.int32))
 
 
-def _checked(sequences: Sequence[ArrayLike], length: int, where: str) -> list[np.ndarray]:
-    arrays = [np.asarray(x) for x in sequences]
-    if not arrays:
+def _is_array(x: Any) -> bool:
+    """Whether it is one leaf of a record: an array, a number, or a list or tuple of numbers."""
+    if isinstance(x, np.ndarray | list) or jtu.all_leaves([x]):
+        return True
+    is_plain = isinstance(x, tuple) and not hasattr(x, "_fields")
+    return is_plain and not any(hasattr(element, "__len__") for element in x)
+
+
+def _paths(record: PyTree) -> list[str]:
+    keyed = jtu.tree_flatten_with_path(record, is_leaf=_is_array)[0]
+    return [trees.access_str("", path) for path, _ in keyed]
+
+
+def _checked(sequences: list[PyTree], length: int, where: str) -> _Records:
+    if not sequences:
         raise DataError("sequences", where, "none", "one at least")
-    if not arrays[0].ndim:
-        raise DataError(
-            "sequences[0]", where, trees.describe(arrays[0]), "an array with a first axis"
-        )
-    kind = lambda x: (x.shape[1:], x.dtype)
-    for i, x in enumerate(arrays):
-        at = f"sequences[{i}]"
-        if not x.ndim or kind(x) != kind(arrays[0]):
-            expected = f"{trees.describe(arrays[0])} but for its length, as the first one"
-            raise DataError(at, where, trees.describe(x), expected)
-        if not 0 < len(x) <= length:
-            raise DataError(at, where, f"a length of {len(x)}", f"1 to {length}", "Cut it.")
-    return arrays
+    structure, records = jax.tree.structure(sequences[0], is_leaf=_is_array), []
+    for i, x in enumerate(sequences):
+        leaves, treedef = jax.tree.flatten(x, is_leaf=_is_array)
+        if treedef != structure:
+            expected = f"{trees.describe(sequences[0])}, as the first one"
+            raise DataError(f"sequences[{i}]", where, trees.describe(x), expected)
+        try:
+            records.append(list(map(np.asarray, leaves)))
+        except ValueError as error:
+            fix = "Give several arrays of a record in a dict or a tuple."
+            raise DataError(f"sequences[{i}]", where, told(error), "arrays", fix) from error
+    first = records[0]
+    differ = lambda column: len({x.shape[:1] for x in column}) > 1
+    are_sequences = list(map(differ, zip(*records, strict=True)))
+    if not any(are_sequences):
+        are_sequences = [x.ndim > 0 for x in first]
+    if not any(are_sequences):
+        expected = "an array with a first axis"
+        raise DataError("sequences[0]", where, trees.describe(sequences[0]), expected)
+    lengths = []
+    for i, leaves in enumerate(records):
+        at = lambda j, i=i: f"sequences[{i}]{_paths(sequences[i])[j]}"
+        for j, (x, like, is_sequence) in enumerate(zip(leaves, first, are_sequences, strict=True)):
+            axis = 1 if is_sequence else 0
+            facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
+            if facts(x) != facts(like) or x.ndim < axis:
+                but = " but for its length" if is_sequence else ""
+                expected = f"{trees.describe(like)}{but}, as the first one"
+                raise DataError(at(j), where, trees.describe(x), expected)
+        sizes = {len(x): j for j, x in enumerate(leaves) if are_sequences[j]}
+        lengths.append(next(iter(sizes)))
+        if len(sizes) > 1:
+            got = ", ".join(f"a length of {n} at {at(j)}" for n, j in sizes.items())
+            raise DataError(f"sequences[{i}]", where, got, "one length")
+        if not 0 < lengths[-1] <= length:
+            got = f"a length of {lengths[-1]}"
+            raise DataError(f"sequences[{i}]", where, got, f"1 to {length}", "Cut it.")
+    return _Records(records, structure, are_sequences, lengths)
 
 
 class Interleaved(Positioned):
@@ -168,8 +248,8 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
     parts = list(parts.values() if isinstance(parts, Mapping) else parts)
     for i, part in enumerate(parts):
         if not isinstance(part, Batches) or part.resident is not None:
-            expected = "ts.batches(...) without a device"
-            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected)
+            expected, fix = "ts.batches(...) without a device", "Of JAX arrays: ts.to_host(arrays)."
+            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected, fix)
     if not parts:
         raise DataError("parts", "interleave()", "none", "one at least")
     return Interleaved(parts, seed)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
+from tsunax.data import on_devices
 from tsunax.data.checks import check_casts, own
 from tsunax.errors import DataError, told
 
@@ -24,8 +26,10 @@ class Records:
     def read(self, rows: range | np.ndarray) -> PyTree:
         """Records along a new first axis. Raises DataError if structures or shapes differ."""
         records = [jax.tree.map(own, self.data[int(i)]) for i in rows]
+        stays = lambda arrays: on_devices.device_of_arrays(arrays) is not None
+        stack = lambda *arrays: (jnp if stays(arrays) else np).stack(arrays)
         try:
-            batch = jax.tree.map(lambda *rows: np.stack(rows), *records)
+            batch = jax.tree.map(stack, *records)
         except (TypeError, ValueError) as error:
             raise DataError("records", "", told(error), "trees of arrays and numbers") from error
         if not jax.tree.leaves(batch):

@@ -20,7 +20,6 @@ from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike
-from tsunax.run.feed import place_extra
 from tsunax.run.history import flat
 from tsunax.state import TrainState
 
@@ -66,7 +65,7 @@ def evaluate(
     is_ours = isinstance(eval_step, EvalStep)
     pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, rows, home = None, 0, placement.state_sharding(state)
-    extra = place_extra(extra, state)
+    extra = placement.place_extra(extra, state)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, checks, placement, trees
+from tsunax._core import PyTree, placement, trees
 from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data, Positioned
 from tsunax.data.checks import check_batch
@@ -430,13 +430,6 @@ def place(
     if is_on_mesh or is_on_device:
         return placement.put_rows((feed, count), home, axis=1, shared=False)
     return feed, count
-
-
-def place_extra(extra: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
-    """Copies of a step's arguments where the state lives. Raises if JAX cannot take one."""
-    fix = "Bind it to the step instead, with functools.partial."
-    checks.check_arrays(extra, "extra", fix)
-    return placement.replicate(dict(extra), placement.state_sharding(state))
 
 
 @functools.lru_cache(maxsize=128)
