@@ -1219,6 +1219,17 @@ def test_clip_global_norm_has_the_bits_of_optax(max_norm):
     assert_trees_equal(clip(ours), clip(theirs))
 
 
+def test_a_bound_scheduled_to_0_takes_a_zero_gradient():
+    falling = ts.schedules.linear_schedule(1.0, 0.0, 1)
+    for clip in (rules.clip_by_global_norm, rules.clip_by_norm, rules.clip):
+        state = ts.setup(rules.chain(clip(falling), rules.sgd(1.0)), {"w": jnp.ones(2)})
+        for grad in (3.0, 3.0, 0.0):  # the bound is 1, 0, 0
+            state, info = ts.update(state, {"w": jnp.full(2, grad)})
+            assert bool(info.applied), (clip, grad)
+        left = 1 - (1 if clip is rules.clip else 0.5**0.5)
+        np.testing.assert_allclose(state.params["w"], left, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "rule", [rules.clip_by_global_norm(1.0), rules.clip_by_norm(1.0), rules.clip_by_norm(1.0, p=1)]
