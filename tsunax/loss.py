@@ -319,8 +319,11 @@ def uneven(batch: PyTree) -> str:
     arrays = [(at, np.shape(x)) for at, x in trees.leaves_at("batch", batch) if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
+    if not arrays:
+        fix = "Without a batch leave out what works by row: per_example, mask, a mesh."
+        return message("rows", "batch", "no array", "one with rows", fix)
     found = ", ".join(f"{at} {shape}" for at, shape in arrays[:4])
-    return message("rows", "batch", found or "no arrays", "the same number in every leaf")
+    return message("rows", "batch", found, "the same number in every leaf")
 
 
 def rows_of(batch: PyTree) -> int:
