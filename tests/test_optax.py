@@ -266,7 +266,6 @@ if __name__ == "__main__":
     ("factory", "shape"),
     [
         (functools.partial(optax.sm3, 0.1), ()),
-        (functools.partial(optax.scale_by_sm3, b2=0.9), ()),
         (optax.scale_by_distance_over_gradients, ()),
         (optax.contrib.scale_by_muon, (2, 3)),
     ],

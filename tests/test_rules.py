@@ -1248,6 +1248,28 @@ def test_norms_of_low_precision_gradients_are_float32(rule, dtype):
 # --------------------------------------------------------------------------------------------------------------- decay
 
 
+@pytest.mark.parametrize("where", [["**", "!**/bias"], "body/w", ["body/**", "head/**", "!body/bias"]])
+def test_one_mask_is_shared_by_the_groups_of_a_partition(where):
+    """A pattern of it need not match in each group: the decay is that of one rule for all."""
+    params = {"body": {"w": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"w": jnp.ones(2)}}
+    adamw = lambda: rules.adamw(0.1, weight_decay=0.5, mask=where)
+    chain = lambda: rules.chain(rules.add_decayed_weights(0.5, where), rules.sgd(0.1))
+    nested = lambda make: rules.partition({"head/**": make(), "**": rules.partition({"**/w": make(), "**": make()})})
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for make in (adamw, chain):
+        alone = ts.update(ts.setup(make(), params), grads)[0].params
+        for rule in (rules.partition({"head/**": make(), "**": make()}), nested(make)):
+            state = ts.setup(rule, params)
+            assert_trees_equal(ts.update(state, grads)[0].params, alone)
+            cut = ts.adjust(state, "body/w", learning_rate=0.2)
+            moved = ts.update(ts.freeze(cut, "head/**"), grads)[0].params
+            np.testing.assert_allclose(1 - moved["body"]["w"], 2 * (1 - alone["body"]["w"]), rtol=1e-5)
+            assert float(moved["head"]["w"][0]) == 1
+        wrong = rules.partition({"head/**": make(), "**": rules.adamw(0.1, mask=["**", "!**/bais"])})
+        with pytest.raises(ts.errors.PatternError, match=r"'!\*\*/bais'.*got no match among 3 leaves"):
+            ts.setup(wrong, params)
+
+
 def test_decay_is_of_the_leaves_that_its_pattern_matches():
     rule = rules.chain(rules.add_decayed_weights(0.5, where=["**", "!**/b"]), rules.sgd(1.0))
     expected = jax.tree.map(lambda p, g: g + 0.5 * p, SMALL, GRADS)

@@ -139,13 +139,13 @@ def _decay(place, where, f):
     _patterns.compile_where(where, place)  # raises for a malformed pattern
 
     def init(params):
-        _patterns.select(where, params, place)  # raises for a pattern that matches nothing
+        _patterns.select_in_group(where, params, place)  # raises for one that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):
         if params is None:
             raise RuleError("params", "update()", "None", "the params, to decay them")
-        flags = _patterns.select(where, params, place)
+        flags = _patterns.select_in_group(where, params, place)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]

@@ -133,7 +133,7 @@ def _unlike(new: PyTree, old: PyTree, root: str) -> str:
 
 
 # optax's that work on some shapes only, or not with the defaults of their arguments
-_UNSURE = ("sm3", "scale_by_sm3", "scale_by_muon", "scale_by_distance_over_gradients")
+_UNSURE = ("sm3", "scale_by_muon", "scale_by_distance_over_gradients")
 
 
 def _is_ours(update: Any) -> bool:
