@@ -161,7 +161,10 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)."
+            fix = (
+                "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            )
+            fix += "ts.losses.whole_batch adds means with weights of their own."
             raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
