@@ -29,6 +29,12 @@ from tsunax.rules.optimizers import CONTRIB, OPTAX
 EXPECTED = {
     "Float64Test::test_mixed_dtype_input_outputs": "compares two states by ==, which a live state has not",
     "ReduceLROnPlateauTest": "gives update a state that it made by hand, which has no numbers",
+    r"StateUtilsTest::test_(adam|map_non_params_to_none|map_params_to_none)$": "compares with a state that it made by "
+    "hand, which has no numbers",
+    # adafactor, adafactor without a rate, noisy_sgd and sophia of optax 0.2.8
+    r"AliasTest::test_optimizers_can_be_wrapped_in_inject_hyperparams(3|4|18)$|"
+    r"ContribTest::test_optimizers_can_be_wrapped_in_inject_hyperparams16$": "inject_hyperparams makes arrays of ints and "
+    "dtypes, which are no numbers of a live rule but part of its program",
     "test_bad_structure_raises|test_selective_bad_structure": "asks for another jax's message, with --plain too",
 }
 

@@ -9,6 +9,7 @@ from tests.helpers import assert_trees_equal, count_compiles
 from tsunax.errors import HyperparameterError, LossError, StateError, WrongTypeError
 
 STEPS = 12
+BYOL = ts.schedules.cosine_annealing(1.0, 0.8, 8, restart=False)  # 1 - (1 - 0.8) · (cos(π k / 8) + 1) / 2
 
 
 def run(average, *, rule=None, bad=(), steps=STEPS):
@@ -38,14 +39,40 @@ def by_hand(rate, steps=STEPS):
         (ts.averages.ema(0.9, every=3), lambda n: 0.1 if n % 3 == 0 else None),
         (ts.averages.ema(0.9, start=4), lambda n: 1 if n <= 4 else 0.1),
         (ts.averages.ema(0.9, warmup=True), lambda n: 1 - min(0.9, n / (9 + n))),
+        (BYOL, lambda n: 0.2 * (np.cos(np.pi * min(n - 1, 8) / 8) + 1) / 2),
+        (ts.averages.ema(lambda step: 0.5 + 0.04 * step, start=4), lambda n: 1 if n <= 4 else 0.5 - 0.04 * (n - 1)),
         (ts.averages.polyak(), lambda n: 1 / n),
         (ts.averages.polyak(start=5), lambda n: 1 if n <= 5 else 1 / (n - 5)),
         (ts.averages.swa(4, 2), lambda n: 1 if n <= 4 else (2 / (n - 4) if n % 2 == 0 else None)),
     ],
-    ids=["ema", "every 3", "from 4", "warm-up", "polyak", "polyak from 5", "swa"],
+    ids=["ema", "every 3", "from 4", "warm-up", "BYOL", "function from 4", "polyak", "polyak from 5", "swa"],
 )
 def test_closed_forms(average, rate):
     np.testing.assert_allclose(run(average)[0], by_hand(rate), rtol=1e-5)
+
+
+def test_what_byol_and_dino_schedule(tmp_path):
+    """The momentum of the teacher, the weight decay, and a temperature, and over a resume."""
+    heat = ts.schedules.linear_schedule(0.5, 1.0, 4)
+    decay = ts.schedules.cosine_decay_schedule(0.4, 8, 0.1)
+
+    def loss_fn(params, x, step, ema):
+        return jnp.mean((params["w"] - ema["w"] + x) ** 2) / heat(step)
+
+    def make():
+        rule = ts.rules.adamw(0.1, weight_decay=decay)
+        return ts.setup(rule, {"w": jnp.ones(1)}, ema=ts.schedules.cosine_annealing(1.0, 0.8, 8, restart=False))
+
+    data, step = ts.batches(np.ones(8, np.float32), 1), ts.train_step(loss_fn)
+    whole, history = ts.fit(step, make(), data, steps=8, log_every=1, progress=False)
+    fit = lambda steps: ts.fit(step, make(), data, steps=steps, checkpoint=tmp_path, progress=False)[0]
+    fit(4)
+    assert_trees_equal(fit(8), whole)
+    rows = [float(decay(k)) for k in range(8)]
+    np.testing.assert_allclose(history["weight_decay"], rows, rtol=1e-6)
+    for wrong in (lambda step: -1.0, lambda step: "0.9"):
+        with pytest.raises((HyperparameterError, WrongTypeError), match=r"decay at ema\(\), step 0 of its schedule"):
+            ts.averages.ema(wrong)
 
 
 def test_rejected_and_gathering_calls_do_not_count():

@@ -739,7 +739,7 @@ USES = [
     row(0, "fit of text, no loop", lambda: fit({"x": X, "name": "a"}, steps_per_call=None), WrongTypeError, "leaf at batch['name'], step 0"),
     row(0, "shard swapped", lambda: ts.shard(ts.mesh(), good()), WrongTypeError, "mesh at shard(): got TrainState", "The order is shard(state, mesh)."),
     row(0, "size of batches", lambda: ts.find_batch_size(ts.train_step(loss_fn), good(), ts.batches(X, 4)), WrongTypeError, "example at find_batch_size(): got Batches, expected one batch."),
-    row(0, "adjust to a schedule", lambda: ts.adjust(setup(), learning_rate=ts.schedules.cosine_decay_schedule(0.1, 9)), WrongTypeError, "learning_rate at adam(", "expected a number. Give it to the rule: ts.migrate(state, rule)."),
+    row(0, "adjust to a schedule", lambda: ts.adjust(setup(), learning_rate=ts.schedules.cosine_decay_schedule(0.1, 9)), WrongTypeError, "learning_rate at adam(", "expected a number. Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and go on with its moments: state, report = ts.migrate(state, rule)."),
     row(0, "evaluate a used generator", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), used_up()), DataError, "data at epoch 0: got no batch at all", "A generator can be read once: give a list"),
     row(0, "adjust by position", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "where at adjust(): got 0.001 (float)", "learning_rate=0.001."),
     row(0, "chain of a list", lambda: rules.chain([rules.sgd(0.1)]), WrongTypeError, "rule at chain(): got list of 1", "Write chain(a, b), without a list."),

@@ -1,11 +1,12 @@
 """`evaluate`: exact whatever the sizes of batches, and in one program where the loss names `mask`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import count_compiles
-from tsunax.errors import DataError
+from tsunax.errors import DataError, StateError
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 
@@ -81,3 +82,13 @@ def test_a_row_that_cannot_be_read_ends_no_epoch():
         with pytest.raises(DataError, match="row 17"):
             data = ts.batches(Ending(), 5)
             ts.fit(step, make(), data, epochs=1, steps_per_call=steps_per_call, progress=False)
+
+
+def test_fit_and_evaluate_inside_of_a_program_say_what_to_call_there():
+    step, data = ts.train_step(plain), [np.ones((4, 3), np.float32)]
+    for place, call in {
+        "fit": lambda state: ts.fit(step, state, data, steps=1, progress=False)[0],
+        "evaluate": lambda state: ts.evaluate(ts.eval_step(plain), state, data),
+    }.items():
+        with pytest.raises(StateError, match=rf"call at {place}\(\): got one inside jit, .*step"):
+            jax.jit(call)(make())

@@ -20,6 +20,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_close
 from tsunax import rules
 from tsunax.errors import RuleError
+from tsunax.rules import inspecting
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
@@ -86,11 +87,12 @@ _LOSS = "`train_step` passes the loss function; by hand, call `ts.update(..., lo
 _HESSIAN = "`train_step` passes the loss function; by hand, call `ts.update(..., obj_fn=)`"
 _INSIDE = "passes all extra arguments to all rules inside; `ts.rules.{}` passes only those in each signature"
 _STEPS = "`state.step` counts every call"
+_IGNORE = 'works under `on_nonfinite="ignore"`: other policies reject a gradient that is not finite before the rule'
 _OF_ROWS = "needs a gradient for each row: `train_step(loss_fn, per_example=True)`"
 NOTES = {
     "add_decayed_weights": "`ts.rules.add_decayed_weights(..., where=)` takes patterns",
     "apply_every": f"{_STEPS}; `ts.rules.accumulate` counts windows and weights them",
-    "apply_if_finite": "`train_step(on_nonfinite=\"skip\")`, the default, rejects the whole step",
+    "apply_if_finite": f"{_IGNORE}. `train_step(on_nonfinite=\"skip\")`, the default, does the same for all rules",
     "chain": _INSIDE.format("chain"),
     "clip_by_global_norm": "over the leaves that it gets; `ts.rules.clip_by_global_norm` is over all groups",
     "conditionally_mask": _STEPS,
@@ -114,6 +116,7 @@ NOTES = {
     "selective_transform": "`setup(trainable=)` saves the gradient, too",
     "snapshot": "its measurements are in `state.opt_state`",
     "sophia": _HESSIAN,
+    "zero_nans": _IGNORE,
     "split_real_and_imaginary": "wrap rules for real numbers in it if params are complex",
 }  # fmt: skip
 CANNOT = {
@@ -123,6 +126,19 @@ CANNOT = {
     "lookahead": "its params are `optax.LookaheadParams`: write your own loop, around any of `ts.rules`",
 }
 NO_ANNOTATION = {"dog", "dowg", "hutchinson_estimator_diag_hessian", "monitor", "scale_by_factored_rms"}
+
+
+@pytest.mark.parametrize("policy", ["skip", "ignore"])
+@pytest.mark.parametrize("repair", [optax.zero_nans, None])
+def test_what_repairs_a_gradient_works_under_ignore_alone(policy, repair):
+    rule = optax.apply_if_finite(optax.sgd(1.0), 3) if repair is None else optax.chain(repair(), optax.sgd(1.0))
+    state = ts.setup(rule, {"w": jnp.ones(2)})
+    grads = {"w": jnp.array([jnp.nan, 0.5])}
+    state, info = ts.update(state, grads, on_nonfinite=policy)
+    applied = policy == "ignore"
+    assert bool(info.applied) == applied
+    moved = 0.5 if applied and repair is not None else 1.0
+    np.testing.assert_array_equal(state.params["w"], [1.0, moved])
 
 
 def transformations() -> dict:
@@ -244,3 +260,30 @@ def write() -> None:
 
 if __name__ == "__main__":
     write()
+
+
+@pytest.mark.parametrize(
+    ("factory", "shape"),
+    [
+        (functools.partial(optax.sm3, 0.1), ()),
+        (optax.scale_by_distance_over_gradients, ()),
+        (optax.contrib.scale_by_muon, (2, 3)),
+    ],
+)
+def test_a_leaf_that_a_rule_cannot_take_is_refused_by_setup(factory, shape):
+    """The same for the live form as for optax's own."""
+    for rule in (factory(), rules.live(factory)()):
+        with pytest.raises(RuleError, match=r"at setup\(\): got .*, expected updates like the params"):
+            ts.setup(rule, {"w": jnp.ones(shape), "m": jnp.ones((2, 3))})
+
+
+def test_an_update_is_traced_once_for_rules_that_differ_in_numbers(monkeypatch):
+    traced, before = [], inspecting._traced
+    monkeypatch.setattr(inspecting, "_traced", lambda *args: traced.append(1) or before(*args))
+    params = {"w": jnp.ones((2, 7), jnp.complex64)}
+    for rate in (1e-3, 2e-3, 3e-3):
+        ts.setup(rules.chain(rules.clip_by_global_norm(rate), rules.adamw(rate)), params)
+    assert len(traced) == 1
+    for _ in range(2):  # what is refused once is refused again
+        with pytest.raises(RuleError, match="scale_by_sm3"):
+            ts.setup(rules.sm3(1e-3), {"w": jnp.float32(1)})

@@ -305,3 +305,12 @@ def test_values_that_gradients_replace_are_the_maximum_of_all_rows():
         found = gradient(loss, state, per_example=of_row, accumulate=n)[0].overwritten
         history = found["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
         assert float(history[0]) == np.abs(BATCH["x"]).max()
+
+
+@pytest.mark.parametrize("batch", [None, {}])
+def test_without_a_batch_there_is_no_row(batch):
+    step = ts.value_and_grad(lambda params, batch: jnp.sum(params["w"] ** 2), per_example=True)
+    with pytest.raises(
+        LossError, match=r"got no array, expected one with rows\. Without a batch leave out .*per_example"
+    ):
+        step(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), batch)

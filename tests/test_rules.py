@@ -1242,6 +1242,17 @@ def test_clip_global_norm_has_the_bits_of_optax(max_norm):
     assert_trees_equal(clip(ours), clip(theirs))
 
 
+def test_a_bound_scheduled_to_0_takes_a_zero_gradient():
+    falling = ts.schedules.linear_schedule(1.0, 0.0, 1)
+    for clip in (rules.clip_by_global_norm, rules.clip_by_norm, rules.clip):
+        state = ts.setup(rules.chain(clip(falling), rules.sgd(1.0)), {"w": jnp.ones(2)})
+        for grad in (3.0, 3.0, 0.0):  # the bound is 1, 0, 0
+            state, info = ts.update(state, {"w": jnp.full(2, grad)})
+            assert bool(info.applied), (clip, grad)
+        left = 1 - (1 if clip is rules.clip else 0.5**0.5)
+        np.testing.assert_allclose(state.params["w"], left, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "rule", [rules.clip_by_global_norm(1.0), rules.clip_by_norm(1.0), rules.clip_by_norm(1.0, p=1)]
@@ -1258,6 +1269,28 @@ def test_norms_of_low_precision_gradients_are_float32(rule, dtype):
 
 
 # --------------------------------------------------------------------------------------------------------------- decay
+
+
+@pytest.mark.parametrize("where", [["**", "!**/bias"], "body/w", ["body/**", "head/**", "!body/bias"]])
+def test_one_mask_is_shared_by_the_groups_of_a_partition(where):
+    """A pattern of it need not match in each group: the decay is that of one rule for all."""
+    params = {"body": {"w": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"w": jnp.ones(2)}}
+    adamw = lambda: rules.adamw(0.1, weight_decay=0.5, mask=where)
+    chain = lambda: rules.chain(rules.add_decayed_weights(0.5, where), rules.sgd(0.1))
+    nested = lambda make: rules.partition({"head/**": make(), "**": rules.partition({"**/w": make(), "**": make()})})
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for make in (adamw, chain):
+        alone = ts.update(ts.setup(make(), params), grads)[0].params
+        for rule in (rules.partition({"head/**": make(), "**": make()}), nested(make)):
+            state = ts.setup(rule, params)
+            assert_trees_equal(ts.update(state, grads)[0].params, alone)
+            cut = ts.adjust(state, "body/w", learning_rate=0.2)
+            moved = ts.update(ts.freeze(cut, "head/**"), grads)[0].params
+            np.testing.assert_allclose(1 - moved["body"]["w"], 2 * (1 - alone["body"]["w"]), rtol=1e-5)
+            assert float(moved["head"]["w"][0]) == 1
+        wrong = rules.partition({"head/**": make(), "**": rules.adamw(0.1, mask=["**", "!**/bais"])})
+        with pytest.raises(ts.errors.PatternError, match=r"'!\*\*/bais'.*got no match among 3 leaves"):
+            ts.setup(wrong, params)
 
 
 def test_decay_is_of_the_leaves_that_its_pattern_matches():

@@ -249,3 +249,11 @@ def test_values_may_be_lists():
 def test_what_cannot_be(call, kind, text):
     with pytest.raises(kind, match=text):
         call(some_runs())
+
+
+def test_members_are_taken_by_traced_indices():
+    runs = ts.population(make, 3, rate=np.array([0.1, 0.2, 0.3], np.float32))
+    take = jax.jit(lambda i: (ts.populations.member(runs, i), ts.populations.select(runs, jnp.stack([i, i - 3]))))
+    one, two = take(jnp.int32(1))
+    assert_trees_equal(one, ts.populations.member(runs, 1))
+    assert_trees_equal(two, ts.populations.select(runs, [1, 1]))

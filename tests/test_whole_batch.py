@@ -389,3 +389,26 @@ def test_an_embed_that_mixes_rows_is_warned_of():
     fn = ts.losses.whole_batch(centered, clip)
     with pytest.warns(UserWarning, match=r"embed at whole_batch.*statistics.*do it in loss\(embeddings, batch\)"):
         jax.eval_shape(ts.value_and_grad(fn, accumulate=4), setup(), BATCH)
+
+
+def test_two_means_with_weights_of_their_own_add_up():
+    """A supervised term over the rows with labels, beside one over all rows: exact in micro-batches."""
+    x = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
+    batch = {"x": x, "labeled": np.array([1, 0, 0, 1, 1, 1, 0, 0], np.float32)}
+
+    def loss(z, batch):
+        supervised = ts.Loss.mean(jnp.sin(z), batch["labeled"])
+        return supervised.compute() + ts.Loss.mean(z**2).compute()
+
+    def plain(params):
+        z = x @ params["w"]
+        return jnp.sum(jnp.sin(z) * batch["labeled"]) / 4 + jnp.mean(z**2)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)})
+    expected = jax.value_and_grad(plain)({"w": jnp.ones(3)})
+    for n in (1, 2, 8):
+        fn = ts.losses.whole_batch(lambda params, batch: batch["x"] @ params["w"], loss)
+        mean, grads = ts.value_and_grad(fn, accumulate=n)(state, batch)
+        assert_trees_close((mean.compute(), grads), expected, rtol=1e-5, atol=0)
+    with pytest.raises(LossError, match=r"two that may differ.*whole_batch adds means with weights of their own"):
+        ts.Loss.mean(x, batch["labeled"]) + ts.Loss.mean(x)

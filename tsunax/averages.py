@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Function, PyTree, Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.rules import number_checks
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +35,8 @@ class Average:
     warmup: bool = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
     every: int = field(metadata={"static": True})
+    # the decay at each step, in place of the rate
+    schedule: Function | None = field(default=None, metadata={"static": True})
 
     def of(self, params: PyTree) -> Average:
         """The average at the start of a run with these params."""
@@ -44,6 +47,8 @@ class Average:
     def moved(self, params: PyTree, step: jax.Array) -> Average:
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
+        if self.schedule is not None:  # the first update has step 0, as for the rates of a rule
+            rate = 1 - jnp.asarray(self.schedule(step - 1), jnp.float32)
         if self.warmup:
             # decay at most (1 + n) / (10 + n)
             rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))
@@ -66,10 +71,13 @@ def _average(where: str, start: int, every: int, rate: Any = None, warmup: bool 
     return Average(None, 0, 0.0 if uniform else rate, uniform, warmup, int(start), int(every))
 
 
-def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1) -> Average:
+def ema(
+    decay: Scalar | Function = 0.999, *, warmup: bool = False, start: int = 0, every: int = 1
+) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
-    `decay` is a number in [0, 1), `start` and `every` are counts of updates. With `warmup` the
+    `decay` is a number in [0, 1), or a schedule, as of the momentum of BYOL and DINO, which may
+    reach 1. `start` and `every` are counts of updates. With `warmup` the
     decay is at most (1 + n) / (10 + n) after n averaged params, so that the initial params soon
     lose their weight (as in TensorFlow's ExponentialMovingAverage). Raises WrongTypeError or
     HyperparameterError for other values.
@@ -80,6 +88,11 @@ def ema(decay: Scalar = 0.999, *, warmup: bool = False, start: int = 0, every: i
     >>> state.params["w"], ts.averaged(state).params["w"]
     (Array([1., 1.], dtype=float32), Array([0.1, 0.1], dtype=float32))
     """
+    if callable(decay):
+        number_checks.check_schedule("ema()", "decay", decay)
+        checks.check_flags("ema()", warmup=warmup)
+        average = _average("ema()", start, every, 1.0, warmup)
+        return dataclasses.replace(average, schedule=decay)
     if not checks.is_real(decay) or np.ndim(decay):
         raise WrongTypeError("decay", "ema()", trees.describe(decay), "a number in [0, 1)")
     if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
@@ -110,11 +123,13 @@ def swa(start: int, every: int) -> Average:
     return _average("swa()", start, every)
 
 
-def as_average(given: ArrayLike | Average | None, where: str, name: str = "ema") -> Average | None:
+def as_average(
+    given: ArrayLike | Average | Function | None, where: str, name: str = "ema"
+) -> Average | None:
     """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
     if given is None or isinstance(given, Average):
         return given
-    if isinstance(given, bool) or trees.dtype_of(given) is None:
+    if isinstance(given, bool) or (trees.dtype_of(given) is None and not callable(given)):
         expected = "a decay in [0, 1), or ts.averages.ema(...)"
         raise WrongTypeError(name, where, trees.describe(given), expected)
     return ema(given)

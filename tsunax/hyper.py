@@ -335,7 +335,10 @@ def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> No
             raise HyperparameterError(name, where, "None", expected)
         return
     if callable(value):
-        fix = "Give it to the rule: ts.migrate(state, rule)."
+        fix = (
+            "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and go "
+        )
+        fix += "on with its moments: state, report = ts.migrate(state, rule)."
         got = f"{trees.describe(value)}, a function of the step"
         raise WrongTypeError(name, where, got, "a number", fix)
     each = [value]

@@ -161,7 +161,10 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask)."
+            fix = (
+                "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            )
+            fix += "ts.losses.whole_batch adds means with weights of their own."
             raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
@@ -319,8 +322,11 @@ def uneven(batch: PyTree) -> str:
     arrays = [(at, np.shape(x)) for at, x in trees.leaves_at("batch", batch) if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
+    if not arrays:
+        fix = "Without a batch leave out what works by row: per_example, mask, a mesh."
+        return message("rows", "batch", "no array", "one with rows", fix)
     found = ", ".join(f"{at} {shape}" for at, shape in arrays[:4])
-    return message("rows", "batch", found or "no arrays", "the same number in every leaf")
+    return message("rows", "batch", found, "the same number in every leaf")
 
 
 def rows_of(batch: PyTree) -> int:

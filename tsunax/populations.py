@@ -84,7 +84,8 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
 def member(runs: _State, i: int) -> _State:
     """Member `i` of `runs` as an ordinary state, with copies of its arrays.
 
-    Raises StateError for a bad index. For example `member(runs, np.argmin(losses))`.
+    Raises StateError for a bad index; a traced one counts modulo the members. For example
+    `member(runs, np.argmin(losses))`.
     """
     return _taken(runs, i, 0, "member", "an index")
 
@@ -93,7 +94,8 @@ def select(runs: _State, indices: ArrayLike) -> _State:
     """The population of the members at `indices`, a list of ints, in this order; one may repeat.
 
     For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
-    members are replaced by copies of the best. Raises StateError for an index out of range.
+    members are replaced by copies of the best. Raises StateError for an index out of range; traced
+    ones count modulo the members.
     """
     return _taken(runs, indices, 1, "indices", "a list of ints")
 
@@ -105,6 +107,8 @@ def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _Stat
         raise StateError("runs", where, trees.describe(runs), "a population", fix)
     if trees.is_gone(runs.clock):
         raise StateError("runs", where, "a population that a step took", "what the step returned")
+    if trees.is_traced(indices):
+        return _gathered(runs, indices % n)
     at = np.asarray(indices)
     fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
     if not fits or at.min() < -n or at.max() >= n:

@@ -293,7 +293,7 @@ def setup(
     model_state: PyTree = None,
     trainable: Where = "**",
     freezable: bool = False,
-    ema: ArrayLike | Average | None = None,
+    ema: ArrayLike | Average | Function | None = None,
     precision: str | Policy | None = None,
     loss_scale: ArrayLike | LossScale | str | None = None,
     device: Device = None,
@@ -314,7 +314,7 @@ def setup(
         or donation.
       freezable: make room for freezing now, so that not even the first `freeze` compiles a step.
       ema: an average of the trained leaves that every applied step moves, for `averaged(state)`: a
-        decay, or one of `averages.ema`, `polyak`, `swa`.
+        decay, a schedule of it, or one of `averages.ema`, `polyak`, `swa`.
       precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
         `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.

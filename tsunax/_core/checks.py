@@ -47,6 +47,12 @@ def check_alive(leaf: Any, where: str) -> None:
         raise StateError("leaf", where, *_GONE)
 
 
+def check_not_tracing(where: str, fix: str) -> None:
+    """Raise StateError inside jit, vmap, grad or scan, where there are no values to read."""
+    if trees.is_tracing():
+        raise StateError("call", where, "one inside jit, vmap, grad or scan", "one outside", fix)
+
+
 def check_all_alive(tree: Any, root: str) -> None:
     """Raise StateError for a tree with a deleted array."""
     for where, leaf in trees.leaves_at(root, tree):

@@ -4,10 +4,12 @@ Globs over the components of a path, lists with `!`, predicates, and trees of bo
 *flags*, one bool per leaf in flatten order. Nothing else in tsunax looks at a pattern.
 """
 
+import contextlib
+import contextvars
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -168,3 +170,32 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
         got = f"{where_text(where)}, which selects nothing"
         raise PatternError("where", place, got, "at least one leaf")
     return flags
+
+
+# the params of which a group of leaves is handled, and the flags of the group
+_enclosing: contextvars.ContextVar[Any] = contextvars.ContextVar("_enclosing", default=None)
+
+
+@contextlib.contextmanager
+def group_of(tree: Any, flags: Sequence[bool]) -> Generator[None, None, None]:
+    """A context in which `select_in_group` is given the leaves of `tree` with these flags."""
+    if (outer := _enclosing.get()) is not None:
+        of_group = iter(flags)
+        tree, flags = outer[0], [on and next(of_group) for on in outer[1]]
+    before = _enclosing.set((tree, flags))
+    try:
+        yield
+    finally:
+        _enclosing.reset(before)
+
+
+def select_in_group(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
+    """`select`, in which a pattern may match leaves of other groups alone.
+
+    So the groups of a partition can share one mask.
+    """
+    whole, flags = _enclosing.get() or (None, ())
+    if jax.tree.structure(tree).num_leaves != sum(flags):
+        return select(where, tree, place)
+    pairs = zip(select(where, whole, place), flags, strict=True)
+    return tuple(selected for selected, in_group in pairs if in_group)

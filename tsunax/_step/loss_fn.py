@@ -125,7 +125,8 @@ class LossFn:
             out = call(keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
-                error.add_note(_explaining().note(self.fn, batch, error))
+                state_leaves = keywords.get("model_state")
+                error.add_note(_explaining().note(self.fn, batch, error, state_leaves))
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)

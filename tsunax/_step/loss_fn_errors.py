@@ -11,7 +11,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._core.source_lines import OURS
 from tsunax.errors import LossError, WrongTypeError, remedy, unknown, warn
-from tsunax.loss import Loss
+from tsunax.loss import Loss, rows_of
 
 
 def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
@@ -94,16 +94,26 @@ _MEANINGS = {
 }
 
 
-def note(fn, batch, error: Exception) -> str:
+def note(fn, batch, error: Exception, model_state: Any = None) -> str:
     """The note on an exception of the user's code: the function, and the shapes of its batch."""
     given = [f"{at} {trees.describe(x)}".strip() for at, x in trees.leaves_at("", batch)]
     shapes = trees.listed(given, 4) or "None"
     fix = ". It is compiled: return values as metrics, print with jax.debug.print"
     fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
     meanings = (f". {meaning}" for text, meaning in _MEANINGS.items() if text in str(error))
-    fix = fix or next(meanings, "")
+    fix = fix or next(meanings, "") or _rows_of_all(batch, model_state)
     fix = fix or (". Give the step or fit its data" if batch is None else "")
     return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
+
+
+def _rows_of_all(batch: Any, model_state: Any) -> str:
+    """What to say of model state with the rows of a batch of which `batch` is a micro-batch."""
+    rows = rows_of(batch)
+    for path, x in trees.leaves_at("model_state", model_state):
+        if (n := next(iter(np.shape(x)), 0)) > rows and n % rows == 0:
+            said = f". {path} has {n} rows, this micro-batch {rows}: model state goes from one "
+            return said + "micro-batch to the next as a whole, so give rows of it in the batch"
+    return ""
 
 
 def hide_own_frames(error: BaseException) -> None:

@@ -33,6 +33,9 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
         _check_arguments(state, batch, extra)
     except TsunaxError as found:
         return found
+    if isinstance(error, FloatingPointError):
+        said = "jax_debug_nans stops at each NaN, also in a step that its verdict would have "
+        error.add_note(said + "rejected (on_nonfinite=): without that setting, training goes on.")
     hide_own_frames(error)
     return None
 

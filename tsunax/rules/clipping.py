@@ -60,7 +60,7 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
 
     def clip(updates, params, *, outside=0.0, **_):
         norm = jnp.sqrt(sum(square_sums(updates)) + outside)
-        small = norm < bound
+        small = (norm < bound) | (norm == 0)  # a schedule may bring the bound to 0
         one = lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound)
         return jax.tree.map(one, updates)
 
@@ -91,7 +91,8 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
         leaves, treedef = jax.tree.flatten(updates)
         norms = [array_norm(g, p) for g in leaves]
         pairs = zip(leaves, norms, strict=True)
-        scaled = [g * jnp.minimum(bound / n, 1).astype(g.dtype) for g, n in pairs]
+        factor = lambda n: jnp.where(n == 0, 1, jnp.minimum(bound / n, 1))
+        scaled = [g * factor(n).astype(g.dtype) for g, n in pairs]
         if throw:
             state = report(updates, jnp.stack(norms).astype(jnp.float32))
         return treedef.unflatten(scaled), state
@@ -138,13 +139,13 @@ def _decay(place, where, f):
     _patterns.compile_where(where, place)  # raises for a malformed pattern
 
     def init(params):
-        _patterns.select(where, params, place)  # raises for a pattern that matches nothing
+        _patterns.select_in_group(where, params, place)  # raises for one that matches nothing
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):
         if params is None:
             raise RuleError("params", "update()", "None", "the params, to decay them")
-        flags = _patterns.select(where, params, place)
+        flags = _patterns.select_in_group(where, params, place)
         leaves, treedef = jax.tree.flatten(updates)
         params = jax.tree.leaves(params)
         new = [f(g, p) if flag else g for g, p, flag in zip(leaves, params, flags, strict=True)]

@@ -96,10 +96,11 @@ def _assigned(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool
 
 
 def _partition_init(patterns, inits, params):
-    flags = _assigned(patterns, params)
-    parts = {pattern: trees.partition(params, f)[0] for pattern, f in flags.items()}
-    pairs = zip(patterns, inits, strict=True)
-    return PartitionState({pattern: init(parts[pattern]) for pattern, init in pairs})
+    inner: dict[str, Any] = {}
+    for (pattern, flags), init in zip(_assigned(patterns, params).items(), inits, strict=True):
+        with _patterns.group_of(params, flags):
+            inner[pattern] = init(trees.partition(params, flags)[0])
+    return PartitionState(inner)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class _PartitionUpdate:
             before = inner[pattern] = state.inner[pattern]
             if extra.get("flush") and accumulation.any_emitted(before) is None:
                 continue
-            updates, inner[pattern] = update(part(grads), before, part(params), **given)
+            with _patterns.group_of(grads if params is None else params, mine):
+                updates, inner[pattern] = update(part(grads), before, part(params), **given)
             new = iter(jax.tree.leaves(updates))
             out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(grads), out), PartitionState(inner)

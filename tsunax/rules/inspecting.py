@@ -1,5 +1,6 @@
 """Facts about any optax rule before it runs: whether its update works, and its name."""
 
+import functools
 import inspect
 import re
 import traceback
@@ -13,6 +14,7 @@ import optax
 from tsunax._core import Function, PyTree, trees
 from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
+from tsunax.rules.extra_arguments import blank
 from tsunax.rules.live_factory import LiveFactory
 from tsunax.rules.live_rules import LiveUpdate, is_known
 
@@ -33,10 +35,26 @@ def check_rule(rule: object, where: str, fix: str = "") -> None:
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
-    """Raise RuleError if a foreign rule's update fails or returns other shapes or dtypes.
+    """Raise RuleError if a rule's update fails or returns other shapes or dtypes.
 
-    It is traced for shapes. A missing extra argument is no fault yet: `ts.update` may be given it.
+    It is traced for shapes, once for rules that differ in numbers, unless the rule is known to work
+    on these params. A missing extra argument is no fault yet: `ts.update` may be given it.
     """
+    leaves, treedef = jax.tree.flatten(params)
+    if any(map(trees.is_traced, leaves)):
+        return _check_update(rule, params)
+    over_mesh = lambda x: x.sharding if len(x.sharding.device_set) > 1 else None
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over_mesh(x)) for x in leaves)
+    _check_update_of(blank(rule.init), rule.update, treedef, tuple(shapes))
+
+
+@functools.lru_cache(maxsize=32)  # few: a rule may hold arrays; an error is raised each time
+def _check_update_of(init: Function, update: Function, treedef: Any, shapes: Any) -> None:
+    rule = optax.GradientTransformationExtraArgs(init, update)
+    _check_update(rule, treedef.unflatten(shapes))
+
+
+def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
     named = trees.leaves_at("params", params)
     complex_ = [(at, x) for at, x in named if trees.is_a(x, np.complexfloating)]
     if not complex_ and _is_ours(rule.update):
@@ -114,10 +132,14 @@ def _unlike(new: PyTree, old: PyTree, root: str) -> str:
     return ""
 
 
+# optax's that work on some shapes only, or not with the defaults of their arguments
+_UNSURE = ("sm3", "scale_by_muon", "scale_by_distance_over_gradients")
+
+
 def _is_ours(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
-        return is_known(update.live.factory)
+        return is_known(update.live.factory) and update.live.title not in _UNSURE
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(map(_is_ours, getattr(update, "updates", None) or [getattr(update, "update", None)]))

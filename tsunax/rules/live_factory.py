@@ -76,7 +76,7 @@ class PatternMask:
         return f"PatternMask(where={inner(self.where)})"
 
     def __call__(self, params: PyTree) -> PyTree:
-        flags = patterns.select(self.where, params, self.place)
+        flags = patterns.select_in_group(self.where, params, self.place)
         return jax.tree.unflatten(jax.tree.structure(params), flags)
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, trees
+from tsunax._core import PyTree, patterns, trees
 from tsunax.rules.leaf_owners import owners_of_live
 from tsunax.rules.number_table import Numbers, hoist, interned, lower, map_live
 
@@ -76,7 +76,8 @@ def recut(
         seen = frozenset(s.paths)
         flags = [path in seen for path in trees.paths(params)]
         cut, parents = cuts[place]
-        owners = owners_of_live(s.live, trees.partition(params, flags)[0])
+        with patterns.group_of(params, flags):
+            owners = owners_of_live(s.live, trees.partition(params, flags)[0])
         counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
         # copies: two groups must not donate one buffer
         extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from tsunax._core import Function, PyTree, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
@@ -56,6 +56,7 @@ def evaluate(
     """
     if isinstance(data, Mapping):
         return flat({k: evaluate(eval_step, state, part, **extra) for k, part in data.items()})
+    checks.check_not_tracing("evaluate()", "There call eval_step(loss_fn)(state, batch).")
     fix = "Of a loss function: ts.eval_step(loss_fn)."
     if not callable(eval_step) or isinstance(eval_step, TrainStep):
         if isinstance(eval_step, TrainState):

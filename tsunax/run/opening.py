@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, trees
+from tsunax._core import PyTree, Step, StrPath, checks, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.data import Batches
@@ -42,6 +42,7 @@ def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManag
 
 def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options) -> Fit:
     """The run, where its newest checkpoint is if there is one."""
+    checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
     saver, history = options.saver, options.history
     with options.clock("checkpoint"):
         restored = Restored(state) if saver is None else saver.resumed(state, options.resume)
