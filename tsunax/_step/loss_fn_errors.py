@@ -1,15 +1,11 @@
 """Errors of a loss function that fails, names an unknown keyword, or is in the wrong place."""
 
-import os
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax._core.source_lines import OURS
 from tsunax.errors import LossError, WrongTypeError, remedy, unknown, warn
 from tsunax.loss import Loss
 
@@ -104,24 +100,3 @@ def note(fn, batch, error: Exception) -> str:
     fix = fix or next(meanings, "")
     fix = fix or (". Give the step or fit its data" if batch is None else "")
     return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
-
-
-def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
-
-    They stay if the exception comes from tsunax, or from JAX called by it: they show the fault.
-    """
-    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
-        return
-    tb, frames = error.__traceback__, []
-    while tb is not None:
-        frames.append((tb, tb.tb_frame.f_code.co_filename))
-        tb = tb.tb_next
-    jaxs = os.path.dirname(jax.__file__)
-    foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(OURS):
-        kept = None
-        for tb, name in reversed(frames):
-            if not name.startswith(OURS):
-                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-        error.__traceback__ = kept

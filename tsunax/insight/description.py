@@ -87,6 +87,7 @@ class Description:
         return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
+@checks.explained
 def describe(
     step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
 ) -> Description:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from tsunax._core import Function, PyTree, placement, trees
+from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
@@ -27,6 +27,7 @@ from tsunax.state import TrainState
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
 
 
+@checks.explained
 def evaluate(
     eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
 ) -> dict[str, float]:

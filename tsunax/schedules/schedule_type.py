@@ -260,7 +260,10 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
 
     @functools.wraps(formula)
     def factory(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise checks.wrong_call(where, signature, args, kwargs, error) from None
         bound.apply_defaults()
         given = {name: kept_as[name](where, name, value) for name, value in bound.arguments.items()}
         _check_order(where, given)
