@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from jax.sharding import NamedSharding
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
@@ -214,6 +214,36 @@ def test_population_based_training():
     rates = np.where(is_worst, 0.5, 0.25).astype(np.float32)
     chosen = ts.adjust(chosen, learning_rate=rates)
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
+
+
+def test_equal_calls_compile_once():
+    """Whatever function objects they are given; numbers that it reads and static parts are those of this call."""
+    scale, base = 1.0, jnp.ones(2)
+
+    def made(rate, n=3, **options):
+        def make(key, rate):
+            params = {"w": scale * base + jax.random.normal(key, (2,))}
+            return ts.setup(ts.rules.sgd(rate), params, key=key, **options)
+
+        return ts.population(make, n, rate=rate)
+
+    rate = np.array([0.1, 0.2, 0.3], np.float32)
+    first = made(rate)
+    with count_compiles() as count:
+        again = made(rate)
+        halved = made(rate / 2)
+    assert not count.compiles
+    assert_trees_equal(again, first)
+    assert jax.tree.leaves(again)[0].committed == jax.tree.leaves(first)[0].committed
+    np.testing.assert_array_equal(ts.hyperparams(halved)["learning_rate"], rate / 2)
+    assert made(rate, trainable="w").plan == first.plan
+    assert made(rate, precision="bfloat16").plan.precision.compute == "bfloat16"  # in no array of the state
+    scale = 2.0
+    assert_trees_equal(made(rate).params["w"] - first.params["w"], np.ones((3, 2), np.float32))
+    base = 3 * jnp.ones(2)
+    np.testing.assert_allclose(made(rate).params["w"] - first.params["w"], 5, rtol=1e-6)
+    jitted = jax.jit(made)(rate)
+    np.testing.assert_allclose(jitted.params["w"] - first.params["w"], 5, rtol=1e-6)
 
 
 def test_values_may_be_lists():
