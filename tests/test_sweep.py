@@ -216,6 +216,37 @@ def test_population_based_training():
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
 
 
+def test_members_that_stop_alone():
+    """To the bit they stay as they are, and the others go on as if nobody had stopped."""
+    step, batches = ts.train_step(masked), list(data())[:4]
+    runs = alone = ts.population(functools.partial(make, freezable=True), N, key=0, rate=RATES)
+    step = dataclasses.replace(step, donate=False)
+    for batch in batches[:2]:
+        runs, _ = step(runs, batch)
+        alone, _ = step(alone, batch)
+    stopped = ts.freeze(runs, "**", members=[1, -1])
+    for members in (np.arange(N) % (N - 1) == 1, [], np.zeros(N, bool)):
+        assert np.any(ts.freeze(runs, "**", members=members).frozen) == (len(members) > 0 and np.any(members))
+    with count_compiles() as count:
+        for batch in batches[2:]:
+            stopped, _ = step(stopped, batch)
+    assert "train_step" not in count.compiled
+    for batch in batches[2:]:
+        alone, _ = step(alone, batch)
+    parts = lambda state: (state.params, state.average.params, jax.tree.leaves(state.opt_state)[1:])
+    of = lambda state, i: jax.tree.map(lambda x: np.asarray(x)[i], parts(state))
+    for i in range(N):
+        assert_trees_equal(of(stopped, i), of(runs if i in (1, N - 1) else alone, i))
+    thawed, _ = step(ts.thaw(stopped, members=1), batches[0])
+    moved = [not np.array_equal(of(thawed, i)[0]["w"], of(stopped, i)[0]["w"]) for i in range(N)]
+    assert moved == [i != N - 1 for i in range(N)]
+    for members in ([N], 1.5, np.zeros(N - 1, bool), "a"):
+        with pytest.raises(StateError, match=rf"members at freeze\(\): got .*below {N}, or a mask"):
+            ts.freeze(runs, "**", members=members)
+    with pytest.raises(StateError, match="members at thaw"):
+        ts.thaw(ts.freeze(ts.populations.member(runs, 0), "**"), members=[0])
+
+
 def test_equal_calls_compile_once():
     """Whatever function objects they are given; numbers that it reads and static parts are those of this call."""
     scale, base = 1.0, jnp.ones(2)
