@@ -24,6 +24,7 @@ from tsunax.errors import (
     DataError,
     DeviceError,
     HyperparameterError,
+    KeywordError,
     LossError,
     ParamsError,
     PatternError,
@@ -214,8 +215,8 @@ LOSS = [
     row(0, "model_state without one", lambda: step(lambda p, b, model_state: 0.0), LossError, "setup(..., model_state=...)"),
     row(0, "keyword misspelled", lambda: step(lambda p, b, trian: 0.0), LossError, "'trian'", "Did you mean 'train'?"),
     row(0, "keyword of old", lambda: step(lambda p, b, *, modelstate: 0.0), LossError, "Did you mean 'model_state'?"),
-    row(0, "extra unread", lambda: step(teacher=3.0), LossError, "'teacher'", "expected none", "does not name it"),
-    row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), LossError, "'techer'", "mean 'teacher'?"),
+    row(0, "extra unread", lambda: step(teacher=3.0), KeywordError, "'teacher'", "expected none", "does not name it"),
+    row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), KeywordError, "'techer'", "mean 'teacher'?"),
     *(
         row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError, repr(name), "itself")
         for name in "step train model_state value grad loss at norms on_nonfinite outside updates params flush".split()
@@ -886,6 +887,67 @@ def test_an_error_of_the_users_code_is_raised_as_it_is(name):
     assert note.endswith(MEANINGS.get(name, ""))
     own = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tsunax/" in frame.f_code.co_filename]
     assert len(own) <= 1  # the entry that the user called
+
+
+# Calls as other libraries write them, and what is said of them.
+BATCHES = [np.ones((4, 2), np.float32)]
+OTHER_WORDS = {
+    "fit, validation data": (lambda s, st: ts.fit(s, st, BATCHES, validation_data=1), "argument at fit(): got 'validation_data'", "mean 'evaluate'?"),
+    "fit, callback": (lambda s, st: ts.fit(s, st, BATCHES, callback=print), "'callback', expected one of step", "mean 'callbacks'?"),
+    "fit, every": (lambda s, st: ts.fit(s, st, BATCHES, every=5), "'every'", "mean 'log_every'?"),
+    "fit, by place": (lambda s, st: ts.fit(s, st, BATCHES, 10), "by position at fit(): got 4, expected 3 (step, state, data)", "steps=1000"),
+    "fit, without a state": (lambda s, st: ts.fit(s), "arguments at fit(): got", "'state'"),
+    "setup, rng": (lambda s, st: ts.setup(ts.rules.sgd(0.1), {"w": X}, rng=0), "argument at setup(): got 'rng'", "mean 'key'?"),
+    "precision": (lambda s, st: ts.setup(ts.rules.sgd(0.1), {"w": X}, precision="bf16-mixed"), "'bf16-mixed'", "mean 'bfloat16'?"),
+    "precision, a number": (lambda s, st: ts.setup(ts.rules.sgd(0.1), {"w": X}, precision=16), "got 16 (int)", "mean 'float16'?"),
+    "adjust, eta": (lambda s, st: ts.adjust(st, eta=0.1), "'eta'", "mean 'learning_rate'?"),
+    "adjust, beta": (lambda s, st: ts.adjust(ts.setup(ts.rules.adam(0.1), {"w": X}), beta=0.1), "'beta'", "mean 'b1'?"),
+    "rule": (lambda s, st: ts.rules.adam(0.1, betas=(0.9, 0.99)), "'betas'", "mean 'b1'?"),
+    "assignment": (lambda s, st: setattr(st, "params", {}), "got state.params = ...", "state = state.replace(params=...)"),
+    "batches": (lambda s, st: ts.batches(X, batchsize=4), "argument at batches(): got 'batchsize'", "mean 'batch_size'?"),
+    "prefetch": (lambda s, st: ts.prefetch(BATCHES, buffer_size=4), "'buffer_size'", "mean 'size'?"),
+    "train_step": (lambda s, st: ts.train_step(len, accumulate_grad_batches=2), "at train_step()", "mean 'accumulate'?"),
+    "checkpoints": (lambda s, st: ts.Checkpoints("x", save_top_k=3), "argument at Checkpoints(): got 'save_top_k', expected one of path", "mean 'keep_best'?"),
+    "checkpoints, by place": (lambda s, st: ts.Checkpoints("x", 3), "by position at Checkpoints(): got 2, expected 1 (path)", "by name"),
+    "tune": (lambda s, st: ts.tune(len, {}, n_trials=3), "at tune()", "mean 'trials'?"),
+    "mesh": (lambda s, st: ts.mesh(dp=2), "at mesh()", "mean 'data'?"),
+    "schedule": (lambda s, st: ts.schedules.cosine_decay_schedule(lr=0.1), "argument at cosine_decay_schedule(): got 'lr'", "mean 'init_value'?"),
+    "schedule, less": (lambda s, st: ts.schedules.cosine_decay_schedule(0.1), "at cosine_decay_schedule(): got missing", "'decay_steps'"),
+    "name of a schedule": (lambda s, st: ts.schedules.warmup_cosine, "name at tsunax.schedules: got 'warmup_cosine'", "mean 'warmup_cosine_decay_schedule'?"),
+    "name": (lambda s, st: ts.trainstep, "name at tsunax: got 'trainstep'", "mean 'train_step'?"),
+    "linen": (lambda s, st: ts.models.linen(None, jax.random.key(0), X), "by position at linen(): got 3", "First variables = module.init(key, x)."),
+    "batch size": (lambda s, st: ts.find_batch_size(s, st, BATCHES[0], mem=25), "argument at find_batch_size(): got 'mem'", "mean 'memory'?"),
+    "batch size, trials": (lambda s, st: ts.find_batch_size(s, st, BATCHES[0], max_trials=25), "'max_trials', expected one of step, state, example, mode", "loss_fn does not name it either"),
+    "accumulation": (lambda s, st: ts.insight.find_accumulation(s, st, BATCHES[0], 8, mem=25), "at find_accumulation()", "mean 'memory'?"),
+    "rate": (lambda s, st: ts.find_learning_rate(s, st, BATCHES, min_lr=1.0), "argument at find_learning_rate(): got 'min_lr'", "mean 'low'?"),
+    "evaluate": (lambda s, st: ts.evaluate(ts.eval_step(loss_of_w), st, BATCHES, verbose=1), "argument at evaluate(): got 'verbose'", "either"),
+    "describe": (lambda s, st: ts.describe(s, st, BATCHES[0], verbose=1), "argument at describe(): got 'verbose'", "either"),
+    "run_steps": (lambda s, st: ts.loop.run_steps(s, st, BATCHES[0][None], rng=1), "argument at run_steps(): got 'rng'", "either"),
+}  # fmt: skip
+
+
+def loss_of_w(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_words_of_other_libraries(name):
+    call, *parts = OTHER_WORDS[name]
+    step, state = ts.train_step(loss_of_w), ts.setup(ts.rules.sgd(0.1), {"w": np.ones(2, np.float32)})
+    with count_compiles() as count, pytest.raises((TypeError, ValueError, AttributeError)) as caught:
+        call(step, state)
+    text = str(caught.value)
+    assert all(part in text for part in parts), text
+    assert caught.value.__cause__ is None and lint(text) == []
+    assert not [name for name in count.compiled if "step" in name]
+
+
+def test_errors_within_a_call_are_not_of_its_arguments():
+    def loss_fn(params, x):
+        return loss_of_w(params, x, 3)
+
+    with pytest.raises(TypeError, match=r"^loss_of_w\(\) takes 2 positional arguments but 3 were given"):
+        ts.fit(ts.train_step(loss_fn), ts.setup(ts.rules.sgd(0.1), {"w": np.ones(2, np.float32)}), BATCHES, steps=1)
 
 
 def test_an_error_of_a_model_is_as_short_as_in_plain_jax():

@@ -1,6 +1,7 @@
 """`describe`: counts against hand counts, reasons against what was done."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import subprocess
@@ -129,6 +130,47 @@ def test_flops_of_a_gpt():
     for options, times in (({}, 3), ({"accumulate": 2}, 3), ({"remat": True}, 4)):
         traced = ts.train_step(loss_fn, **options).trace(state_of(params), np.ones((rows, t + 1), np.uint8))
         assert _cost.flops_of(traced.jaxpr) == times * forward
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_attention_of_cudnn_counts_as_the_products_that_it_replaces(options, monkeypatch):
+    """It is a custom call; here it is traced as if cuDNN were there, and not compiled."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    rows, others, heads, width = 64, 128, 4, 64
+    q, kv = jnp.ones((2, rows, heads, width), jnp.bfloat16), jnp.ones((2, others, heads, width), jnp.bfloat16)
+    forward = 2 * 2 * 2 * heads * rows * others * width
+    for name in ("xla", "cudnn"):
+        attend = functools.partial(jax.nn.dot_product_attention, implementation=name, **options)
+        loss = lambda *qkv, attend=attend: attend(*qkv).astype(jnp.float32).sum()
+        assert _cost.flops_of(jax.make_jaxpr(loss)(q, kv, kv)) == forward, name
+        assert _cost.flops_of(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(q, kv, kv)) == 3 * forward, name
+        of_members = jnp.stack([q] * 3), jnp.stack([kv] * 3), jnp.stack([kv] * 3)
+        assert _cost.flops_of(jax.make_jaxpr(jax.vmap(loss))(*of_members)) == 3 * forward, name
+
+
+def test_products_of_groups_count_each_row_once():
+    """As in mixtures of experts: a row meets the matrix of its group alone."""
+    loss = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum()
+    shapes = jnp.ones((32, 8)), jnp.ones((4, 8, 16)), jnp.array([8, 8, 8, 8])
+    assert _cost.flops_of(jax.make_jaxpr(loss)(*shapes)) == 2 * 32 * 8 * 16
+    assert _cost.flops_of(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes)) == 2 * 2 * 32 * 8 * 16
+
+
+def test_kernels_of_pallas_count_for_each_place_of_their_grid():
+    from jax.experimental import pallas as pl
+
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    blocks = [pl.BlockSpec((16, 32), lambda i, j: (i, 0)), pl.BlockSpec((32, 32), lambda i, j: (0, j))]
+    out = dict(
+        out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32), out_specs=pl.BlockSpec((16, 32), lambda i, j: (i, j))
+    )
+    product = pl.pallas_call(kernel, grid=(4, 2), in_specs=blocks, **out)
+    assert _cost.flops_of(jax.make_jaxpr(product)(jnp.ones((64, 32)), jnp.ones((32, 64)))) == 2 * 64 * 32 * 64
 
 
 def test_programs_within_programs():

@@ -718,6 +718,7 @@ def bump(step, height, at=3, flip=False):
 
 def test_a_formula_of_ones_own():
     assert repr(bump(2.0)) == "bump(height=2.0)" and bump(2.0, flip=True).values(5).tolist() == [0, 0, 0, -2, 0]
+    assert all("<" not in str(inspect.signature(getattr(S, name))) for name in S.__all__)  # addresses, in `help`
     assert bump.__doc__ == "A schedule of somebody's own." and str(inspect.signature(bump)).startswith("(height, at=3")
     assert bump(2.0) == bump(2) != bump(2.0, at=4)
     assert pickle.loads(pickle.dumps(bump(2.0))) == bump(2.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from jax.sharding import NamedSharding
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax import testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
@@ -214,6 +214,67 @@ def test_population_based_training():
     rates = np.where(is_worst, 0.5, 0.25).astype(np.float32)
     chosen = ts.adjust(chosen, learning_rate=rates)
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
+
+
+def test_members_that_stop_alone():
+    """To the bit they stay as they are, and the others go on as if nobody had stopped."""
+    step, batches = ts.train_step(masked), list(data())[:4]
+    runs = alone = ts.population(functools.partial(make, freezable=True), N, key=0, rate=RATES)
+    step = dataclasses.replace(step, donate=False)
+    for batch in batches[:2]:
+        runs, _ = step(runs, batch)
+        alone, _ = step(alone, batch)
+    stopped = ts.freeze(runs, "**", members=[1, -1])
+    for members in (np.arange(N) % (N - 1) == 1, [], np.zeros(N, bool)):
+        assert np.any(ts.freeze(runs, "**", members=members).frozen) == (len(members) > 0 and np.any(members))
+    with count_compiles() as count:
+        for batch in batches[2:]:
+            stopped, _ = step(stopped, batch)
+    assert "train_step" not in count.compiled
+    for batch in batches[2:]:
+        alone, _ = step(alone, batch)
+    parts = lambda state: (state.params, state.average.params, jax.tree.leaves(state.opt_state)[1:])
+    of = lambda state, i: jax.tree.map(lambda x: np.asarray(x)[i], parts(state))
+    for i in range(N):
+        assert_trees_equal(of(stopped, i), of(runs if i in (1, N - 1) else alone, i))
+    thawed, _ = step(ts.thaw(stopped, members=1), batches[0])
+    moved = [not np.array_equal(of(thawed, i)[0]["w"], of(stopped, i)[0]["w"]) for i in range(N)]
+    assert moved == [i != N - 1 for i in range(N)]
+    for members in ([N], 1.5, np.zeros(N - 1, bool), "a"):
+        with pytest.raises(StateError, match=rf"members at freeze\(\): got .*below {N}, or a mask"):
+            ts.freeze(runs, "**", members=members)
+    with pytest.raises(StateError, match="members at thaw"):
+        ts.thaw(ts.freeze(ts.populations.member(runs, 0), "**"), members=[0])
+
+
+def test_equal_calls_compile_once():
+    """Whatever function objects they are given; numbers that it reads and static parts are those of this call."""
+    scale, base = 1.0, jnp.ones(2)
+
+    def made(rate, n=3, **options):
+        def make(key, rate):
+            params = {"w": scale * base + jax.random.normal(key, (2,))}
+            return ts.setup(ts.rules.sgd(rate), params, key=key, **options)
+
+        return ts.population(make, n, rate=rate)
+
+    rate = np.array([0.1, 0.2, 0.3], np.float32)
+    first = made(rate)
+    with count_compiles() as count:
+        again = made(rate)
+        halved = made(rate / 2)
+    assert not count.compiles
+    assert_trees_equal(again, first)
+    assert jax.tree.leaves(again)[0].committed == jax.tree.leaves(first)[0].committed
+    np.testing.assert_array_equal(ts.hyperparams(halved)["learning_rate"], rate / 2)
+    assert made(rate, trainable="w").plan == first.plan
+    assert made(rate, precision="bfloat16").plan.precision.compute == "bfloat16"  # in no array of the state
+    scale = 2.0
+    assert_trees_equal(made(rate).params["w"] - first.params["w"], np.ones((3, 2), np.float32))
+    base = 3 * jnp.ones(2)
+    np.testing.assert_allclose(made(rate).params["w"] - first.params["w"], 5, rtol=1e-6)
+    jitted = jax.jit(made)(rate)
+    np.testing.assert_allclose(jitted.params["w"] - first.params["w"], 5, rtol=1e-6)
 
 
 def test_values_may_be_lists():

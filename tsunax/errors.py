@@ -21,9 +21,9 @@ from tsunax._core import PyTree
 
 __all__ = [
     "ConfigError", "DataError", "DeviceError", "DoesNotFitError", "CheckError", "CheckpointError",
-    "HyperparameterError", "LossError", "MissingLibraryError", "NonFiniteError", "ParamsError",
-    "PatternError", "ProcessError", "RowError", "RuleError", "SaveError", "StateError",
-    "TrialError", "TsunaxError", "WrongTypeError", "message", "remedy", "told",
+    "HyperparameterError", "KeywordError", "LossError", "MissingLibraryError", "NonFiniteError",
+    "ParamsError", "PatternError", "ProcessError", "RowError", "RuleError", "SaveError",
+    "StateError", "TrialError", "TsunaxError", "WrongTypeError", "message", "remedy", "told",
 ]  # fmt: skip
 
 
@@ -48,6 +48,15 @@ class RuleError(TsunaxError, ValueError):
 
 class LossError(TsunaxError, TypeError):
     """The loss function has a wrong signature, or what it returns is no loss."""
+
+
+class KeywordError(LossError):
+    """The loss function does not name the keyword `name` that a call hands on to it."""
+
+    def __init__(self, text: str, name: str = "", known: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.name = name
+        self.known = known
 
 
 class PatternError(TsunaxError, ValueError):
@@ -198,9 +207,21 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     "name at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
     """
     known = list(known)
+    most = 20 if len(known) <= 20 else 8
+    expected = f"one of {listed(known, most)}" if len(known) > 1 else "".join(known) or "none"
+    return message(what, where, repr(name), expected, f"{hint(name, known)} {fix}".strip())
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """The question whether a known name was meant; "" if none is like it.
+
+    >>> hint("eta", ["b1", "learning_rate"])
+    "Did you mean 'learning_rate'?"
+    """
+    from tsunax._core.other_words import ours
+
     initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
     lower = {other.lower(): other for other in known}
     close = [lower[other] for other in difflib.get_close_matches(name.lower(), lower, 1)]
-    hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
-    expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
-    return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())
+    words = initials + ours(name, known) + close
+    return "".join(f"Did you mean {other!r}?" for other in words[:1])

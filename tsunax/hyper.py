@@ -15,11 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from tsunax._core import Extra, Where, checks, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._step.state_fields import frozen_words
-from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
+from tsunax.errors import (
+    HyperparameterError,
+    PatternError,
+    RuleError,
+    StateError,
+    WrongTypeError,
+    unknown,
+)
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
@@ -108,16 +116,17 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     return run.replace(**{name: adjust(run.members[name], **x) for name, x in of.items()})
 
 
-def freeze(state: _State, where: Where) -> _State:
+def freeze(state: _State, where: Where, *, members: ArrayLike | None = None) -> _State:
     """Stop the leaves that `where` matches: params, moments, decay and averages stay bit-identical.
 
     Their gradients are still computed (`setup(trainable=...)` saves that), but count as zero in
     norms and global clipping. The first freeze of a state compiles the step again, unless
     `setup(freezable=True)` made room for it; later freezes and thaws never do, also under jit, scan
     and vmap. The result shares its arrays with `state`: a step that is given one of them donates
-    both. Of `States`, `where` begins with the member: "critic/head".
+    both. Of `States`, `where` begins with the member: "critic/head". Of a population, `members` are
+    the indices, or a mask, of those that stop while others go on; by default all.
 
-    Raises PatternError if `where` matches nothing that is trained.
+    Raises PatternError if `where` matches nothing that is trained, StateError for other `members`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"body": jnp.ones(2), "head": jnp.ones(2)})
@@ -128,29 +137,30 @@ def freeze(state: _State, where: Where) -> _State:
       learning_rate=0.1
       params 16 B, optimizer 0 B, on ...
     """
-    return _set_frozen(state, where, True)
+    return _set_frozen(state, where, True, members)
 
 
-def thaw(state: _State, where: Where = "**") -> _State:
+def thaw(state: _State, where: Where = "**", *, members: ArrayLike | None = None) -> _State:
     """Train the frozen leaves that `where` matches again, with the moments that they had.
 
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
     take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
-    Warm up their rate to avoid that. The result shares its arrays with `state`, as in `freeze`.
+    Warm up their rate to avoid that. The result shares its arrays with `state`, as in `freeze`,
+    and `members` are those of a population, as there.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
-    return _set_frozen(state, where, False)
+    return _set_frozen(state, where, False, members)
 
 
 # Freezing
 
 
-def _set_frozen(state: _State, where: Where, on: bool) -> _State:
+def _set_frozen(state: _State, where: Where, on: bool, members: ArrayLike | None) -> _State:
     by, everything = "freeze()" if on else "thaw()", isinstance(where, str) and where == "**"
     if isinstance(state, States):
         at = [state.member_at(x, by) for x in (state.members if everything else [where])]
-        new = {name: _set_frozen(state.members[name], inside, on) for name, inside in at}
+        new = {name: _set_frozen(state.members[name], inside, on, members) for name, inside in at}
         return cast(_State, state.replace(**new))
     check_state(state, by, where)
     flags = patterns.select(where, state.params, by)
@@ -165,12 +175,20 @@ def _set_frozen(state: _State, where: Where, on: bool) -> _State:
     if on and mixes and not all(trained):
         fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
         raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
-    words = frozen_words(trained)
+    words, population = frozen_words(trained), jnp.shape(state.clock)[:-1]
+    if members is not None:
+        chosen, indices = np.zeros(population, bool), np.array(members, ndmin=1)
+        try:
+            chosen[indices if indices.size else ()] = indices.size > 0
+        except IndexError:
+            n = population[0] if population else 0
+            got, expected = trees.describe(members), f"indices of members below {n}, or a mask"
+            raise StateError("members", by, got, expected) from None
+        words = np.where(chosen[:, None], words, np.zeros_like(words))
     if state.frozen is None:
         if not on:
             return state
-        members = jnp.shape(state.clock)[:-1]  # of a population
-        none = jnp.zeros((*members, *words.shape), words.dtype)
+        none = jnp.zeros((*population, *words.shape[-1:]), words.dtype)
         state = dataclasses.replace(state, frozen=beside(trainable(state), none))
     old: Any = state.frozen
     words = np.broadcast_to(words, old.shape)

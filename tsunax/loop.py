@@ -13,6 +13,7 @@ All of them give the same numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 from tsunax._core import Function, PyTree, Step, StrPath, checks, placement
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
-from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
 from tsunax.errors import warn
@@ -41,6 +41,7 @@ from tsunax.run.run import with_state
 _State = TypeVar("_State")
 
 
+@checks.explained
 def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple[_State, Any]:
     """k steps in one compiled loop: `(state, infos)`, the infos stacked.
 
@@ -69,6 +70,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     return state, infos.stacked(state, slice(k))
 
 
+@checks.explained
 def run_epoch(
     step: Step, state: _State, data: Iterable[PyTree], **extra: Any
 ) -> tuple[_State, Any]:
@@ -144,6 +146,7 @@ def iterate(
                 state = sent
 
 
+@functools.partial(checks.explained, fix="Give the goal by name: steps=1000, or epochs=10.")
 def fit(
     step: Step,
     state: _State,
@@ -278,7 +281,6 @@ def fit(
         except BaseException as error:
             fitting.boundaries.bar.close(type(error).__name__)
             with_state(error, run)
-            hide_own_frames(error)
             raise
         if dry_run:
             fitting.feed.back()

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, training_call, trees
+from tsunax._core import Function, PyTree, checks, training_call, trees
 from tsunax._core.libraries import library
 from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError
 from tsunax.state import TrainState, check_state, own
@@ -175,6 +175,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     return _model(params, rest, call, assemble, has_modes=has_modes)
 
 
+@functools.partial(checks.explained, fix="First variables = module.init(key, x).")
 def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",)) -> Model:
     """The parts of a flax Linen module with the variables that its `init` returned.
 

@@ -11,6 +11,7 @@ Every array of the state has a leading axis of members: `train_step`, `eval_step
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tsunax._core import checks, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._step.members import each, members_of
 from tsunax._step.state_setup import as_key
 from tsunax.errors import StateError, WrongTypeError
@@ -72,13 +73,39 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     # no vmap: it makes batches of decompositions, as in orthogonal initializers, and on two cores
     # several of those wait for each other forever (docs/upstream.md)
     made: Any = lambda given: make(given[0], **given[1])
-    runs: Any = jax.jit(lambda *given: jax.lax.map(made, given))(keys, values)
+    runs: Any = _called(lambda *given: jax.lax.map(made, given), keys, values)
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
     return runs  # pyright: ignore[reportReturnType]
+
+
+# Programs of `population` by all that decides what they do; only the last ones are kept.
+_PROGRAMS: dict[Any, jax.stages.Compiled] = {}
+_MOST_PROGRAMS = 16
+
+
+def _called(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
+    """`jax.jit(f)(keys, values)`; programs of equal text are compiled once.
+
+    The function is traced at every call, because the numbers that it reads may have changed. The
+    static part of the result is that of this trace: it need not be in the program.
+    """
+    option = lambda name: getattr(jax.config, name, None)
+    # under this option the arrays that a function reads are not in the text
+    if trees.is_tracing() or option("jax_use_simplified_jaxpr_constants"):
+        return jax.jit(f)(keys, values)
+    lowered = jax.jit(f).lower(keys, values)
+    text = hashlib.sha256(lowered.as_text().encode()).digest()
+    places = [getattr(x, "sharding", None) for x in jax.tree.leaves((keys, values))]
+    program = text, *values, *places, option("jax_default_device")
+    if program not in _PROGRAMS:
+        for oldest in [*_PROGRAMS][: len(_PROGRAMS) - _MOST_PROGRAMS + 1]:
+            del _PROGRAMS[oldest]
+        _PROGRAMS[program] = lowered.compile()
+    return lowered.out_tree.unflatten(jax.tree.leaves(_PROGRAMS[program](keys, values)))
 
 
 def member(runs: _State, i: int) -> _State:

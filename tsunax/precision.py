@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from tsunax._core import Function, PyTree, Scalar, Where, checks, patterns, trees
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError, WrongTypeError, hint
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -167,7 +167,8 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
     if isinstance(precision, str) and precision in DTYPES:
         return Policy(compute=precision)
     expected = f"{', '.join(map(repr, DTYPES))}, or a Policy"
-    raise WrongTypeError("precision", where, trees.describe(precision), expected)
+    fix = hint(str(precision), DTYPES)
+    raise WrongTypeError("precision", where, trees.describe(precision), expected, fix)
 
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:

@@ -307,6 +307,7 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+@checks.explained
 def train_step(
     loss_fn: Function,
     *,

@@ -20,7 +20,7 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Function, Maybe, PyTree, Where, tables, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
 from tsunax._core.trees import own
 from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, unknown
@@ -285,6 +285,7 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     return trees.on_device(found[name].params)
 
 
+@checks.explained
 def setup(
     rule: optax.GradientTransformation,
     params: PyTree,
@@ -391,8 +392,6 @@ def check_values(state: object, where: str, second: object = None) -> None:
     """`check_state`, and WrongTypeError for a state of shapes (`jax.eval_shape`)."""
     check_state(state, where, second)
     if isinstance(state, TrainState) and isinstance(state.clock, jax.ShapeDtypeStruct):
-        from tsunax._core import checks
-
         checks.check_arrays(state.clock, "state.clock")
 
 

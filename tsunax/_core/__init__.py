@@ -55,7 +55,10 @@ def lazy(
             warnings.warn(told, DeprecationWarning, stacklevel=2)
             return load(new)
         if name not in module_of:
-            raise AttributeError(f"module {title!r} has no attribute {name!r}")
+            if name.startswith("_"):
+                raise AttributeError(f"module {title!r} has no attribute {name!r}")
+            errors = importlib.import_module("tsunax.errors")
+            raise AttributeError(errors.unknown("name", title, name, names))
         module = module_of[name]
         if module == title:
             return importlib.import_module(f"{title}.{name}")

@@ -3,8 +3,9 @@
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,15 @@ from tsunax._core import trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
+    KeywordError,
     LossError,
     ParamsError,
     StateError,
     WrongTypeError,
+    unknown,
 )
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
@@ -278,6 +283,62 @@ def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, *
         raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
     except ValueError:  # some builtins have none
         pass
+
+
+def explained(f: _F, *, fix: str = "Give the others by name.") -> _F:
+    """The function, with errors of wrong arguments that name the right ones.
+
+    `fix` is for too many arguments by position. A name that the function hands on to a loss
+    function, and that this does not take, is an error of the function. Exceptions of other code
+    keep no frame of ours but that of the call.
+    """
+    signature = inspect.signature(f)
+    where = f"{f.__qualname__.removesuffix('.__init__')}()"
+
+    @functools.wraps(f)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return f(*args, **keywords)
+        except Exception as error:
+            from tsunax._core.source_lines import hide_own_frames
+
+            if isinstance(error, KeywordError) and error.name in keywords:
+                known, more = [*_names(signature), *error.known], "loss_fn does not name it either."
+                raise WrongTypeError(unknown("argument", where, error.name, known, more)) from None
+            is_of_this_call = cast(types.TracebackType, error.__traceback__).tb_next is None
+            if isinstance(error, TypeError) and is_of_this_call:
+                raise wrong_call(where, signature, args, keywords, error, fix) from None
+            hide_own_frames(error)
+            raise
+
+    return cast(_F, call)
+
+
+def _names(signature: inspect.Signature) -> list[str]:
+    """The names of all arguments that have one."""
+    parameters = signature.parameters.values()
+    is_named = lambda p: p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    return [p.name for p in parameters if is_named(p)]
+
+
+def wrong_call(
+    where: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    keywords: Iterable[str],
+    error: TypeError,
+    fix: str = "",
+) -> WrongTypeError:
+    """The error for arguments that do not fit a signature; `error` is Python's."""
+    names, parameters = _names(signature), signature.parameters.values()
+    if wrong := [name for name in keywords if name not in signature.parameters]:
+        return WrongTypeError(unknown("argument", where, wrong[0], names))
+    places = [p.name for p in parameters if p.kind.name.startswith("POSITIONAL")]
+    if len(args) > len(places):
+        shown = [name for name in places if name != "self"]
+        got, expected = len(args) - places.count("self"), f"{len(shown)} ({', '.join(shown)})"
+        return WrongTypeError("arguments by position", where, got, expected, fix)
+    return WrongTypeError("arguments", where, str(error), ", ".join(names))
 
 
 def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:

@@ -45,11 +45,11 @@ def windows_flushed(state: TrainState) -> TrainState:
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
-    shardings = placement.mesh_shardings(state)
+    there, shardings = None, placement.mesh_shardings(state)
     if shardings is not None:
         there = shardings.of_leaves  # what it computes stays where it was
-        return jax.jit(_each_flushed, out_shardings=there)(placement.resharded(state, there))
-    return _each_flushed(state)
+        state = placement.resharded(state, there)
+    return jax.jit(_each_flushed, out_shardings=there)(state)
 
 
 def _each_flushed(state: TrainState) -> TrainState:

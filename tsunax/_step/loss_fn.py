@@ -21,7 +21,7 @@ from tsunax import guard
 from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array
 from tsunax._core.training_call import training_call
-from tsunax.errors import LossError, TsunaxError, WrongTypeError, unknown
+from tsunax.errors import KeywordError, LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
@@ -102,7 +102,8 @@ class LossFn:
         for name in extra:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."
-                raise LossError(unknown("keyword", "the step", name, self.names, fix))
+                text = unknown("keyword", "the step", name, self.names, fix)
+                raise KeywordError(text, name, self.names)
         return out
 
     def __call__(

@@ -1,15 +1,11 @@
 """Errors of a loss function that fails, names an unknown keyword, or is in the wrong place."""
 
-import os
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax._core.source_lines import OURS
 from tsunax.errors import LossError, WrongTypeError, remedy, unknown, warn
 from tsunax.loss import Loss, rows_of
 
@@ -114,24 +110,3 @@ def _rows_of_all(batch: Any, model_state: Any) -> str:
             said = f". {path} has {n} rows, this micro-batch {rows}: model state goes from one "
             return said + "micro-batch to the next as a whole, so give rows of it in the batch"
     return ""
-
-
-def hide_own_frames(error: BaseException) -> None:
-    """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
-
-    They stay if the exception comes from tsunax, or from JAX called by it: they show the fault.
-    """
-    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
-        return
-    tb, frames = error.__traceback__, []
-    while tb is not None:
-        frames.append((tb, tb.tb_frame.f_code.co_filename))
-        tb = tb.tb_next
-    jaxs = os.path.dirname(jax.__file__)
-    foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(OURS):
-        kept = None
-        for tb, name in reversed(frames):
-            if not name.startswith(OURS):
-                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-        error.__traceback__ = kept

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax.errors import StateError, unknown
+from tsunax.errors import StateError, message, unknown
 
 if TYPE_CHECKING:
     from tsunax.averages import Average
@@ -111,7 +111,14 @@ def state_class(cls: type[T]) -> type[T]:
     made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
     made._get_moving = operator.attrgetter(*made._moving)
     made._get_still = operator.attrgetter(*made._still)
+    made.__setattr__ = _refuse_assignment
     return jax.tree_util.register_dataclass(made, names, ["plan"])
+
+
+def _refuse_assignment(self: Any, name: str, value: object) -> None:
+    fix = f"Write state = state.replace({name}=...)."
+    parts = "assignment", type(self).__name__, f"state.{name} = ...", "a new state", fix
+    raise dataclasses.FrozenInstanceError(message(*parts))
 
 
 def averages_of(state: Any) -> dict[str, Average]:

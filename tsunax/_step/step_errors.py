@@ -13,9 +13,9 @@ import numpy as np
 
 from tsunax import errors, guard, losses
 from tsunax._core import checks, placement, trees
+from tsunax._core.source_lines import hide_own_frames
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
-from tsunax._step.loss_fn_errors import hide_own_frames
 from tsunax.errors import NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError
 from tsunax.loss import Loss
 from tsunax.rules import inspecting

@@ -115,6 +115,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
+    @checks.explained
     def __init__(
         self,
         path: StrPath,

@@ -264,6 +264,7 @@ class _Epoch:
         return batch
 
 
+@checks.explained
 def batches(
     arrays: PyTree,
     batch_size: int,

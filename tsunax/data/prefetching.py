@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import Device, PyTree
+from tsunax._core import Device, PyTree, checks
 from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source
 from tsunax.data.on_devices import placement, put, sharding_of, spans_processes
@@ -149,6 +149,7 @@ class Prefetched(Data):
         self._state = None
 
 
+@checks.explained
 def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 

@@ -36,6 +36,7 @@ T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
 
 
+@checks.explained
 def mesh(
     data: int = -1,
     fsdp: int = 1,

@@ -21,7 +21,9 @@ def flops_of(program: Any) -> float:
     """Floating-point operations of dot products and convolutions in a (closed) jaxpr.
 
     On all devices together, a multiply-add as two; zeros of padding and dilation are left out, as
-    by XLA. The body of a `while` loop counts once: the number of its trips is not known.
+    by XLA. The body of a `while` loop counts once: the number of its trips is not known. cuDNN's
+    attention counts as the products that it does in place of, masked or not, and a Pallas kernel
+    once for each place of its grid. What other kernels do (custom calls) is not known.
 
     >>> import jax, jax.numpy as jnp
     >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0]
@@ -51,11 +53,21 @@ def _is_var(v: Any) -> bool:
 def _equation(eqn: Any, live: list[bool]) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-        return 2.0 * _factor(out) * math.prod((*out.shape, *(x.shape[i] for i in contracted)))
+        return _of_product(eqn, eqn.params["dimension_numbers"])
+    if name == "ragged_dot_general":
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = ragged.dot_dimension_numbers
+        total = _of_product(eqn, ragged.dot_dimension_numbers)
+        # each row is in one group: a sum over rows has a result for each group
+        is_sum = ragged.lhs_ragged_dimensions[0] in contracted
+        return total / eqn.invars[2].aval.shape[-1] if is_sum else total
     if name == "conv_general_dilated":
         return _of_convolution(eqn)
+    if attention := re.match("dot_product_attention_(?:fp8_)?(fwd|bwd)", name):
+        q, k, v = (x.aval.shape for x in eqn.invars[:3])
+        rows = k[1 + eqn.params["layout"]]  # 0: batch, row, head, feature; 1: heads before rows
+        forward = 2.0 * math.prod(q[:3]) * rows * (q[3] + v[3])
+        return forward if attention[1] == "fwd" else 2 * forward
     programs = programs_in(eqn)
     if name == "scan":
         return _counted(programs[0], None) * eqn.params["length"]
@@ -63,8 +75,18 @@ def _equation(eqn: Any, live: list[bool]) -> float:
         return max(_counted(branch, live) for branch in programs)
     fits = lambda program: name != "while" and len(program.outvars) == len(live)
     total = sum(_counted(program, live if fits(program) else None) for program in programs)
-    # a shard_map is written for one device
-    return total * math.prod(eqn.params["mesh"].shape.values()) if name == "shard_map" else total
+    times = ()
+    if name == "shard_map":  # written for one device
+        times = eqn.params["mesh"].shape.values()
+    elif name == "pallas_call":
+        times = (n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return total * math.prod(times)
+
+
+def _of_product(eqn: Any, dimension_numbers: Any) -> float:
+    (contracted, _), _ = dimension_numbers
+    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    return 2.0 * _factor(out) * math.prod((*out.shape, *(x.shape[i] for i in contracted)))
 
 
 def _of_convolution(eqn: Any) -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -52,10 +51,11 @@ class Description:
     """What `describe` returns: plain data, and a page of text when it is printed.
 
     `flops` counts products and convolutions of one call on all `devices` (of the kind `device`), a
-    multiply-add as two. `memory` and `communication` are bytes on one device; so are `donated`
-    (consumed by the step, if it `donates`) and `aliased` (of those: reused by results), while
-    `not_aliased` names the leaves whose donation failed. `leaves` are those of params, `traces`
-    counts this one and those before it, and `recompiles` has a reason for each but the first.
+    multiply-add as two, cuDNN's attention included, other custom calls not. `memory` and
+    `communication` are bytes on one device; so are `donated` (consumed by the step, if it
+    `donates`) and `aliased` (of those: reused by results), while `not_aliased` names the leaves
+    whose donation failed. `leaves` are those of params, `traces` counts this one and those before
+    it, and `recompiles` has a reason for each but the first.
     """
 
     flops: float
@@ -89,6 +89,7 @@ class Description:
         return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
+@checks.explained
 def describe(
     step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
 ) -> Description:
@@ -162,12 +163,14 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     """FLOP/s of the best square matrix product of `dtype` on `device`: `2 n³ / seconds`, a float.
 
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.
+    Their numbers are random, because a GPU multiplies ones faster: it needs less power. Products of
+    float32 on a GPU may be TF32's, as in a step: `jax.default_matmul_precision` decides.
     """
     product, best = jax.jit(lambda x: x @ x), 0.0
     if device is not None:
         device = device_kinds.as_sharding(device, "measured_peak()")
     for n in (1024, 2048, 4096, 8192, 16384):
-        x = jax.device_put(jnp.ones((n, n), dtype), device)
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (n, n)).astype(dtype), device)
         once = lambda x=x: jax.block_until_ready(product(x))
         once()  # compiles
         fastest = min(timeit.repeat(once, number=1, repeat=20))

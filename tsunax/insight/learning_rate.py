@@ -98,6 +98,7 @@ class _Ramp:
         return low * jnp.exp(slope * (place - first).astype(jnp.float32))
 
 
+@checks.explained
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,

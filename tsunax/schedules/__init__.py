@@ -5,7 +5,9 @@ makes such a function from a formula. The clock is `TrainState.step`; nothing he
 """
 
 import inspect as _inspect
+from typing import Never as _Never
 
+from tsunax.errors import unknown as _unknown
 from tsunax.schedules import catalog, combinators
 from tsunax.schedules.catalog import *  # noqa: F403
 from tsunax.schedules.combinators import *  # noqa: F403
@@ -19,6 +21,10 @@ _RAISES = "Raises HyperparameterError for a number that is not finite or out of 
 _RAISES += "and WrongTypeError for another type. A number may itself be a schedule."
 for _made in (globals()[_name] for _name in __all__ if hasattr(globals()[_name], "__wrapped__")):
     _made.__doc__ = f"{_inspect.getdoc(_made)}\n\n{_RAISES}\n"
+
+
+def __getattr__(name: str) -> _Never:
+    raise AttributeError(_unknown("name", "tsunax.schedules", name, __all__))
 
 
 def __dir__() -> list[str]:

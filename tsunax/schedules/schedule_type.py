@@ -291,13 +291,19 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     """
     signature = inspect.signature(formula)
     parameters = list(signature.parameters.values())[1:]
-    signature = signature.replace(parameters=parameters, return_annotation=Schedule)
+    # without the annotations that are checks: `help` would show addresses of functions
+    checked = lambda p: hasattr(p.annotation, "__metadata__")
+    shown = [p.replace(annotation=p.empty) if checked(p) else p for p in parameters]
+    signature = signature.replace(parameters=shown, return_annotation=Schedule)
     kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
     where = f"{formula.__name__}()"
 
     @functools.wraps(formula)
     def factory(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise checks.wrong_call(where, signature, args, kwargs, error) from None
         bound.apply_defaults()
         given = jax.tree.map(_joined, dict(bound.arguments), is_leaf=_is_number)
         given = {name: kept_as[name](where, name, value) for name, value in given.items()}

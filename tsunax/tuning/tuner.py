@@ -38,6 +38,7 @@ class _Ending(Interrupt):
         raise KeyboardInterrupt
 
 
+@checks.explained
 def tune(
     objective: Callable[..., Any],
     space: Mapping[str, Any] | None = None,

@@ -1,0 +1,72 @@
+"""Words of other libraries for what has another name here, for the hints of error messages.
+
+It is imported when there is an error. `docs/coming-from.md` has the whole calls.
+"""
+
+from collections.abc import Sequence
+
+# Our word, and those of Flux, Keras, Lightning, PyTorch, transformers and others for the same
+# thing. A word may stand in several lines: the hint is the one that the call has.
+_WORDS = {
+    # rules and schedules
+    "learning_rate": "lr eta alpha rate step_size stepsize",
+    "b1": "beta betas beta1 beta_1 momentum",
+    "b2": "beta2 beta_2",
+    "momentum": "rho beta b1 mu",
+    "decay": "rho alpha",
+    "eps": "epsilon",
+    "weight_decay": "wd decay l2 lambda",
+    "max_norm": "gradient_clip_val max_grad_norm clipnorm",
+    "init_value": "lr base_lr initial_lr initial_learning_rate start start_lr",
+    "peak_value": "lr max_lr peak_lr peak",
+    "end_value": "final final_lr eta_min min_lr lr_end end",
+    "decay_steps": "T_max total_steps num_training_steps steps period",
+    "warmup_steps": "num_warmup_steps warmup",
+    "decay_rate": "gamma",
+    "transition_steps": "step_size steps",
+    # setup and the step
+    "key": "rng rngs seed prng random_state",
+    "trainable": "wrt requires_grad train_only",
+    "ema": "ema_decay",
+    "bfloat16": "bf16 bf16-mixed bf16-true mixed_bfloat16",
+    "float16": "fp16 16 16-mixed 16-true mixed_float16 half",
+    "float32": "fp32 32 32-true float single",
+    "float64": "fp64 64 64-true double",
+    "accumulate": "accumulate_grad_batches gradient_accumulation_steps every",
+    "remat": "checkpoint gradient_checkpointing",
+    # data
+    "batch_size": "batchsize bs train_batch_size per_device_train_batch_size",
+    "drop_remainder": "drop_last partial",
+    "size": "buffer_size prefetch_factor n",
+    # fit
+    "steps": "max_steps num_steps n_steps iterations num_iterations",
+    "epochs": "max_epochs num_epochs n_epochs nb_epoch num_train_epochs",
+    "evaluate": "validation_data val_data val_dataloaders eval_data eval_dataset validation",
+    "evaluate_every": "val_check_interval check_val_every_n_epoch eval_steps validation_freq",
+    "callbacks": "callback cb hooks",
+    "logger": "loggers report_to",
+    "log_every": "every log_every_n_steps logging_steps log_interval",
+    "checkpoint": "ckpt_path default_root_dir output_dir checkpoint_dir save_dir",
+    "progress": "verbose enable_progress_bar disable_tqdm progbar",
+    "dry_run": "fast_dev_run",
+    "keep_last": "max_to_keep save_total_limit keep",
+    "keep_best": "save_top_k monitor best_fn",
+    # searches
+    "trials": "n_trials num_samples num_trials",
+    "mode": "direction goal",
+    "memory": "mem max_memory budget",
+    "low": "min_lr start_lr",
+    "high": "max_lr end_lr",
+    "points": "num_training num_it num_iter steps",
+    "stop": "early_stop_threshold diverge_th",
+    # others
+    "mask": "weights weight where sample_weight",
+    "data": "dp",
+    "tensor": "tp mp model",
+    "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",
+}
+
+
+def ours(name: str, known: Sequence[str]) -> list[str]:
+    """Those of the known names that stand for this word of another library."""
+    return [word for word, others in _WORDS.items() if name in others.split() and word in known]
