@@ -746,6 +746,12 @@ def test_integers_of_another_dtype_are_cast_if_they_fit(tmp_path):
     exchange.save(path, {"n": np.int64(300)})
     error_of(lambda: exchange.restore(path, {"n": np.int8(0)}, cast=True))
     error_of(lambda: exchange.restore(path, {"n": np.float32(0)}, cast=True))
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save({"n": numbers}, step=1)
+        checkpoints.save({"n": numbers + 1}, step=2)
+        like = {"n": jnp.zeros(2, jnp.int32)}
+        assert checkpoints.restore(like, step=1, cast=True).state["n"].tolist() == numbers.tolist()
+        assert "too large for int32" in error_of(lambda: checkpoints.restore(like, step=2, cast=True))
     parts = Pieces((4,), np.dtype(np.int64), {((0, 2),): np.array([1, 2**31]), ((2, 4),): np.array([3, 4])})
     assert parts.astype(np.uint32)[(slice(0, 2),)].tolist() == [1, 2**31]
     assert "too large for int32" in error_of(lambda: parts.astype(np.int32))

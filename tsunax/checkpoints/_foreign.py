@@ -71,18 +71,22 @@ def damage_only() -> Iterator[None]:
         raise Damaged(told(error)) from None
 
 
-def check_cost(cost: int, size: int) -> int:
-    """`cost`, the bytes that a description of files of `size` bytes may take; or Damaged."""
+def check_cost(cost: int, size: int) -> None:
+    """Raise Damaged if a description of files of `size` bytes would take `cost` bytes of memory."""
     if cost > 4 * size + _ROOM:
         raise Damaged(f"a description that would take {cost >> 20} MiB, for files of {size} bytes")
-    return cost
 
 
 def check_json(text: bytes, size: int, spent: int = 0) -> int:
-    """The memory to parse a JSON text, and what is `spent` already; Damaged if it is too much."""
+    """The bytes of memory to parse a JSON text, which is Damaged if they are too many.
+
+    `spent` is what other texts of the same files take.
+    """
     is_narrow = text.isascii() and b"\\u" not in text  # others take four bytes a character
     marks = sum(cost * text.count(mark) for mark, cost in _JSON_COSTS.items())
-    return check_cost(spent + marks + len(text) * (2 if is_narrow else 6), size)
+    cost = marks + len(text) * (2 if is_narrow else 6)
+    check_cost(cost + spent, size)
+    return cost
 
 
 def check_msgpack(content: bytes) -> None:
