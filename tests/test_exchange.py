@@ -22,7 +22,8 @@ from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
-from tsunax.checkpoints._blocks import Pieces
+from tsunax.checkpoints._blocks import Pieces, stored_in
+from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, PatternError, SaveError, TsunaxError, WrongTypeError
 
 PARAMS = {
@@ -719,6 +720,16 @@ def test_a_file_of_the_other_format_is_named(tmp_path):
     assert "format='flax'" in error_of(lambda: exchange.restore(tmp_path / "b.safetensors"))
 
 
+def test_directories_of_other_kinds_are_named(orbax_dirs, tmp_path):
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(PARAMS, step=1)
+    cases = {"run": "a run's directory", "run/1": "one step of a run", "hub": "pytorch_model.bin"}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "pytorch_model.bin").write_bytes(b"")
+    for name, kind in {**{tmp_path / x: y for x, y in cases.items()}, orbax_dirs[0] / "v1": "format='orbax'"}.items():
+        assert kind in error_of(lambda name=name: exchange.restore(name))
+
+
 def test_save_below_a_file_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a.safetensors", tmp_path / "file" / "b" / "a.safetensors"):
@@ -842,6 +853,16 @@ def test_small_files_take_little_memory(tmp_path, name):
     error, grown = manifests.memory(lambda: exchange.restore(path, format=format))
     assert isinstance(error, CheckpointError), error
     assert grown < 4 * path.stat().st_size + (64 << 20) and time.monotonic() - start < 5
+
+
+def test_many_files_share_one_allowance(tmp_path):
+    empty = many('"#":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}', 40_000)
+    files = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for file in files:
+        file.write_bytes(header_of("{" + empty + "}"))
+    assert len(stored_in(files[:1])) == 40_000
+    with pytest.raises(Damaged, match="a description that would take"):
+        stored_in(files)
 
 
 def test_names_of_a_flax_file_are_short(tmp_path):

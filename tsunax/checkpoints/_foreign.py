@@ -8,8 +8,10 @@ are named. No array is read here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import TsunaxError, told
@@ -58,6 +60,21 @@ def kind_of(head: bytes, expected: str = "") -> str:
     known = (kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512]))
     kind = next(known, "")
     return "" if expected and kind.startswith(expected) else kind
+
+
+_KINDS_OF_DIRECTORIES = {
+    "_CHECKPOINT_METADATA": "a directory of orbax: format='orbax'",
+    "_METADATA": "a directory of orbax: format='orbax'",
+    "tsunax.lock": "a run's directory: Checkpoints(path, read_only=True).restore(like) reads it",
+    "manifest.sha256": "one step of a run: Checkpoints reads the directory above it",
+    "pytorch_model.bin": "a PyTorch file, pytorch_model.bin, and no safetensors",
+}
+
+
+def kind_of_directory(folder: Path) -> str:
+    """The kind of a directory by the names in it, as `kind_of` a file."""
+    names = (name for name in _KINDS_OF_DIRECTORIES if os.path.lexists(folder / name))
+    return _KINDS_OF_DIRECTORIES.get(next(names, ""), "")
 
 
 @contextlib.contextmanager

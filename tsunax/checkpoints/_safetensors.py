@@ -46,10 +46,13 @@ class Entry:
     start: int
 
 
-def contents(path: Path) -> dict[str, Entry]:
-    """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError."""
+def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
+    """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError.
+
+    `spent` is the memory that other files take beyond four times their bytes.
+    """
     if not path.name.endswith(INDEX):
-        return _header(path)
+        return _header(path, spent)
     content = durable_files.read(path, HEADER, follow=True)
     if kind := _foreign.kind_of(content, "a JSON text"):
         raise Damaged(kind)
@@ -79,7 +82,7 @@ def _plain_name(name) -> str:
     return name
 
 
-def _header(path: Path, spent: int = 0) -> dict[str, Entry]:
+def _header(path: Path, spent: int) -> dict[str, Entry]:
     import safetensors
 
     with durable_files.opened(path) as opened:  # no pipe, which would block the library
