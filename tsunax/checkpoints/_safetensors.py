@@ -64,14 +64,14 @@ def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
             names_of_files.setdefault(_plain_name(file), []).append(name)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Damaged(f"an index without weight_map: {told(error)}") from None
-    found = {}
+    entries_of_names = {}
     for file, names in names_of_files.items():
         durable_files.check_inside(path.parent / file, path.parent)
         entries = _header(path.parent / file, spent)
         if missing := [name for name in names if name not in entries]:
             raise Damaged(f"{missing[0]!r:.80} is not in {file}")
-        found |= {name: entries[name] for name in names}
-    return {name: found[name] for name, _ in files_of_names}
+        entries_of_names |= {name: entries[name] for name in names}
+    return {name: entries_of_names[name] for name, _ in files_of_names}
 
 
 def _plain_name(name) -> str:
