@@ -22,7 +22,8 @@ from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
-from tsunax.checkpoints._blocks import Pieces
+from tsunax.checkpoints._blocks import Pieces, stored_in
+from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, PatternError, SaveError, TsunaxError, WrongTypeError
 
 PARAMS = {
@@ -719,6 +720,16 @@ def test_a_file_of_the_other_format_is_named(tmp_path):
     assert "format='flax'" in error_of(lambda: exchange.restore(tmp_path / "b.safetensors"))
 
 
+def test_directories_of_other_kinds_are_named(orbax_dirs, tmp_path):
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(PARAMS, step=1)
+    cases = {"run": "a run's directory", "run/1": "one step of a run", "hub": "pytorch_model.bin"}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "pytorch_model.bin").write_bytes(b"")
+    for name, kind in {**{tmp_path / x: y for x, y in cases.items()}, orbax_dirs[0] / "v1": "format='orbax'"}.items():
+        assert kind in error_of(lambda name=name: exchange.restore(name))
+
+
 def test_save_below_a_file_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a.safetensors", tmp_path / "file" / "b" / "a.safetensors"):
@@ -746,6 +757,12 @@ def test_integers_of_another_dtype_are_cast_if_they_fit(tmp_path):
     exchange.save(path, {"n": np.int64(300)})
     error_of(lambda: exchange.restore(path, {"n": np.int8(0)}, cast=True))
     error_of(lambda: exchange.restore(path, {"n": np.float32(0)}, cast=True))
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save({"n": numbers}, step=1)
+        checkpoints.save({"n": numbers + 1}, step=2)
+        like = {"n": jnp.zeros(2, jnp.int32)}
+        assert checkpoints.restore(like, step=1, cast=True).state["n"].tolist() == numbers.tolist()
+        assert "too large for int32" in error_of(lambda: checkpoints.restore(like, step=2, cast=True))
     parts = Pieces((4,), np.dtype(np.int64), {((0, 2),): np.array([1, 2**31]), ((2, 4),): np.array([3, 4])})
     assert parts.astype(np.uint32)[(slice(0, 2),)].tolist() == [1, 2**31]
     assert "too large for int32" in error_of(lambda: parts.astype(np.int32))
@@ -777,7 +794,7 @@ def test_what_orbax_saved_of_an_nnx_state(tmp_path):
     assert set(restore_orbax(tmp_path / "orbax")) == {"kernel/value", "bias/value"}
     assert_trees_equal(restore_orbax(tmp_path / "orbax", of(1)), of(0))
     pure = {"kernel": jnp.zeros((3, 2)), "bias": jnp.ones(2)}
-    assert_trees_equal(restore_orbax(tmp_path / "orbax", pure)["kernel"], of(0)["kernel"].get_value())
+    assert_trees_equal(restore_orbax(tmp_path / "orbax", pure)["kernel"], jax.tree.leaves(of(0)["kernel"])[0])
     again = restore_orbax(tmp_path / "orbax", of(1), rename=lambda name: f"{name}/value")
     assert_trees_equal(again, of(0))
     assert "nothing named 'bias2'" in error_of(lambda: restore_orbax(tmp_path / "orbax", {"bias2": jnp.ones(2)}))
@@ -836,6 +853,16 @@ def test_small_files_take_little_memory(tmp_path, name):
     error, grown = manifests.memory(lambda: exchange.restore(path, format=format))
     assert isinstance(error, CheckpointError), error
     assert grown < 4 * path.stat().st_size + (64 << 20) and time.monotonic() - start < 5
+
+
+def test_many_files_share_one_allowance(tmp_path):
+    empty = many('"#":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}', 40_000)
+    files = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for file in files:
+        file.write_bytes(header_of("{" + empty + "}"))
+    assert len(stored_in(files[:1])) == 40_000
+    with pytest.raises(Damaged, match="a description that would take"):
+        stored_in(files)
 
 
 def test_names_of_a_flax_file_are_short(tmp_path):

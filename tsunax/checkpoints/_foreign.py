@@ -8,8 +8,10 @@ are named. No array is read here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import TsunaxError, told
@@ -49,6 +51,15 @@ _KINDS = {
 }  # fmt: skip
 
 
+_KINDS_OF_DIRECTORIES = {
+    "_CHECKPOINT_METADATA": "a directory of orbax: format='orbax'",
+    "_METADATA": "a directory of orbax: format='orbax'",
+    "tsunax.lock": "a run's directory: Checkpoints(path, read_only=True).restore(like) reads it",
+    "manifest.sha256": "one step of a run: Checkpoints reads the directory above it",
+    "pytorch_model.bin": "a PyTorch file, pytorch_model.bin, and no safetensors",
+}
+
+
 def kind_of(head: bytes, expected: str = "") -> str:
     """The kind of a file by its first bytes, and what reads it; "" for `expected` and unknown ones.
 
@@ -58,6 +69,12 @@ def kind_of(head: bytes, expected: str = "") -> str:
     known = (kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512]))
     kind = next(known, "")
     return "" if expected and kind.startswith(expected) else kind
+
+
+def kind_of_directory(folder: Path) -> str:
+    """The kind of a directory by the names in it, as `kind_of` a file."""
+    names = (name for name in _KINDS_OF_DIRECTORIES if os.path.lexists(folder / name))
+    return _KINDS_OF_DIRECTORIES.get(next(names, ""), "")
 
 
 @contextlib.contextmanager
@@ -71,18 +88,22 @@ def damage_only() -> Iterator[None]:
         raise Damaged(told(error)) from None
 
 
-def check_cost(cost: int, size: int) -> int:
-    """`cost`, the bytes that a description of files of `size` bytes may take; or Damaged."""
+def check_cost(cost: int, size: int) -> None:
+    """Raise Damaged if a description of files of `size` bytes would take `cost` bytes of memory."""
     if cost > 4 * size + _ROOM:
         raise Damaged(f"a description that would take {cost >> 20} MiB, for files of {size} bytes")
-    return cost
 
 
 def check_json(text: bytes, size: int, spent: int = 0) -> int:
-    """The memory to parse a JSON text, and what is `spent` already; Damaged if it is too much."""
+    """The bytes of memory to parse a JSON text, which is Damaged if they are too many.
+
+    `spent` is what other texts of the same files take.
+    """
     is_narrow = text.isascii() and b"\\u" not in text  # others take four bytes a character
     marks = sum(cost * text.count(mark) for mark, cost in _JSON_COSTS.items())
-    return check_cost(spent + marks + len(text) * (2 if is_narrow else 6), size)
+    cost = marks + len(text) * (2 if is_narrow else 6)
+    check_cost(cost + spent, size)
+    return cost
 
 
 def check_msgpack(content: bytes) -> None:
@@ -95,20 +116,20 @@ def check_msgpack(content: bytes) -> None:
                     raise Damaged(f"a shape and a dtype of more than {_HEAD} bytes")
 
 
-def _values(content: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _values(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(first byte, start, stop) of each value in msgpack, containers before what is in them."""
     pending = 1
     while pending:
-        if pending > end - at:
+        if pending > end - position:
             raise Damaged("values that are cut")
-        first = content[at]
-        start, pending = at + 1, pending - 1
+        first = content[position]
+        start, pending = position + 1, pending - 1
         size = first & 31 if 0xA0 <= first < 0xC0 else first & 15 if first < 0xA0 else 0
         if 0xC0 <= first < 0xE0:
             start += _LENGTHS[first - 0xC0]
-            size = int.from_bytes(content[at + 1 : start], "big") + _FIXED[first - 0xC0]
+            size = int.from_bytes(content[position + 1 : start], "big") + _FIXED[first - 0xC0]
         is_container = first in _MAPS or first in _LISTS
         if is_container:
             pending += size * 2 if first in _MAPS else size
-        at = start if is_container or first < 0x80 else start + size
-        yield first, start, at
+        position = start if is_container or first < 0x80 else start + size
+        yield first, start, position

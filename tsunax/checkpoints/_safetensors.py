@@ -46,10 +46,13 @@ class Entry:
     start: int
 
 
-def contents(path: Path) -> dict[str, Entry]:
-    """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError."""
+def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
+    """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError.
+
+    `spent` is the memory that other files take beyond four times their bytes.
+    """
     if not path.name.endswith(INDEX):
-        return _header(path)
+        return _header(path, spent)
     content = durable_files.read(path, HEADER, follow=True)
     if kind := _foreign.kind_of(content, "a JSON text"):
         raise Damaged(kind)
@@ -61,14 +64,14 @@ def contents(path: Path) -> dict[str, Entry]:
             names_of_files.setdefault(_plain_name(file), []).append(name)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Damaged(f"an index without weight_map: {told(error)}") from None
-    found = {}
+    entries_of_names = {}
     for file, names in names_of_files.items():
         durable_files.check_inside(path.parent / file, path.parent)
         entries = _header(path.parent / file, spent)
         if missing := [name for name in names if name not in entries]:
             raise Damaged(f"{missing[0]!r:.80} is not in {file}")
-        found |= {name: entries[name] for name in names}
-    return {name: found[name] for name, _ in files_of_names}
+        entries_of_names |= {name: entries[name] for name in names}
+    return {name: entries_of_names[name] for name, _ in files_of_names}
 
 
 def _plain_name(name) -> str:
@@ -79,7 +82,7 @@ def _plain_name(name) -> str:
     return name
 
 
-def _header(path: Path, spent: int = 0) -> dict[str, Entry]:
+def _header(path: Path, spent: int) -> dict[str, Entry]:
     import safetensors
 
     with durable_files.opened(path) as opened:  # no pipe, which would block the library

@@ -398,6 +398,9 @@ def _found(path) -> Path:
     file = file if folder is None else folder / "model.safetensors"
     index = file.with_name(file.name + _safetensors.INDEX)
     is_index = not os.path.lexists(file) and os.path.lexists(index)
+    file = index if is_index else file
     if folder is not None:  # a link whose name was given is the user's own
-        durable_files.check_inside(index if is_index else file, folder)
-    return index if is_index else file
+        durable_files.check_inside(file, folder)
+        if kind := "" if os.path.lexists(file) else _foreign.kind_of_directory(folder):
+            raise Damaged(kind)
+    return file
