@@ -53,7 +53,14 @@ from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import tracing
-from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
+from tsunax.program import (
+    Programs,
+    Traced,
+    TrainStep,
+    check_first_call,
+    place_state,
+    raise_if_faulty,
+)
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
@@ -284,6 +291,8 @@ class Calls:
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
         self._kind, moving, still = split_any(state)
         self._extra = extra
+        if extra and loop.donate and not loop.programs.traced and isinstance(state, TrainState):
+            check_first_call(state, extra)
         if self._kind is not None:
             placed = loop.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
