@@ -96,6 +96,16 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_finished_run_that_is_started_again_has_no_restart(tmp_path):
+    state, before = fit(tmp_path, make(), 3)
+    for given in (make(), state):
+        with pytest.warns(UserWarning, match="nothing to do"):
+            _, history = fit(tmp_path, given, 3)
+        assert history.marks == before.marks
+    _, history = fit(tmp_path, make(), 4)
+    assert (3, "restart", "") in history.marks
+
+
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)

@@ -65,7 +65,8 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         with options.clock("data"):
             fitting.feed.go_to(restored.data, options.fast_forward)
     _check_last_batch(fitting, innermost(data))
-    if restored.step is not None:
+    is_over = options.goal.reached(start, fitting.feed.epoch)
+    if restored.step is not None and not is_over:
         history.mark("restart", start)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
@@ -73,7 +74,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         fitting.boundaries.script = {**script, **began}
     elif saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
-        if not options.goal.reached(start, fitting.feed.epoch):
+        if not is_over:
             for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
