@@ -1,6 +1,7 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
 import dataclasses
+import enum
 import functools
 import json
 import os
@@ -343,6 +344,15 @@ class Settings:
     steps: int = 100
 
 
+class Slots:
+    __slots__ = ("scale",)
+
+
+class Mode(enum.Enum):
+    ONE = 1.0
+    TWO = 2.0
+
+
 class Net(flax.linen.Module):
     rate: float = 0.1
 
@@ -364,7 +374,7 @@ def scaled_back(x):
 scaled_back.defvjp(lambda x: (x, None), lambda _, g: (Config.scale * g,))
 NUMBERS, OBJECT, SETTINGS = {"scale": 1.0}, Scaled(1.0), Settings()
 SPACE, MODULE = types.SimpleNamespace(scale=1.0, steps=100), types.ModuleType("a_module_of_the_script")
-MODULE.scale, MODULE.space = 1.0, SPACE
+MODULE.scale, MODULE.space, SPACE.mode, SLOTS = 1.0, SPACE, Mode.ONE, Slots()
 NET = flax.nnx.Dropout(0.1)
 multiply = lambda scale, x: scale * x
 
@@ -397,6 +407,9 @@ REFERENCES: dict[str, tuple] = {  # (a function, how to set the number that it r
     "static method": (lambda p, x: OBJECT.by_config(x), write(Config)),
     "dataclass": (lambda p, x: SETTINGS.scale * x, write(SETTINGS)),
     "getattr": (lambda p, x: getattr(SETTINGS, "scale") * x, write(SETTINGS)),  # noqa: B009
+    "asdict": (lambda p, x: optax.l2_loss(**dataclasses.asdict(SETTINGS)), write(SETTINGS)),
+    "slots": (lambda p, x: SLOTS.scale * x, write(SLOTS)),
+    "enum": (lambda p, x: SPACE.mode.value * x, lambda v: setattr(SPACE, "mode", Mode(v))),
     "namespace": (lambda p, x: SPACE.scale * x, write(SPACE)),
     "module": (lambda p, x: MODULE.scale * x, write(MODULE)),
     "attribute of a module": (lambda p, x: MODULE.space.scale * x, write(SPACE)),
@@ -457,11 +470,14 @@ def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     for name, one, other in (
         ("optax", optax.linear_schedule(0.1, 0.0, 10), optax.linear_schedule(0.9, 0.5, 10)),
         ("lambda", lambda step: 0.1, lambda step: 0.2),
+        ("inside optax", optax.sgd(lambda step: 0.1), optax.sgd(lambda step: 0.2)),
     ):
-        fit(tmp_path / name, make(one), 2)
-        fit(tmp_path / name, make(one), 3)
+        text = "a function of the rule has changed" if name == "inside optax" else text
+        state = lambda x: make(x) if callable(x) else ts.setup(x, {"w": jnp.zeros(4)})
+        fit(tmp_path / name, state(one), 2)
+        fit(tmp_path / name, state(one), 3)
         with pytest.warns(UserWarning, match=text) as told:
-            fit(tmp_path / name, make(other), 4)
+            fit(tmp_path / name, state(other), 4)
         assert len(told) == 1
 
 

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import dis
+import enum
 import functools
 import hashlib
 import itertools
@@ -28,10 +29,13 @@ from tsunax._core import trees
 _DEEP = 14  # objects within objects, beyond which nobody looks
 _VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
 _HASHED = 10_000  # elements of an array on a device that is compared by its values
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
+# Code with these names may read attributes whose names it does not have.
+_READING_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple"}
 _UNCALLED = "__eq__ __repr__ __hash__ __str__ __lt__ __le__ __gt__ __ge__ __getstate__".split()
 
 
@@ -200,7 +204,7 @@ class _Walk:
         while queue:
             x = queue.popleft()
             # of numbers and strings, Python may or may not make one object of equal ones
-            is_plain = isinstance(x, (tuple, str, bytes, int, float, complex, type(None)))
+            is_plain = isinstance(x, (tuple, *_PLAIN))
             number, _ = seen.setdefault(id(x), (len(seen), x)) if not is_plain else (-1, None)
             text, inside = self._text_and_inside(x) if number in (-1, len(seen) - 1) else ("", [])
             yield text or f"#{number}"
@@ -209,6 +213,8 @@ class _Walk:
     def _text_and_inside(self, x: Any) -> tuple[str, Iterable[Any]]:
         """The text of a value itself, and the values inside of it."""
         title = f"{type(x).__module__}.{type(x).__qualname__}"
+        if isinstance(x, _PLAIN):
+            return f"{title} {x!r}", ()
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
@@ -217,7 +223,7 @@ class _Walk:
             if not self._is_read(x.__module__):
                 return x.__qualname__, inside
             attributes, names = _names_in(x.__code__)
-            self.names |= attributes
+            self.names |= attributes | (_READING_ANY & {*names})
             inside += [x.__globals__.get(name, sys.modules.get(name)) for name in names]
             text = f"{x.__qualname__} {_hash_of_code(x.__code__, x.__doc__)}"
             return text, [*inside, x.__defaults__, x.__kwdefaults__]
@@ -245,7 +251,7 @@ class _Walk:
         fields = getattr(kind, "__dataclass_fields__", members)
         is_read = self._is_read(kind.__module__)
         # library code reads attributes whose names are in no code here
-        is_whole = self.is_exact or not is_read
+        is_whole = self.is_exact or not is_read or not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
         flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
         inner = [kind] if is_read else [getattr(x, name, None) for name in _INNER]
