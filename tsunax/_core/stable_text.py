@@ -95,7 +95,8 @@ def words_of(
         return _of_function(x, inner, code)
     if callable(x) and hasattr(x, "__qualname__"):
         return x.__qualname__
-    fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else []
+    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    fields = [f.name for f in fields if f.repr]
     if not fields and type(x).__repr__ is object.__repr__:
         fields = list(getattr(x, "__dict__", {}))
     if fields or dataclasses.is_dataclass(x):
@@ -203,11 +204,13 @@ class _Walk:
         queue, seen = collections.deque([f]), dict[int, Any]()
         while queue:
             x = queue.popleft()
-            # of numbers and strings, Python may or may not make one object of equal ones
-            is_plain = isinstance(x, (tuple, *_PLAIN))
-            number, _ = seen.setdefault(id(x), (len(seen), x)) if not is_plain else (-1, None)
-            text, inside = self._text_and_inside(x) if number in (-1, len(seen) - 1) else ("", [])
-            yield text or f"#{number}"
+            if id(x) in seen:
+                yield f"#{seen[id(x)][0]}"
+                continue
+            if not isinstance(x, (tuple, *_PLAIN)):  # equal ones may or may not be one object
+                seen[id(x)] = len(seen), x
+            text, inside = self._text_and_inside(x)
+            yield text
             queue.extend(inside)
 
     def _text_and_inside(self, x: Any) -> tuple[str, Iterable[Any]]:
@@ -254,9 +257,10 @@ class _Walk:
         is_whole = self.is_exact or not is_read or not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
         flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
-        inner = [kind] if is_read else [getattr(x, name, None) for name in _INNER]
-        if members or any(y is not None for y in inner):
-            return f"{title} {'' if is_read else getattr(x, '__qualname__', '')}", [*inner, *flat]
+        inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
+        inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
+        if members or inside:
+            return f"{title} {'' if is_read else getattr(x, '__qualname__', '')}", inside
         self.objects.append(x)
         return f"{title} {repr(x) if self.is_exact else _without_address(repr(x))}", ()
 
@@ -264,9 +268,8 @@ class _Walk:
         if not self.is_exact:
             return trees.describe(x)
         is_on_device = isinstance(x, jax.Array) and not trees.is_traced(x)
-        if not is_on_device or (
-            x.size <= _HASHED and x.is_fully_addressable and not x.is_deleted()
-        ):
+        is_small = x.size <= _HASHED
+        if not is_on_device or (is_small and x.is_fully_addressable and not x.is_deleted()):
             return _of_array(x)
         self.objects.append(x)
         return f"{trees.describe(x)} {id(x)}"
