@@ -23,7 +23,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
-from tsunax._core.stable_text import references_of
+from tsunax._core.stable_text import code_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
@@ -253,6 +253,7 @@ def weighted(weight):
     return ts.train_step(lambda params, x: weight * jnp.mean(x @ params["w"]))
 
 
+references_of = functools.partial(code_of, is_exact=True)
 LOSS = r"fit\(\): resumed from step 3 in .*, but loss_fn has changed.*The script's is used\."
 EDITS = {
     "accumulate": ({"step": ts.train_step(STEP.loss_fn, accumulate=2)}, r"accumulate has changed from 1 to 2\."),

@@ -41,7 +41,7 @@ class Plan:
     precision: Policy | None
     overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
     # what the code of the rule and its schedules refers to in this process
-    references: Any = dataclasses.field(default=None, repr=False)
+    references: str = dataclasses.field(default="", repr=False)
 
     def __new__(cls, *fields: Any) -> Plan:
         with _LOCK:

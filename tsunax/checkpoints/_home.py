@@ -25,7 +25,9 @@ from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
 # a run may leave these before its first checkpoint: hidden names, its lock, the rows of its loggers
-_BEFORE = re.compile(rf"\.|{re.escape(durable_files.LOCK)}$|events\.out\.|.+\.(csv|jsonl)(\.new)?$")
+_BEFORE = re.compile(
+    r"\.|tsunax\.lock$|events\.out\.|.+\.(csv|csv\.new|jsonl|jsonl\.new|unfinished)$"
+)
 
 
 def sum_of(body: bytes) -> bytes:
@@ -101,9 +103,7 @@ class CheckpointHome:
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
         names = self.names(self.path)
-        unfinished = {x for name in names if name.endswith(UNFINISHED)
-                      for x in (name, name.removesuffix(UNFINISHED))}  # fmt: skip
-        return [name for name in names if not (_BEFORE.match(name) or name in unfinished)]
+        return [x for x in names if not (_BEFORE.match(x) or x + UNFINISHED in names)]
 
     def check_is_no_checkpoint(self) -> None:
         """Raise CheckpointError for the path of one checkpoint, before a lock is written there."""

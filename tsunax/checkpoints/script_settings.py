@@ -81,11 +81,7 @@ def _some_rows(data) -> str | None:
 
 def code_text(f: object) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to."""
-    try:
-        digest = stable_text.code_of(f)
-    except Exception:  # objects of any library, and their properties
-        digest = "unknown"
-    return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
 
 
 def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:

@@ -53,14 +53,7 @@ from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import tracing
-from tsunax.program import (
-    Programs,
-    Traced,
-    TrainStep,
-    check_first_call,
-    place_state,
-    raise_if_faulty,
-)
+from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
@@ -291,8 +284,6 @@ class Calls:
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
         self._kind, moving, still = split_any(state)
         self._extra = extra
-        if extra and loop.donate and not loop.programs.traced and isinstance(state, TrainState):
-            check_first_call(state, extra)
         if self._kind is not None:
             placed = loop.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
@@ -411,10 +402,11 @@ def fused(step: Any, donate: bool) -> Fused:
 
     A `TrainStep` keeps what it first referred to, as its own compiled program does.
     """
-    is_ours = isinstance(step, TrainStep)
-    return _shared(step, donate, step.references if is_ours else stable_text.references_of(step))
+    if isinstance(step, TrainStep):
+        return _shared(step, donate, step.references)
+    return _shared(step, donate, stable_text.code_of(step, is_exact=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _shared(step: Step, donate: bool, references: stable_text.References) -> Fused:
+def _shared(step: Step, donate: bool, references: str) -> Fused:
     return Fused(step, donate)

@@ -100,10 +100,10 @@ def _parts_of_fit(restored: Restored, saver: Any) -> tuple[History | None, dict[
         name, saved = "history", restored.history
         return None if saved is None else History.of(saved), memory
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what, got = f"{name} of a checkpoint", f"{trees.describe(getattr(restored, name)):.200}"
+        place, got = saver.path / str(restored.step), trees.describe(getattr(restored, name))
         fix = "Restore the state with Checkpoints.restore, and give fit another path."
-        where, expected = str(saver.path / str(restored.step)), "what fit saves"
-        raise CheckpointError(what, where, got, expected, fix) from error
+        parts = f"{name} of a checkpoint", str(place), f"{got:.200}", "what fit saves", fix
+        raise CheckpointError(*parts) from error
 
 
 def _check_last_batch(fitting: Fit, data: Any) -> None:
