@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
 from collections.abc import Iterable, Iterator
@@ -54,10 +55,10 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = logged_step(state, restored.step or 0)
+    if is_in_hand and history is not None:
+        restored = dataclasses.replace(restored, history=None)
     saved_history, memory = _parts_of_fit(restored, saver)
-    if saved_history is not None and not (is_in_hand and history is not None):
-        history = saved_history
-    history = History() if history is None else history
+    history = next((x for x in (saved_history, history) if x is not None), History())
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, memory, start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
