@@ -1155,6 +1155,7 @@ def test_a_lock_whose_close_failed_is_not_closed_again_in_a_forked_child(tmp_pat
     fd = lock._fd
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", close)
+        patch.setattr(durable_files, "_LOCKS", [lock])
         lock.release()
         durable_files._close_all()  # what a forked child does
     assert closed == [fd]

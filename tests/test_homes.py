@@ -357,17 +357,26 @@ def test_a_directory_without_a_good_checkpoint_is_no_fresh_start(tmp_path, store
 def test_the_path_of_one_checkpoint_is_refused_and_stays_as_it_is(tmp_path, store):
     with Checkpoints(tmp_path, store=store) as checkpoints:
         checkpoints.save(make().replace(step=2))
-    before = sorted(os.listdir(tmp_path / "2"))
-    with pytest.raises(CheckpointError, match=rf"expected the directory of its run\. Give {tmp_path}\."):
-        Checkpoints(tmp_path / "2")
-    with pytest.raises(CheckpointError, match="Give the directory that has the steps in it"):
-        Checkpoints(tmp_path / "2", read_only=True).restore(make())
-    assert sorted(os.listdir(tmp_path / "2")) == before  # a lock file in it would keep it for ever
+    before = sorted(tmp_path.rglob("*"))
+    for path in (tmp_path / "2", *(x for x in (tmp_path / "2").iterdir() if x.is_dir())):
+        with pytest.raises(CheckpointError, match=r"got one checkpoint, or a part of it, expected the directory of a"):
+            Checkpoints(path)
+        with pytest.raises(CheckpointError, match="Give the directory that has the steps in it"):
+            Checkpoints(path, read_only=True).restore(make())
+    assert sorted(tmp_path.rglob("*")) == before  # a lock file in it would keep it for ever
 
 
 @pytest.mark.parametrize("store", ON_A_DISK)
 def test_what_a_run_leaves_before_its_first_checkpoint_lets_it_start_again(tmp_path, store):
-    for name in (".hidden", "log.csv", "log.jsonl", "log.csv.new", "events.out.tfevents.1.host", "tsunax.lock"):
+    for name in (
+        ".hidden",
+        "log.csv",
+        "log.jsonl",
+        "log.csv.new",
+        "train.log",
+        "events.out.tfevents.1.host",
+        "tsunax.lock",
+    ):
         (tmp_path / name).write_text("x")
     for name in (".tsunax-tmp-3-0123abcd", "3"):
         (tmp_path / name).mkdir()

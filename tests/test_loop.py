@@ -17,6 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
+from tsunax._core.stable_text import words_of
 from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
@@ -265,6 +266,8 @@ def test_a_new_state_reads_the_numbers_of_now(name):
             assert float(step(make(), x)[0].params["w"]) == -beta
             assert float(fit(step, make(), [x], steps=1)[0].params["w"]) == -beta
             assert make().plan is make().plan
+            state = make()
+            assert state.plan.references not in words_of(state.plan)  # other processes have other ids
     finally:
         SETTINGS["beta"] = 1.0
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import enum
 import functools
 import io
 import json
@@ -25,7 +26,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
-from tsunax._core.stable_text import references_of
+from tsunax._core.stable_text import code_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
@@ -212,6 +213,16 @@ def test_a_state_as_it_was_saved_goes_on_without_a_word(tmp_path):
     assert history["step"].tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_finished_run_that_is_started_again_has_no_restart(tmp_path):
+    state, before = fit(tmp_path, make(), 3)
+    for given in (make(), state):
+        with pytest.warns(UserWarning, match="nothing to do"):
+            _, history = fit(tmp_path, given, 3)
+        assert history.marks == before.marks
+    _, history = fit(tmp_path, make(), 4)
+    assert (3, "restart", "") in history.marks
+
+
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)
@@ -358,6 +369,7 @@ def weighted(weight):
     return ts.train_step(lambda params, x: weight * jnp.mean(x @ params["w"]))
 
 
+references_of = functools.partial(code_of, is_exact=True)
 LOSS = r"fit\(\): resumed from step 3 in .*, but loss_fn has changed.*The script's is used\."
 EDITS = {
     "accumulate": ({"step": ts.train_step(STEP.loss_fn, accumulate=2)}, r"accumulate has changed from 1 to 2\."),
@@ -449,6 +461,15 @@ class Settings:
     steps: int = 100
 
 
+class Slots:
+    __slots__ = ("scale",)
+
+
+class Mode(enum.Enum):
+    ONE = 1.0
+    TWO = 2.0
+
+
 class Net(flax.linen.Module):
     rate: float = 0.1
 
@@ -470,7 +491,7 @@ def scaled_back(x):
 scaled_back.defvjp(lambda x: (x, None), lambda _, g: (Config.scale * g,))
 NUMBERS, OBJECT, SETTINGS = {"scale": 1.0}, Scaled(1.0), Settings()
 SPACE, MODULE = types.SimpleNamespace(scale=1.0, steps=100), types.ModuleType("a_module_of_the_script")
-MODULE.scale, MODULE.space = 1.0, SPACE
+MODULE.scale, MODULE.space, SPACE.mode, SLOTS = 1.0, SPACE, Mode.ONE, Slots()
 NET = flax.nnx.Dropout(0.1)
 multiply = lambda scale, x: scale * x
 
@@ -503,6 +524,9 @@ REFERENCES: dict[str, tuple] = {  # (a function, how to set the number that it r
     "static method": (lambda p, x: OBJECT.by_config(x), write(Config)),
     "dataclass": (lambda p, x: SETTINGS.scale * x, write(SETTINGS)),
     "getattr": (lambda p, x: getattr(SETTINGS, "scale") * x, write(SETTINGS)),  # noqa: B009
+    "asdict": (lambda p, x: optax.l2_loss(**dataclasses.asdict(SETTINGS)), write(SETTINGS)),
+    "slots": (lambda p, x: SLOTS.scale * x, write(SLOTS)),
+    "enum": (lambda p, x: SPACE.mode.value * x, lambda v: setattr(SPACE, "mode", Mode(v))),
     "namespace": (lambda p, x: SPACE.scale * x, write(SPACE)),
     "module": (lambda p, x: MODULE.scale * x, write(MODULE)),
     "attribute of a module": (lambda p, x: MODULE.space.scale * x, write(SPACE)),
@@ -563,11 +587,14 @@ def test_an_edit_of_a_schedule_that_is_a_function_is_told(tmp_path):
     for name, one, other in (
         ("optax", optax.linear_schedule(0.1, 0.0, 10), optax.linear_schedule(0.9, 0.5, 10)),
         ("lambda", lambda step: 0.1, lambda step: 0.2),
+        ("inside optax", optax.sgd(lambda step: 0.1), optax.sgd(lambda step: 0.2)),
     ):
-        fit(tmp_path / name, make(one), 2)
-        fit(tmp_path / name, make(one), 3)
+        text = "a function of the rule has changed" if name == "inside optax" else text
+        state = lambda x: make(x) if callable(x) else ts.setup(x, {"w": jnp.zeros(4)})
+        fit(tmp_path / name, state(one), 2)
+        fit(tmp_path / name, state(one), 3)
         with pytest.warns(UserWarning, match=text) as told:
-            fit(tmp_path / name, make(other), 4)
+            fit(tmp_path / name, state(other), 4)
         assert len(told) == 1
 
 

@@ -215,11 +215,11 @@ class TrainStep:
         return []
 
     @functools.cached_property
-    def references(self) -> Any:
+    def references(self) -> str:
         """What its functions refer to: equal steps with equal ones share a compiled loop."""
         from tsunax._core import stable_text
 
-        return stable_text.references_of(self)
+        return stable_text.code_of(self, is_exact=True)
 
     @functools.cached_property
     def _traced(self) -> Any:
@@ -264,6 +264,10 @@ class TrainStep:
                 new, info = self._traced(state, batch, extra)
                 # arrays that the step only reads stay the same ones: a loop does not carry them
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
+            if extra and self.donate and not self.traces:
+                from tsunax._step import step_errors
+
+                step_errors.check_not_donated(state, extra)  # XLA would write to stderr before
             kind, (moving, still) = (type(state), state.plan), split(state)
             shardings, moving, still = self.programs.place_state(state, moving, still)
             if shardings is not None:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import dis
+import enum
 import functools
 import hashlib
 import itertools
@@ -28,10 +29,15 @@ from tsunax._core import trees
 _DEEP = 14  # objects within objects, beyond which nobody looks
 _VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
 _HASHED = 10_000  # elements of an array on a device that is compared by its values
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
+# Code with these names may read attributes whose names it does not have.
+_READING_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple"}
 _UNCALLED = "__eq__ __repr__ __hash__ __str__ __lt__ __le__ __gt__ __ge__ __getstate__".split()
 
 
@@ -91,7 +97,8 @@ def words_of(
         return _of_function(x, inner, code)
     if callable(x) and hasattr(x, "__qualname__"):
         return x.__qualname__
-    fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else []
+    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    fields = [f.name for f in fields if f.repr]
     if not fields and type(x).__repr__ is object.__repr__:
         fields = list(getattr(x, "__dict__", {}))
     if fields or dataclasses.is_dataclass(x):
@@ -143,31 +150,13 @@ def _hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     """The attributes that code may read, and the globals and modules that it names."""
-    attributes, names = set[str](), dict[str, None]()
-    for line in dis.get_instructions(code):
-        if line.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
-            names[line.argval] = None
-        elif line.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")):
-            attributes.add(line.argval)
-    for x in code.co_consts:
-        if isinstance(x, types.CodeType):
-            attributes |= _names_in(x)[0]
-            names |= dict.fromkeys(_names_in(x)[1])
-        elif isinstance(x, str) and x.isidentifier():  # for `getattr`
-            attributes.add(x)
-    return frozenset(attributes), tuple(names)
-
-
-@dataclasses.dataclass(frozen=True)
-class References:
-    """What code refers to in this process: equal where a trace of it gives the same program."""
-
-    digest: str
-    # objects whose ids are in the digest: while it lives, no new object has one of these ids
-    objects: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
-
-    def __reduce__(self) -> tuple[type[References], tuple[str]]:
-        return References, (self.digest,)
+    lines = [(line.opname, line.argval) for line in dis.get_instructions(code)]
+    inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    attributes = {x for operation, x in lines if operation.startswith(_ATTRIBUTES)}
+    attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+    names = [x for operation, x in lines if operation in _GLOBALS]
+    names += [x for _, inner_names in inner for x in inner_names]
+    return frozenset(attributes.union(*(x for x, _ in inner))), tuple(names)
 
 
 class _Walk:
@@ -180,7 +169,7 @@ class _Walk:
     """
 
     def __init__(self, f: Any, is_exact: bool) -> None:
-        self.is_exact, self.package, self.objects = is_exact, "", list[Any]()
+        self.is_exact, self.package = is_exact, ""
         self.names, known = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
         while known < len(self.names):  # what was passed by may have one of the newer names
             known = len(self.names)
@@ -190,37 +179,44 @@ class _Walk:
     def _is_read(self, module: object) -> bool:
         """Whether the code of a module is read."""
         top = str(module).partition(".")[0]
-        if top == "tsunax" or top in sys.stdlib_module_names:
-            return False
         file = str(getattr(sys.modules.get(top), "__file__", ""))
-        return top == self.package or "-packages" not in file  # site-packages, dist-packages
+        is_foreign = top != self.package and "-packages" in file  # site-packages, dist-packages
+        return not (is_foreign or top == "tsunax" or top in sys.stdlib_module_names)
 
     def _parts(self, f: Any) -> Iterator[str]:
         queue, seen = collections.deque([f]), dict[int, Any]()
         while queue:
             x = queue.popleft()
-            # of numbers and strings, Python may or may not make one object of equal ones
-            is_plain = isinstance(x, (tuple, str, bytes, int, float, complex, type(None)))
-            number, _ = seen.setdefault(id(x), (len(seen), x)) if not is_plain else (-1, None)
-            text, inside = self._text_and_inside(x) if number in (-1, len(seen) - 1) else ("", [])
-            yield text or f"#{number}"
+            if id(x) in seen:
+                yield f"#{seen[id(x)][0]}"
+                continue
+            if not isinstance(x, (tuple, *_PLAIN)):  # equal ones may or may not be one object
+                seen[id(x)] = len(seen), x
+            text, inside = self._text_and_inside(x)
+            yield text
             queue.extend(inside)
 
     def _text_and_inside(self, x: Any) -> tuple[str, Iterable[Any]]:
         """The text of a value itself, and the values inside of it."""
-        title = f"{type(x).__module__}.{type(x).__qualname__}"
+        kind, title = type(x), f"{type(x).__module__}.{type(x).__qualname__}"
+        if isinstance(x, _PLAIN):
+            return f"{title} {x!r}", ()
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
-            inside = [*cells_of(x), getattr(x, "__wrapped__", None)]
             self.package = self.package or x.__module__.partition(".")[0]
+            inside = [*cells_of(x), getattr(x, "__wrapped__", None)]
             if not self._is_read(x.__module__):
                 return x.__qualname__, inside
             attributes, names = _names_in(x.__code__)
-            self.names |= attributes
+            self.names |= attributes | (_READING_ANY & {*names})
             inside += [x.__globals__.get(name, sys.modules.get(name)) for name in names]
             text = f"{x.__qualname__} {_hash_of_code(x.__code__, x.__doc__)}"
             return text, [*inside, x.__defaults__, x.__kwdefaults__]
+        if isinstance(x, Mapping | list | tuple | Set):
+            flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
+            flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
+            return f"{title} {len(x)}", flat if self.is_exact or len(x) <= _LISTED else ()
         if isinstance(x, types.ModuleType):
             is_read = self._is_read(x.__name__)
             return x.__name__, _flat(vars(x), lambda name: is_read and name in self.names)
@@ -231,57 +227,43 @@ class _Walk:
                       and name[:2] == "__" and name not in _UNCALLED}  # fmt: skip
             is_in = lambda name: name in self.names or name in called
             return f"{x.__module__}.{x.__qualname__}", _flat(members, is_in)
-        if isinstance(x, Mapping | list | tuple | Set):
-            flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
-            flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
-            return f"{title} {len(x)}", flat if self.is_exact or len(x) <= _LISTED else ()
-        return self._of_object(x, title)
-
-    def _of_object(self, x: Any, title: str) -> tuple[str, Iterable[Any]]:
-        kind = type(x)
         slots = (getattr(c, "__slots__", ()) for c in kind.__mro__)
         names = [n for s in slots for n in ([s] if isinstance(s, str) else s) if n[:2] != "__"]
         members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
         fields = getattr(kind, "__dataclass_fields__", members)
         is_read = self._is_read(kind.__module__)
         # library code reads attributes whose names are in no code here
-        is_whole = self.is_exact or not is_read
+        is_whole = self.is_exact or not is_read or not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
         flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
-        inner = [kind] if is_read else [getattr(x, name, None) for name in _INNER]
-        if members or any(y is not None for y in inner):
-            return f"{title} {'' if is_read else getattr(x, '__qualname__', '')}", [*inner, *flat]
-        self.objects.append(x)
-        return f"{title} {repr(x) if self.is_exact else _without_address(repr(x))}", ()
+        inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
+        inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
+        label = getattr(x, "__qualname__", "") if members or inside else repr(x)
+        return f"{title} {label if self.is_exact else _without_address(str(label))}", inside
 
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
             return trees.describe(x)
-        is_on_device = isinstance(x, jax.Array) and not trees.is_traced(x)
-        if not is_on_device or (
-            x.size <= _HASHED and x.is_fully_addressable and not x.is_deleted()
-        ):
-            return _of_array(x)
-        self.objects.append(x)
-        return f"{trees.describe(x)} {id(x)}"
+        is_known = np.size(x) <= _HASHED and getattr(x, "is_fully_addressable", True)
+        is_known = (is_known or not isinstance(x, jax.Array)) and not trees.is_gone(x)
+        # a program that reads a large one keeps it, and so no other gets its id
+        return _of_array(x) if is_known else f"{trees.describe(x)} {id(x)}"
 
 
 def _flat(members: Mapping[str, Any], is_in: Callable[[str], bool]) -> list[Any]:
     return [y for name in sorted(filter(is_in, members)) for y in (name, members[name])]
 
 
-def code_of(f: Any) -> str:
-    """A hash of a function's code and of what it refers to, the same in every process."""
-    return _Walk(f, is_exact=False).digest
+def code_of(f: Any, *, is_exact: bool = False) -> str:
+    """A hash of the code of a function, or a step, and of what it refers to.
 
-
-def references_of(f: Any) -> References:
-    """What a function, or a step, refers to now."""
+    The same in every process; if it `is_exact`, it is equal in this process only where a trace of
+    the function gives the same program.
+    """
     try:
-        walk = _Walk(f, is_exact=True)
-        return References(walk.digest, tuple(walk.objects))
+        return _Walk(f, is_exact).digest
     except Exception:  # objects of any library, and their properties
-        return References("unknown")
+        return "unknown"
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

@@ -40,7 +40,8 @@ class Plan:
     selected: tuple[bool, ...] | None  # for each leaf of params if it is trained; None: all are
     precision: Policy | None
     overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
-    references: Any = None  # what the code of the rule and its schedules refers to
+    # what the code of the rule and its schedules refers to in this process
+    references: str = dataclasses.field(default="", repr=False)
 
     def __new__(cls, *fields: Any) -> Plan:
         with _LOCK:

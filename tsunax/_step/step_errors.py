@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
-from tsunax._core import checks, placement, trees
+from tsunax._core import Extra, checks, placement, trees
 from tsunax._core.source_lines import hide_own_frames
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
@@ -46,20 +46,25 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
         fix = "A step takes one batch: for batch in data."
         raise WrongTypeError("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
     checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
-    for name, tree in {"batch": batch, **extra}.items():
-        if name != "batch":
-            fix = f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
-            checks.check_arrays(tree, name, fix)
-        if any(id(x) in moving for x in jax.tree.leaves(tree)):
-            what, got = f"argument {name!r}", "arrays of the state itself"
-            fix = "The step donates them: copy, or train_step(..., donate=False)."
-            raise StateError(what, "step()", got, "others", fix)
+    for name, tree in extra.items():
+        fix = f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
+        checks.check_arrays(tree, name, fix)
+    check_not_donated(state, {"batch": batch, **extra})
     checks.check_arrays(state, "state")
     home = placement.state_sharding(state)
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         placement.check_devices(tree, home, name)
     members.check_each(state, (batch, extra))
+
+
+def check_not_donated(state: TrainState, given: Extra) -> None:
+    """Raise StateError for arguments that have arrays of the state, which the step consumes."""
+    moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
+    for name, tree in given.items():
+        if any(id(x) in moving for x in jax.tree.leaves(tree)):
+            what, got = f"argument {name!r}", "arrays of the state itself"
+            fix = "The step donates them: copy, or train_step(..., donate=False)."
+            raise StateError(what, "step()", got, "others", fix)
 
 
 def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:

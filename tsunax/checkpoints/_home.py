@@ -24,8 +24,8 @@ from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
-# a run may leave these before its first checkpoint: hidden names, its lock, the rows of its loggers
-_BEFORE = re.compile(rf"\.|{re.escape(durable_files.LOCK)}$|events\.out\.|.+\.(csv|jsonl)(\.new)?$")
+# A run may leave these before its first checkpoint: hidden names, its lock, and the rows of loggers
+_BEFORE = re.compile(r"\.|tsunax\.lock$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished)$")
 
 
 def sum_of(body: bytes) -> bytes:
@@ -101,17 +101,17 @@ class CheckpointHome:
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
         names = self.names(self.path)
-        unfinished = {x for name in names if name.endswith(UNFINISHED)
-                      for x in (name, name.removesuffix(UNFINISHED))}  # fmt: skip
-        return [name for name in names if not (_BEFORE.match(name) or name in unfinished)]
+        return [x for x in names if not (_BEFORE.match(x) or x + UNFINISHED in names)]
 
     def check_is_no_checkpoint(self) -> None:
-        """Raise CheckpointError for the path of one checkpoint, before a lock is written there."""
-        if any((self.path / folder / SUM).exists() for folder in ("", "tsunax")):  # of both homes
-            got, expected = "the directory of one checkpoint", "the directory of its run"
-            raise CheckpointError(
-                "path", str(self.path), got, expected, f"Give {self.path.parent}."
+        """Raise CheckpointError within a checkpoint of either home, before a lock is written."""
+        folders = (x / name for x in (self.path, self.path.parent) for name in ("", "tsunax"))
+        if any((folder / SUM).exists() for folder in folders):
+            got, fix = (
+                "one checkpoint, or a part of it",
+                "Give the directory that has the steps in it.",
             )
+            raise CheckpointError("path", str(self.path), got, "the directory of a run", fix)
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint says of itself. Raises Damaged, or TooNew."""

@@ -218,9 +218,9 @@ def _changed_leaves(run, at: int, state) -> list[str]:
     total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in own}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
-    title = lambda path: "hyperparameters" if ".numbers" in path else leaves.show("state", path)
-    changed = (path for path in in_hand | saved if in_hand.get(path) != saved.get(path))
-    return [*dict.fromkeys(map(title, changed))]
+    paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
+    numbers = ["hyperparameters"] * any(".numbers" in path for path in paths)
+    return numbers + [leaves.show("state", path) for path in paths if ".numbers" not in path]
 
 
 def _parts(run, manifest: Manifest) -> list[Parts]:

@@ -55,6 +55,7 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
                 # plain functions, optax's for example, whose numbers no table holds
                 if x and (functions := [f for f in x.leaves if f is not None]):
                     yield f"the schedule of {name}", ", ".join(map(code_text, functions))
+    yield "a function of the rule", code_text(state.plan.update)
     if state.key is not None:
         yield "key", hashlib.sha256(trees.on_host(state.key).tobytes()).hexdigest()[:16]
 
@@ -80,21 +81,21 @@ def _some_rows(data) -> str | None:
 
 def code_text(f: object) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to."""
-    try:
-        digest = stable_text.code_of(f)
-    except Exception:  # objects of any library, and their properties
-        digest = "unknown"
-    return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
 
 
 def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
     """A note for each setting that is another one than in the script that saved the checkpoint."""
-    then = then if isinstance(then, Mapping) else {}
+    then, changed = then if isinstance(then, Mapping) else {}, list[str]()
     for name, mine in now.items():
         theirs = then.get(name)
         if not isinstance(theirs, str) or theirs == mine:
             continue
-        is_code = name.startswith(("loss_fn", "the schedule of "))
+        is_known = any(x.startswith(("rule", "the schedule of ")) for x in changed)
+        if name.startswith("a function of the rule") and is_known:
+            continue  # it has been said what has changed in them
+        changed.append(name)
+        is_code = name.startswith(("loss_fn", "the schedule of ", "a function of the rule"))
         if is_code and theirs.split()[0] != mine.split()[0]:  # other Pythons compile to other codes
             continue
         is_long = is_code or max(len(theirs), len(mine)) > 80 or name.startswith(("data", "key"))

@@ -104,7 +104,8 @@ def describe(
       state, batch, extra: as for the step; arrays, or shapes (`jax.ShapeDtypeStruct`).
 
     `recompiles` says why this step was traced again, by `fit` too: a leaf of another shape, dtype
-    or weak type, another rule, selection, precision or tree. Equal steps share the loop of `fit`.
+    or weak type, another rule, selection, precision or tree. Equal steps that read equal values
+    share the loop of `fit`.
 
     Raises WrongTypeError for another step, and the errors of the step itself for these arguments.
 

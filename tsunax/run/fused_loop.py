@@ -429,10 +429,11 @@ def fused(step: Any, donate: bool) -> Fused:
 
     A `TrainStep` keeps what it first referred to, as its own compiled program does.
     """
-    is_ours = isinstance(step, TrainStep)
-    return _shared(step, donate, step.references if is_ours else stable_text.references_of(step))
+    if isinstance(step, TrainStep):
+        return _shared(step, donate, step.references)
+    return _shared(step, donate, stable_text.code_of(step, is_exact=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _shared(step: Step, donate: bool, references: stable_text.References) -> Fused:
+def _shared(step: Step, donate: bool, references: str) -> Fused:
     return Fused(step, donate)

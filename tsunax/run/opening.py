@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
 from collections.abc import Iterable, Iterator
@@ -55,10 +56,10 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = logged_step(state, restored.step or 0)
+    if is_in_hand and history is not None:
+        restored = dataclasses.replace(restored, history=None)
     saved_history, memory = _parts_of_fit(restored, saver)
-    if saved_history is not None and not (is_in_hand and history is not None):
-        history = saved_history
-    history = History() if history is None else history
+    history = next((x for x in (saved_history, history) if x is not None), History())
     options.clock.go_on(history.time)
     fitting = Fit(step, state, data, options, history, memory, start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
@@ -74,7 +75,8 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
             fitting.feed.go_to(restored.data, options.fast_forward)
     _check_last_batch(fitting, innermost(data))
     fitting.compare()
-    if restored.step is not None and not fitting.has_nothing_to_do():
+    is_over = fitting.has_nothing_to_do()
+    if restored.step is not None and not is_over:
         history.mark("restart", start)
     # the run began with another state, which the script gives when it is started again
     if is_in_hand:
@@ -82,7 +84,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
         fitting.boundaries.script = {**script, **began}
     elif saver is not None and restored.step is not None:
         fitting.boundaries.saved = start, fitting.feed.place()
-        if not fitting.has_nothing_to_do():
+        if not is_over:
             for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
@@ -108,10 +110,10 @@ def _parts_of_fit(restored: Restored, saver: Any) -> tuple[History | None, dict[
         name, saved = "history", restored.history
         return None if saved is None else History.of(saved), memory
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what, got = f"{name} of a checkpoint", f"{trees.describe(getattr(restored, name)):.200}"
+        place, got = saver.path / str(restored.step), trees.describe(getattr(restored, name))
         fix = "Restore the state with Checkpoints.restore, and give fit another path."
-        where, expected = str(saver.path / str(restored.step)), "what fit saves"
-        raise CheckpointError(what, where, got, expected, fix) from error
+        parts = f"{name} of a checkpoint", str(place), f"{got:.200}", "what fit saves", fix
+        raise CheckpointError(*parts) from error
 
 
 def _check_last_batch(fitting: Fit, data: Any) -> None:
