@@ -74,6 +74,13 @@ def misused() -> dict:
         return ts.evaluate(ts.eval_step(loss), state, data)
 
     plateau = ts.callbacks.plateau("val/loss", patience=1 + i)
+    own_rate = ts.callbacks.every(8, lambda run: ts.adjust(run.state, learning_rate=0.1 / (1 + i)))
+    scaled = lambda params, batch: blind(params, batch) * (1.0 + i)
+    shifted = lambda params, batch: blind(params, batch) + np.full(3, i, np.float32).mean()
+    quiet = lambda run: run.memory.update(process=0 * i)  # it refers to its process
+    rules = ts.rules.adam(0.05, nesterov=bool(i))
+    weights = state_of(make)
+    ruled = lambda: ts.shard(lambda: ts.setup(rules, weights, key=0), ts.mesh())
     cases = {
         "seed": lambda: fit(ts.batches(arrays, 8, shuffle=True, seed=i)),
         "arrays": lambda: fit(ts.batches(other, 8)),
@@ -101,7 +108,23 @@ def misused() -> dict:
         "evaluated arrays": lambda: evaluate(ts.batches(other, 8)),
         "evaluated local": lambda: evaluate(eight(), state=local),
         "names": lambda: fit(eight(), evaluate=lambda state: {f"val/{i}": 1.0}),
-        "a state": lambda: fit(eight(), callbacks=[plateau], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
+        "a state": lambda: fit(eight(), callbacks=[own_rate], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
+        "a callback": lambda: fit(eight(), callbacks=[plateau], evaluate=lambda state: {"val/loss": 1.0}),
+        "loss": lambda: fit(eight(), step=ts.train_step(masked if i else blind)),
+        "loss of any step": lambda: fit(eight(), step=lambda s, b: ts.train_step(scaled)(s, b)),
+        "a number in the loss": lambda: fit(eight(), step=ts.train_step(scaled)),
+        "an array in the loss": lambda: fit(eight(), step=ts.train_step(shifted), steps_per_call=1),
+        "accumulate": lambda: fit(eight(), step=ts.train_step(blind, accumulate=1 + i)),
+        "on_nonfinite": lambda: fit(eight(), step=ts.train_step(blind, on_nonfinite=("skip", "ignore")[i])),
+        "rule": lambda: fit(eight(), ruled()),
+        "a loss without a loop": lambda: fit(eight(), step=ts.train_step(scaled), steps_per_call=None),
+        "extra": lambda: fit(eight(), extra={"scale": 1.0 + i}),
+        "evaluation": lambda: fit(eight(), evaluate=(lambda state: {"val/loss": 1.0}) if i else (lambda state: {})),
+        "iterated loss": lambda: [*ts.loop.iterate(ts.train_step(scaled), make(), eight(), epochs=1)],
+        "loss of an epoch": lambda: ts.loop.run_epoch(ts.train_step(scaled), make(), eight()),
+        "evaluated loss": lambda: evaluate(eight(), loss=masked if i else blind),
+        "evaluated number": lambda: evaluate(eight(), loss=scaled),
+        "own words": lambda: fit(eight(), callbacks=[quiet], evaluate=lambda state: {"val/loss": float(i)}),
         "population": lambda: fit(eight(), ts.shard(ts.population(lambda key: local, 2, key=0), ts.mesh())),
         "spread": lambda: ts.reproduce.fingerprint(ts.shard({"w": np.ones((64, 64))}, ts.mesh(1, -1))),
     }

@@ -93,7 +93,7 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool)
         return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(kept)})" if kept else "")
     kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f)]
     text = inner([x for x in kept if x is not None])
-    return f"{f.__qualname__} {_hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
+    return f"{f.__qualname__} {hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
 
 
 def cells_of(f: Any) -> list[Any]:
@@ -117,9 +117,9 @@ def _of_array(x: Any) -> str:
     return f"{words} {value}"
 
 
-def _hash_of_code(code: types.CodeType) -> str:
+def hash_of_code(code: types.CodeType) -> str:
     """The hash of code with the functions inside it, whatever its file and lines."""
-    of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
+    of = lambda x: hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
     inside = list(map(of, code.co_consts))
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
 

@@ -19,7 +19,7 @@ from tsunax.data.cursors import as_source
 from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
 from tsunax.program import EvalStep, TrainStep
-from tsunax.run.agreement import Alike
+from tsunax.run.agreement import Alike, outline
 from tsunax.run.history import flat
 from tsunax.state import TrainState
 
@@ -70,7 +70,7 @@ def evaluate(
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
     alike = Alike("evaluate()", state, data)
-    alike.start()
+    alike.start(eval_step=outline(eval_step))
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
@@ -87,6 +87,8 @@ def evaluate(
             batch, mask = placement.replicate(parts, home, shared=False)
         else:
             batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
+        if is_ours:
+            alike.program(eval_step.trace, state, batch, {**extra, **mask})
         try:
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:
