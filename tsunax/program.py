@@ -425,14 +425,12 @@ class EvalStep:
     def __call__(self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any) -> Loss:
         if more:
             check_state(state, "eval_step()", batch, more)
-        return self._run(self._compiled, state, batch, extra)
+        run = lambda *args: self._compiled(self._read(state), *args)
+        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
-        return self._run(self._compiled.trace, state, batch, extra)
-
-    def _run(self, program: Function, state: TrainState, batch: PyTree, extra: Extra) -> Any:
-        run = lambda *args: program(self._read(state), *args)
+        run = lambda *args: self._compiled.trace(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:
