@@ -146,6 +146,12 @@ def test_one_that_has_had_enough_ends_all(launch):
 
 
 @pytest.mark.medium
+def test_a_run_that_one_process_stopped_is_over_for_all(launch):
+    text = ["time is up"]
+    assert answers(launch(2, "stops_again")) == [[[20, text, 0], [20, text, 1], [30, text, 0]]] * 2
+
+
+@pytest.mark.medium
 def test_the_slowest_process_is_named(launch):
     """Ten times 50 ms more than the other one: on both, in the words of `history.marks`."""
     first, second = answers(launch(2, "uneven"))

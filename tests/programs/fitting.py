@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
+import warnings
 
 import numpy as np
 import tsunax as ts
@@ -209,6 +211,26 @@ def stops() -> list:
     return [int(state.step), [text for _, name, text in history.marks if name == "stop"]]
 
 
+def stops_again() -> list:
+    """A run that one process stopped, started again: it is over for all; with another goal it trains on."""
+    arrays, losses, make = problem(64)
+    index = distributed.process_index()
+    folder = distributed.broadcast(tempfile.mkdtemp())
+
+    def enough(run):
+        if index == 1 and run.step == 20:
+            run.stop("time is up")
+
+    found = []
+    for steps in (100, 100, 30):
+        data, callback = ts.batches(arrays, 8, shuffle=True), ts.callbacks.every(5, enough)
+        given = {"steps": steps, "callbacks": callback, "checkpoint": folder, "progress": False}
+        with warnings.catch_warnings(record=True) as told:
+            state, history = ts.fit(ts.train_step(losses[0]), make(), data, **given)
+        found.append([int(state.step), [text for _, name, text in history.marks if name == "stop"], len(told)])
+    return found
+
+
 def interrupted() -> list:
     """A signal to one of them: all end after the same step."""
     arrays, losses, make = problem(64)
@@ -235,7 +257,7 @@ def interrupted() -> list:
 
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, uneven, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in (fits, misused, stops, stops_again, uneven, too_late, interrupted)}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 
