@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import count_compiles
-from tsunax.errors import DataError, StateError
+from tsunax.errors import DataError, LossError, StateError
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 
@@ -92,3 +92,56 @@ def test_fit_and_evaluate_inside_of_a_program_say_what_to_call_there():
     }.items():
         with pytest.raises(StateError, match=rf"call at {place}\(\): got one inside jit, .*step"):
             jax.jit(call)(make())
+
+
+def streaming(params, x, model_state, train):
+    """A running mean of all rows before, which the loss reads; 8 rows in batches of 2."""
+    loss = (x @ params["w"] - model_state["mean"]) ** 2
+    mean = 0.5 * model_state["mean"] + 0.5 * jnp.mean(x)
+    return ts.Loss.mean(loss, metrics={"loss_again": loss}, model_state={"mean": mean})
+
+
+def normalized(params, x, model_state):
+    """As batch norm in its training mode: it changes what it does not read."""
+    return ts.Loss.mean(values(params, x - x.mean()), model_state={"mean": 0.9 * model_state["mean"]})
+
+
+def with_mean():
+    return ts.setup(ts.rules.sgd(0.1), {"w": jnp.arange(1.0, 4.0)}, model_state={"mean": jnp.float32(0.5)})
+
+
+def test_a_model_state_is_carried_from_batch_to_batch():
+    """By the option, and of a function that returns it; each evaluation begins anew."""
+    state, rows = with_mean(), X[:8]
+    mean, losses = 0.5, []
+    for x in rows.reshape(4, 2, 3):
+        losses.append(np.mean((x @ np.arange(1.0, 4.0) - mean) ** 2))
+        mean = 0.5 * mean + 0.5 * x.mean()
+    own = lambda state, x: streaming(state.params, x, state.model_state, False)
+    for f in (ts.eval_step(streaming, carry=True), jax.jit(own)):
+        for _ in range(2):
+            found = ts.evaluate(f, state, ts.batches(rows, 2))
+            assert found["loss"] == found["loss_again"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert float(state.model_state["mean"]) == 0.5
+    found = ts.evaluate(ts.eval_step(streaming, carry=True), state, ts.batches(rows, 2))
+    copies = ts.population(lambda key: with_mean(), 2, key=0)
+    several = ts.evaluate(ts.eval_step(streaming, carry=True), copies, ts.batches(rows, 2))
+    assert several["loss/0"] == several["loss/1"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+def test_a_model_state_that_a_loss_reads_and_changes_is_refused():
+    """Where a second batch would start from it; what nobody reads may change, and what does not change be read."""
+    state, f = with_mean(), ts.eval_step(streaming)
+    for _ in range(2):
+        with pytest.raises(
+            LossError, match=r"model_state at evaluate\(\): got one that loss_fn reads and changes.*carry=True"
+        ):
+            ts.evaluate(f, state, ts.batches(X[:8], 2))
+    assert ts.evaluate(f, state, ts.batches(X[:2], 2))["loss"] == pytest.approx(float(f(state, X[:2]).compute()))
+    reads = lambda params, x, model_state: ts.Loss.mean(
+        values(params, x) + model_state["mean"], model_state=model_state
+    )
+    for loss_fn in (normalized, reads):
+        f = ts.eval_step(loss_fn)
+        expected = np.mean([float(f(state, x).compute()) for x in X[:8].reshape(4, 2, 3)])
+        assert ts.evaluate(f, state, ts.batches(X[:8], 2))["loss"] == pytest.approx(expected, rel=1e-5)

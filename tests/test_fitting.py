@@ -1,13 +1,18 @@
 """`fit` and `evaluate` over several processes: the numbers of one, and one end for all."""
 
+import dataclasses
+import functools
 import os
 import re
 import signal
 import sys
 
+import jax
 import numpy as np
 import pytest
+import tsunax as ts
 from tests.test_distributed import Started, found, free_port, ready
+from tsunax.run.agreement import outline
 
 
 @pytest.fixture
@@ -74,6 +79,21 @@ SAYS = {
     "evaluated local": "StateError state at evaluate(): got on devices of this process alone",
     "names": "numbers at evaluate at step 4: got val/1 on process 1 (",
     "a state": "processes differ at the callbacks of step 8: hyperparams['learning_rate']: got 0.05",
+    "a callback": "processes differ at fit(): callbacks[0]['patience']: got 2 on process 1 (",
+    "loss": "processes differ at fit(): step['loss_fn']: got 'problem.<locals>.<lambda> ",
+    "loss of any step": "processes differ at the first call of fit(): program of loss_fn and what it refers to: got ",
+    "a number in the loss": "processes differ at the first call of fit(): program of loss_fn and what it refers to",
+    "an array in the loss": "processes differ at the first call of fit(): ",
+    "accumulate": "processes differ at fit(): step['accumulate']: got 2 on process 1 (",
+    "on_nonfinite": "processes differ at fit(): step['on_nonfinite']: got 'ignore' on process 1 (",
+    "rule": "processes differ at shard(): state itself: got ",
+    "a loss without a loop": "processes differ at the first call of fit(): program of loss_fn and what it refers to",
+    "extra": "processes differ at fit(): extra['scale']: got 2.0 on process 1 (",
+    "evaluation": "processes differ at fit(): evaluate: got 'misused.<locals>.<lambda>",
+    "iterated loss": "processes differ at the first call of iterate(): program of loss_fn and what it refers to",
+    "loss of an epoch": "processes differ at the first call of run_epoch(): program of loss_fn and what it refers to",
+    "evaluated loss": "processes differ at evaluate(): eval_step['loss_fn']: got 'problem.<locals>.<lambda> ",
+    "evaluated number": "processes differ at the first call of evaluate(): program of loss_fn and what it refers to",
     "population": "StateError population at fit(): got members on devices of several processes, expected of one.",
     "spread": "StateError leaf at tree['w']: got float32[64,64], of which other processes have a part, expected",
 }
@@ -85,8 +105,33 @@ def test_processes_that_differ_are_told(launch):
     assert first | {"part": ""} == second | {"part": ""}  # errors too: all raise, and go on together
     wrong = {name: first[name] for name, text in SAYS.items() if text not in first[name]}
     assert set(SAYS) < set(first)
-    assert not wrong and not first["own rows"], wrong
+    assert not wrong and not first["own rows"] and not first["own words"], wrong
     assert first["numbers"] == 1.0  # that of process 0
+
+
+def test_what_processes_compare_of_a_function():
+    """Its code and the settings of ours; not what it closes over, nor the fields of the user's own."""
+
+    def make(rank, n=3):
+        return lambda run: run.log(rank=rank)
+
+    @dataclasses.dataclass
+    class Printer:
+        path: str
+
+        def __call__(self, run):
+            print(self.path)
+
+    step = lambda loss, **given: outline(ts.train_step(loss, **given))
+    first, second = (lambda params, x: x @ params["w"]), (lambda params, x: x @ params["w"] * 2)
+    assert outline(make(0)) == outline(make(1)) == outline(functools.partial(make(2)))
+    assert outline(jax.jit(first)) == outline(first) != outline(second)
+    assert outline(Printer("a")) == outline(Printer("b"))
+    assert step(first) != step(second) and step(first) != step(first, accumulate=2)
+    assert step(first) != step(first, on_nonfinite="ignore")
+    plateau, every = ts.callbacks.plateau, ts.callbacks.every
+    assert outline(plateau(patience=1)) == outline(plateau(patience=1)) != outline(plateau(patience=2))
+    assert outline(every(3, make(0))) == outline(every(3, make(1))) != outline(every(3, plateau()))
 
 
 @pytest.mark.slow
@@ -98,6 +143,12 @@ def test_a_signal_that_comes_late_has_one_answer(launch):
 def test_one_that_has_had_enough_ends_all(launch):
     (step, texts), other = answers(launch(2, "stops"))
     assert [step, texts] == other == [20, ["time is up"]]
+
+
+@pytest.mark.medium
+def test_a_run_that_one_process_stopped_is_over_for_all(launch):
+    text = ["time is up"]
+    assert answers(launch(2, "stops_again")) == [[[20, text, 0], [20, text, 1], [30, text, 0]]] * 2
 
 
 @pytest.mark.medium

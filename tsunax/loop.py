@@ -91,14 +91,15 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
+    feed, loop, parts = _feed.Feed(step, data, state, "auto", float("inf")), _loop_of(step), []
     alike, done = agreement.Alike("run_epoch()", state, data), 0
-    alike.start(place=feed.source.state())
+    alike.start(step=agreement.outline(step), place=feed.source.state())
     extra = placement.place_extra(extra, state)
     take = lambda: alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
     while (chunk := take()) is not None:
         done += chunk.steps
-        state, infos = _loop_of(step)(state, chunk.feed, chunk.n, extra)
+        alike.program(loop.trace, state, chunk.feed, chunk.n, extra)
+        state, infos = loop(state, chunk.feed, chunk.n, extra)
         parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     return state, jax.tree.map(lambda *x: jnp.concatenate(x), *parts).stacked(state)
 
@@ -133,11 +134,13 @@ def iterate(
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0), goes_on=True)
     loop, calls, extra = _loop_of(step), 0, placement.place_extra(extra, state)
     alike = agreement.Alike("iterate()", state, data)
-    alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
+    settings = {"goal": str(goal), "steps_per_call": steps_per_call}
+    alike.start(**settings, step=agreement.outline(step), place=feed.source.state())
     while not goal.reached(calls, feed.epoch):
         chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)
         alike.chunk(calls + 1, chunk, feed.source)
         if chunk is not None:
+            alike.program(loop.trace, state, chunk.feed, chunk.n, extra)
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             calls += chunk.steps
             sent = yield state, infos.stacked(state, chunk.steps - 1)
@@ -215,8 +218,9 @@ def fit(
     processes SIGTERM does the same, with SystemExit(143). Exceptions have `error.state` (None if
     the failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
 
-    If the state is on devices of several processes, they compare settings, data and changes by
-    callbacks: all raise ProcessError if one differs. Numbers of `evaluate` are those of process 0.
+    If the state is on devices of several processes, they compare settings, functions, the program
+    of the step, data and changes by callbacks: all raise ProcessError if one differs. Numbers of
+    `evaluate` are those of process 0.
 
     Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for
     data that gives no batch or ends before the goal; NonFiniteError.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Never
@@ -388,12 +389,14 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step(loss_fn, axis_name=...)` returns: `f(state, batch, **extra) -> Loss`."""
+    """What `eval_step(loss_fn, ...)` returns: `f(state, batch, **extra) -> Loss`."""
 
     loss_fn: Function
     axis_name: AxisName = None
+    carry: bool = False
 
     def __post_init__(self) -> None:
+        checks.check_flags("eval_step()", carry=self.carry)
         _ = self._fn, checks.as_axes(self.axis_name, "eval_step()")
 
     @functools.cached_property
@@ -415,7 +418,21 @@ class EvalStep:
             from tsunax.microbatches import loss_over_devices
 
             loss = loss_over_devices(loss, axes)
+        if self.carry or loss.model_state is None:
+            return loss
+        old, new = map(jax.tree.leaves, (state.model_state, loss.model_state))
+        self.changes.append(len(old) != len(new) or any(map(operator.is_not, old, new)))
         return dataclasses.replace(loss, model_state=None)
+
+    @functools.cached_property
+    def changes(self) -> list[bool]:
+        """For each trace whether it dropped a model state that the loss function had changed."""
+        return []
+
+    @functools.cached_property
+    def carrying(self) -> EvalStep:
+        """The same evaluation with `carry=True`."""
+        return dataclasses.replace(self, carry=True)
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -436,16 +453,23 @@ class EvalStep:
         run = lambda *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
+    def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
+        """The traced program of such a call; `extra` is a dict."""
+        run = lambda *args: self._compiled.trace(self._read(state), *args)
+        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"loss_fn": self.loss_fn, "axis_name": self.axis_name}
+        return {"loss_fn": self.loss_fn, "axis_name": self.axis_name, "carry": self.carry}
 
 
-def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
+def eval_step(loss_fn: Function, *, axis_name: AxisName = None, carry: bool = False) -> EvalStep:
     """The compiled evaluation of a step's `loss_fn`: `f(state, batch, **extra) -> Loss`.
 
     `train` is False, there is a `key` only if you pass one, and `model_state` is read only; the
     precision is that of the state. Results of several batches merge: `a.merge(b).compute()` is the
-    mean over all rows of both. `axis_name` and errors are those of `train_step`.
+    mean over all rows of both. With `carry=True` the Loss has the `model_state` that `loss_fn`
+    returns, and `evaluate` gives it to the next batch: hidden states, for example. `axis_name` and
+    errors are those of `train_step`.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts
@@ -454,7 +478,7 @@ def eval_step(loss_fn: Function, *, axis_name: AxisName = None) -> EvalStep:
     >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
     2.0
     """
-    return EvalStep(loss_fn, axis_name)
+    return EvalStep(loss_fn, axis_name, carry)
 
 
 __all__ = ["EvalStep", "TrainStep", "eval_step", "train_step"]

@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
+import warnings
 
 import numpy as np
 import tsunax as ts
@@ -74,6 +76,13 @@ def misused() -> dict:
         return ts.evaluate(ts.eval_step(loss), state, data)
 
     plateau = ts.callbacks.plateau("val/loss", patience=1 + i)
+    own_rate = ts.callbacks.every(8, lambda run: ts.adjust(run.state, learning_rate=0.1 / (1 + i)))
+    scaled = lambda params, batch: blind(params, batch) * (1.0 + i)
+    shifted = lambda params, batch: blind(params, batch) + np.full(3, i, np.float32).mean()
+    quiet = lambda run: run.memory.update(process=0 * i)  # it refers to its process
+    rules = ts.rules.adam(0.05, nesterov=bool(i))
+    weights = state_of(make)
+    ruled = lambda: ts.shard(lambda: ts.setup(rules, weights, key=0), ts.mesh())
     cases = {
         "seed": lambda: fit(ts.batches(arrays, 8, shuffle=True, seed=i)),
         "arrays": lambda: fit(ts.batches(other, 8)),
@@ -101,7 +110,23 @@ def misused() -> dict:
         "evaluated arrays": lambda: evaluate(ts.batches(other, 8)),
         "evaluated local": lambda: evaluate(eight(), state=local),
         "names": lambda: fit(eight(), evaluate=lambda state: {f"val/{i}": 1.0}),
-        "a state": lambda: fit(eight(), callbacks=[plateau], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
+        "a state": lambda: fit(eight(), callbacks=[own_rate], epochs=4, evaluate=lambda state: {"val/loss": 1.0}),
+        "a callback": lambda: fit(eight(), callbacks=[plateau], evaluate=lambda state: {"val/loss": 1.0}),
+        "loss": lambda: fit(eight(), step=ts.train_step(masked if i else blind)),
+        "loss of any step": lambda: fit(eight(), step=lambda s, b: ts.train_step(scaled)(s, b)),
+        "a number in the loss": lambda: fit(eight(), step=ts.train_step(scaled)),
+        "an array in the loss": lambda: fit(eight(), step=ts.train_step(shifted), steps_per_call=1),
+        "accumulate": lambda: fit(eight(), step=ts.train_step(blind, accumulate=1 + i)),
+        "on_nonfinite": lambda: fit(eight(), step=ts.train_step(blind, on_nonfinite=("skip", "ignore")[i])),
+        "rule": lambda: fit(eight(), ruled()),
+        "a loss without a loop": lambda: fit(eight(), step=ts.train_step(scaled), steps_per_call=None),
+        "extra": lambda: fit(eight(), extra={"scale": 1.0 + i}),
+        "evaluation": lambda: fit(eight(), evaluate=(lambda state: {"val/loss": 1.0}) if i else (lambda state: {})),
+        "iterated loss": lambda: [*ts.loop.iterate(ts.train_step(scaled), make(), eight(), epochs=1)],
+        "loss of an epoch": lambda: ts.loop.run_epoch(ts.train_step(scaled), make(), eight()),
+        "evaluated loss": lambda: evaluate(eight(), loss=masked if i else blind),
+        "evaluated number": lambda: evaluate(eight(), loss=scaled),
+        "own words": lambda: fit(eight(), callbacks=[quiet], evaluate=lambda state: {"val/loss": float(i)}),
         "population": lambda: fit(eight(), ts.shard(ts.population(lambda key: local, 2, key=0), ts.mesh())),
         "spread": lambda: ts.reproduce.fingerprint(ts.shard({"w": np.ones((64, 64))}, ts.mesh(1, -1))),
     }
@@ -186,6 +211,26 @@ def stops() -> list:
     return [int(state.step), [text for _, name, text in history.marks if name == "stop"]]
 
 
+def stops_again() -> list:
+    """A run that one process stopped, started again: it is over for all; with another goal it trains on."""
+    arrays, losses, make = problem(64)
+    index = distributed.process_index()
+    folder = distributed.broadcast(tempfile.mkdtemp())
+
+    def enough(run):
+        if index == 1 and run.step == 20:
+            run.stop("time is up")
+
+    found = []
+    for steps in (100, 100, 30):
+        data, callback = ts.batches(arrays, 8, shuffle=True), ts.callbacks.every(5, enough)
+        given = {"steps": steps, "callbacks": callback, "checkpoint": folder, "progress": False}
+        with warnings.catch_warnings(record=True) as told:
+            state, history = ts.fit(ts.train_step(losses[0]), make(), data, **given)
+        found.append([int(state.step), [text for _, name, text in history.marks if name == "stop"], len(told)])
+    return found
+
+
 def interrupted() -> list:
     """A signal to one of them: all end after the same step."""
     arrays, losses, make = problem(64)
@@ -212,7 +257,7 @@ def interrupted() -> list:
 
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, uneven, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in (fits, misused, stops, stops_again, uneven, too_late, interrupted)}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

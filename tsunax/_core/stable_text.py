@@ -116,7 +116,7 @@ def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool)
         return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(kept)})" if kept else "")
     kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f)]
     text = inner([x for x in kept if x is not None])
-    return f"{f.__qualname__} {_hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
+    return f"{f.__qualname__} {hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
 
 
 def cells_of(f: Any) -> list[Any]:
@@ -140,9 +140,9 @@ def _of_array(x: Any) -> str:
     return f"{words} {value}"
 
 
-def _hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
+def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
     """The hash of code with the functions inside it, whatever its file, lines and docstring."""
-    of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
+    of = lambda x: hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
     inside = [of(x) for x in code.co_consts if x != doc]
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
 
@@ -211,7 +211,7 @@ class _Walk:
             attributes, names = _names_in(x.__code__)
             self.names |= attributes | (_READING_ANY & {*names})
             inside += [x.__globals__.get(name, sys.modules.get(name)) for name in names]
-            text = f"{x.__qualname__} {_hash_of_code(x.__code__, x.__doc__)}"
+            text = f"{x.__qualname__} {hash_of_code(x.__code__, x.__doc__)}"
             return text, [*inside, x.__defaults__, x.__kwdefaults__]
         if isinstance(x, Mapping | list | tuple | Set):
             flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x

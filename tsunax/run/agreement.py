@@ -3,20 +3,24 @@
 Every process runs the same program over all devices, with its part of the arrays. XLA does not
 check that they agree: other rows, another number of batches or another rate on one of them give
 wrong numbers, or a wait for ever. So the processes compare what decides, over JAX's coordination
-service: settings and data at the start, batches of other loaders as they come, and what a callback
-changed. A state on devices of one process is not compared.
+service: settings, functions and data at the start, the program of the first call before it runs,
+batches of other loaders as they come, and what a callback changed. A state on devices of one
+process is not compared.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
-from tsunax._core import PyTree, trees
+from tsunax._core import Function, PyTree, stable_text, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
@@ -27,6 +31,7 @@ from tsunax.run.feed import Chunk, innermost
 from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory, in its text
 
 
 class Alike:
@@ -41,6 +46,7 @@ class Alike:
         data = innermost(data)
         self._data = data if isinstance(data, Batches) else None
         is_known = self._data is not None and self._data.is_of_arrays  # by its settings
+        self._has_program = False  # whether it was compared
         self._compares = self._speaks and not is_known  # the batches, one after the other
         if self.spans:
             check_local_members(state, where)
@@ -95,6 +101,24 @@ class Alike:
         self.batch(f"step {step}", *given)
         return chunk
 
+    def program(self, trace: Function, *given: Any) -> None:
+        """Compare what the first call computes, `trace(*given)`, before it runs.
+
+        Whatever a loss function, a rule or a setting is made of, it is in the program, and nothing
+        else is: a function may refer to the index of its process for other things.
+        """
+        if not self._speaks or self._has_program:
+            return
+        self._has_program = True
+        try:
+            traced = trace(*given).jaxpr
+        except Exception:
+            return  # the call raises it, with its own words
+        text = _ADDRESS.sub("", str(traced.jaxpr))
+        what = "program of loss_fn and what it refers to"
+        things = {what: stable_text.hash_of(text.encode()), "constants": small(traced.consts)}
+        collectives.compare(f"the first call of {self.where}", things, collectives.LAST)
+
     def _everyone(self, place: str, value: Any) -> list[Any]:
         """A value of each process, in order; of one process alone its own."""
         if not self._speaks:
@@ -135,6 +159,21 @@ class Alike:
         while self._speaks and found and not collectives.agree(found):
             time.sleep(1e-3)
         return found
+
+
+def outline(f: Any) -> Any:
+    """What is known of a function before it is called: its code; of one of ours its settings.
+
+    Values that it closes over may differ, such as the index of a process or its part of the data.
+    """
+    f = inspect.unwrap(getattr(f, "func", f))  # of a functools.partial, and of what jit returns
+    if code := getattr(f, "__code__", None):
+        return f"{f.__qualname__} {stable_text.hash_of_code(code)}"
+    settings: dict[str, Any] = {"function": getattr(f, "__qualname__", type(f).__qualname__)}
+    if dataclasses.is_dataclass(f) and type(f).__module__.startswith("tsunax."):
+        for name, x in ((field.name, getattr(f, field.name)) for field in dataclasses.fields(f)):
+            settings[name] = outline(x) if callable(x) else x
+    return settings
 
 
 def small(state: PyTree) -> Any:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import Function, PyTree, checks, placement, trees
+from tsunax._core import Extra, Function, PyTree, checks, placement, trees
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
 from tsunax.data.batching import Data
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
-from tsunax.errors import WrongTypeError
-from tsunax.loss import Loss
+from tsunax.errors import LossError, WrongTypeError
+from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
-from tsunax.run.agreement import Alike
+from tsunax.run.agreement import Alike, outline
 from tsunax.run.history import flat
 from tsunax.state import TrainState
 
@@ -37,6 +39,9 @@ def evaluate(
     shorter than the first one is padded and masked if the loss function names `mask`, and so runs
     the same program; else it compiles one more.
 
+    Every batch starts from `state.model_state`, unless the Loss of the batch before has another
+    `model_state`: that of `ts.eval_step(loss_fn, carry=True)`, or of a function of your own.
+
     Args:
       eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
       data: batches, one epoch of them, from `batches` or any iterable; or several by name,
@@ -45,7 +50,8 @@ def evaluate(
 
     Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...
 
-    Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss.
+    Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss,
+    LossError for a model state that the loss function reads and changes, without `carry=True`.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -66,13 +72,13 @@ def evaluate(
         raise WrongTypeError("eval_step", "evaluate()", got, expected, fix)
     is_ours = isinstance(eval_step, EvalStep)
     pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
-    total, rows, home = None, 0, placement.state_sharding(state)
+    total, first, rows, home = None, None, 0, placement.state_sharding(state)
     extra = placement.place_extra(extra, state)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
     alike = Alike("evaluate()", state, data)
-    alike.start()
+    alike.start(eval_step=outline(eval_step))
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
@@ -90,6 +96,8 @@ def evaluate(
             batch, mask = placement.replicate(parts, home, shared=False)
         else:
             batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
+        if is_ours:
+            alike.program(eval_step.trace, state, batch, {**extra, **mask})
         try:
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:
@@ -98,12 +106,37 @@ def evaluate(
             raise
         if not isinstance(loss, Loss):
             raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
+        if loss.model_state is not None:  # of a function that carries it from batch to batch
+            check_model_state(loss.model_state, state.model_state)
+            state = dataclasses.replace(state, model_state=loss.model_state)
+            loss = dataclasses.replace(loss, model_state=None)
+        if total is None:
+            first = batch, {**extra, **mask}
+        elif first is not None:
+            if is_ours and any(eval_step.changes):
+                _check_carries(eval_step.carrying, state, *first, computed)
+            first = None  # the memory of a batch
         total = loss if total is None else merged(total, loss)
         if ONE_BATCH.get():
             break
     alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
     return flat(jax.device_get(computed(total)))
+
+
+def _check_carries(
+    eval_step: EvalStep, state: TrainState, batch: PyTree, extra: Extra, computed: Function
+) -> None:
+    """Raise LossError if a batch has another loss after the model state that it left behind."""
+    before = eval_step(state, batch, **extra)
+    after = eval_step(dataclasses.replace(state, model_state=before.model_state), batch, **extra)
+    numbers = [list(flat(jax.device_get(computed(x))).values()) for x in (before, after)]
+    if np.array_equal(*numbers, equal_nan=True):
+        return
+    got = "one that loss_fn reads and changes, with train=False"
+    fix = "Return the one given if train is False, and each batch starts from the state's; "
+    fix += "or carry it from batch to batch: ts.eval_step(loss_fn, carry=True)."
+    raise LossError("model_state", "evaluate()", got, "one that it reads only", fix)
 
 
 def _computed(total: Loss) -> dict[str, Any]:

@@ -102,8 +102,17 @@ class Fit:
 
     def compare(self) -> None:
         """Compare the processes of the run."""
-        place, state = self.feed.source.state(), agreement.small(self.run.state)
-        self.alike.start(options=self.options.deciding(), place=place, state=state)
+        options = self.options
+        settings = {
+            "options": options.deciding(),
+            "place": self.feed.source.state(),
+            "state": agreement.small(self.run.state),
+            "step": agreement.outline(self.step),
+            "evaluate": agreement.outline(options.evaluate),
+            "callbacks": [agreement.outline(f) for f in options.callbacks],
+            "extra": agreement.small(dict(options.extra)),
+        }
+        self.alike.start(**settings)
 
     def begin(self) -> None:
         """Hold the first boundary of the run."""
@@ -163,9 +172,14 @@ class Fit:
         """Dispatch calls; read those before them, if they have waited long enough."""
         run, before = self.run, self.clock.since
         if self.options.steps_per_call is None:
+            if isinstance(step := self.loop.step, TrainStep):
+                trace = functools.partial(step.trace, **self.extra)
+                self.alike.program(trace, run.state, chunks[0].feed.batch)
             run.state, infos = self.loop.once(run.state, chunks[0].feed.batch, self.extra)
             self.called(chunks[0], infos)
         else:
+            first = chunks[0]
+            self.alike.program(self.loop.trace, run.state, first.feed, first.n, self.extra)
             calls = fused_loop.Calls(self.loop, run.state, self.extra)
             try:
                 for chunk in chunks:

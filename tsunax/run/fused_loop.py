@@ -303,6 +303,10 @@ class Fused:
         infos = calls(feed, n)
         return calls.state, infos
 
+    def trace(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> jax.stages.Traced:
+        """The program of such a call, which does not trace it again."""
+        return Calls(self, state, extra).trace(feed, n)
+
 
 class Calls:
     """Calls of a loop one after the other: the state is taken apart once, and assembled once."""
@@ -320,10 +324,15 @@ class Calls:
         is_on_gpu = shardings is None and _is_on_gpu(self._moving)
         self._program = loop.programs[shardings, is_on_gpu]
 
+    def _given(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
+        return self._kind, self._moving, self._still, feed, n, self._extra
+
+    def trace(self, feed: PyTree, n: Any) -> jax.stages.Traced:
+        return self._program.trace(*self._given(feed, n))
+
     def __call__(self, feed: PyTree, n: Any) -> Infos:
-        given = self._kind, self._moving, self._still, feed, n, self._extra
         try:
-            self._moving, more, infos = self._program(*given)
+            self._moving, more, infos = self._program(*self._given(feed, n))
         except Exception as error:
             if isinstance(state := self.state, TrainState):
                 given = getattr(feed, "batches", getattr(feed, "arrays", None))
