@@ -286,7 +286,7 @@ def test_processes_may_write_into_one_file_at_the_same_time(tmp_path, kind):
     for name, step, row in log.rows():
         found[name].append(step)
         assert list(row.values()) == [step]  # under its own name
-    assert found == dict.fromkeys("abc", [*range(1, 201)])
+    assert found == {name: [*range(1, 201)] for name in "abc"}
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
