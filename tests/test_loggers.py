@@ -266,6 +266,7 @@ PROCESS = """
 import random, sys
 from tsunax.run import loggers
 kind, path, run = sys.argv[1:]
+print("ready", flush=True), input()
 log, rng = getattr(loggers, kind)(path), random.Random(run)
 for step in range(1, 201):
     if step == 1 or rng.random() < 0.05:  # a resume, and a process that was killed before
@@ -280,8 +281,13 @@ log.close()
 def test_processes_may_write_into_one_file_at_the_same_time(tmp_path, kind):
     log = Lines(kind, tmp_path)
     run = [sys.executable, "-c", PROCESS, kind, str(log.path)]
-    processes = [subprocess.Popen([*run, name]) for name in "abc"]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*run, name], **pipes) for name in "abc"]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.communicate()[0] for process in processes] == [""] * 3
     found: dict[str, list] = {name: [] for name in "abc"}
     for name, step, row in log.rows():
         found[name].append(step)
