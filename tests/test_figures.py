@@ -147,13 +147,13 @@ def test_a_wide_range_is_logarithmic(values, scale):
         ([100.0, 1e-5], ["0.001"]),
     ],
 )
-def test_a_logarithmic_axis_has_labels_between_powers_of_ten(values, texts):
+def test_a_logarithmic_axis_has_labels_between_powers_of_ten(values, numbers):
     history = History()
     for step, value in enumerate(values):
         history.add({"loss": value}, step)
     (axes,) = history.plot().axes
     format = axes.yaxis.get_major_formatter()
-    assert set(texts) <= {format(tick) for tick in shown_ticks(axes.yaxis)}
+    assert set(numbers) <= {format(tick) for tick in shown_ticks(axes.yaxis)}
 
 
 @pytest.mark.medium
