@@ -140,7 +140,7 @@ def test_a_wide_range_is_logarithmic(values, scale):
 
 
 @pytest.mark.parametrize(
-    ("values", "texts"),
+    ("values", "numbers"),
     [
         ([9.0, 0.3], ["0.5", "1", "2", "5"]),
         ([2.0, 0.05], ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
