@@ -1,9 +1,11 @@
 """Descriptions of checkpoints as somebody else might write them: mutated manifests, metadata of orbax, headers.
 
 Each one is given to the loader with its checksums made to fit, under an audit hook. What must come of it: a
-CheckpointError, or the params that were saved.
+CheckpointError, or the params that were saved. Then whole files and directories of others, mutated and made by a
+grammar, in every format and both homes: a CheckpointError or arrays, none from elsewhere, within bounds of memory and
+time.
 
-    python -m campaigns.manifests --count 10000
+    python -m campaigns.manifests --count 10000 --files 5000
 """
 
 import argparse
@@ -14,13 +16,16 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 from tsunax import Checkpoints
 from tsunax.checkpoints import exchange
@@ -73,6 +78,7 @@ WATCHED += (
     "code.__new__",
 )
 SECONDS, BYTES = 5.0, 300 << 20  # of one case; of all together
+SECRET = 12345.0  # in files outside of what is read
 
 
 def places(x, at=()):
@@ -284,22 +290,293 @@ def run(n: int, seed: int, counts) -> None:
             print(" ", event, flush=True)
 
 
+# ------------------------------------------------------------------------------------------------ files of others
+
+
+def memory(f):
+    """(what `f()` returns or raises, bytes by which the process had grown at most); 0 where Linux does not say."""
+    known = lambda name: int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+        before = known("VmHWM")
+    except (OSError, TypeError):
+        before = None
+    try:
+        out = f()
+    except Exception as error:
+        out = error
+    return out, 0 if before is None else known("VmHWM") - before
+
+
+def packed(rng, depth=0):
+    """Some msgpack as flax might write it, or not."""
+    import msgpack
+
+    how = rng.random()
+    if how < 0.35 and depth < 5:
+        keys = [
+            "w",
+            "b",
+            "a/b",
+            "",
+            "..",
+            "x" * 300,
+            "__msgpack_chunked_array__",
+            "shape",
+            "chunks",
+            "0",
+            "1",
+            "\u202e",
+        ]
+        return {rng.choice(keys): packed(rng, depth + 1) for _ in range(rng.randrange(4))}
+    if how < 0.75:
+        shape = rng.choice([(), (3,), (2, 2), (0,), (2**40,), (2**47, 2**47, 0), (-1,), (1,) * 70, 5, [[1]]])
+        dtype = rng.choice(
+            ["float32", "bfloat16", "int64", "O", "f4," * 3000, "U1", "i4,O", "V0", 5, "(99,99)f4", "S0"]
+        )
+        content = rng.choice([b"", bytes(4), bytes(12), bytes(16), rng.randbytes(24)])
+        body = msgpack.packb(rng.choice([(shape, dtype, content), (shape, dtype), content, [shape] * 3]))
+        return msgpack.ExtType(rng.choice([1, 1, 1, 2, 3, 9]), body)
+    if how < 0.85 and depth < 5:
+        return [packed(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return rng.choice([None, True, 3, -1, 2**63, 1.5, "text", b"bytes", [], {}])
+
+
+def bomb(rng) -> tuple[str, bytes]:
+    """(name, content) of a file that is small for what it says."""
+    n = rng.choice([1000, 100_000, 1_000_000])
+    many = lambda piece: b",".join([piece] * n)
+    numbered = lambda piece: b",".join(piece % i for i in range(min(n, 200_000)))
+    header = lambda text: len(text).to_bytes(8, "little") + text
+    piece = rng.choice([b"{}", b"[]", b'{"":1}', b"[1]", b'"ab"', b"1.5", b"1000", b'"\xf0\x9f\x98\x80"'])
+    empty = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    array = b"\xc7\x0c\x01\x93\x91\x00\xa7float32\xc4\x00"
+    listed = lambda value, count: b"\x81\xa1a\xdd" + count.to_bytes(4, "big") + value * count
+    return rng.choice(
+        [
+            ("model.safetensors.index.json", b'{"weight_map":{"a":[' + many(piece) + b"]}}"),
+            ("model.safetensors.index.json", b'{"weight_map":{' + numbered(b'"%d":"a.safetensors"') + b"}}"),
+            ("a.safetensors", header(b"{" + numbered(empty) + b"}")),
+            ("a.safetensors", header(b'{"__metadata__":{' + numbered(b'"%d":""') + b"}}")),
+            ("a.safetensors", header(b'{"a":{"dtype":"F32","shape":[' + many(b"0") + b'],"data_offsets":[0,0]}}')),
+            ("a.safetensors", header(many(piece))),
+            ("a.msgpack", listed(rng.choice([b"\x80", b"\x90", b"\x01", b"\x81\x01\x81\x01\x01", array]), n)),
+            ("a.msgpack", rng.choice([b"\x81\xa1a", b"\x91", b"\x81\xa0", b"\xdd\0\x10\0\0"]) * n),
+            ("a.msgpack", rng.choice([b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"]) + rng.randbytes(4)),
+        ]
+    )
+
+
+def foreign_files(top: Path) -> dict[str, tuple[Path, str]]:
+    """Real files of every format below `top`: {name: (what to mutate, what to read)}."""
+    import flax.serialization
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    tree = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float16)}, "n": np.arange(4)}
+    single, parts, flax_file = top / "single", top / "parts", top / "flax" / "a.msgpack"
+    exchange.save(single / "model.safetensors", tree)
+    for i, name in enumerate(tree):
+        exchange.save(parts / f"{i}.safetensors", {name: tree[name]})
+    names = {name: "0.safetensors" for name in exchange.contents(parts / "0.safetensors")} | {"n": "1.safetensors"}
+    (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    flax_file.parent.mkdir()
+    flax_file.write_bytes(flax.serialization.to_bytes(tree))
+    with v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(top / "standard", tree)
+    v0.PyTreeCheckpointer(use_ocdbt=False).save(top / "plain", tree)
+    v1.save(top / "v1", tree)
+    for store in ("files", "orbax"):
+        with Checkpoints(top / store, store=store) as checkpoints:
+            checkpoints.save(tree, step=1, history={"loss": np.arange(9.0)})
+    found = {name: (top / name, top / name) for name in ("single", "parts", "standard", "plain", "v1")}
+    return found | {"flax": (top / "flax", flax_file), **{x: (top / x / "1", top / x) for x in ("files", "orbax")}}
+
+
+def read_foreign(name: str, path: Path, has_like: bool):
+    like = {"a": {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float16)}, "n": np.zeros(4, int)}
+    if name in ("files", "orbax"):
+        return Checkpoints(path, read_only=True, timeout=SECONDS).restore(like).state
+    formats = {"single": "safetensors", "parts": "safetensors", "flax": "flax"}
+    return exchange.restore(path, like if has_like else None, format=formats.get(name, "orbax"))
+
+
+def spoil(rng, folder: Path, outside: Path) -> str:
+    """One file or directory below `folder` damaged, replaced, or led elsewhere; the name of what was done."""
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    hows = ["octets", "text", "text", "many", "link", "kind", "other", "pipe", "key"]
+    path, how = rng.choice(files), rng.choice(hows)
+    content = path.read_bytes()
+    start = content.find(b"{") if how in ("text", "many") else -1
+    paths = [
+        path for path in paths if path.suffix != ".msgpack"
+    ]  # that is the path that is read: its reader's own link
+    if how == "link" and paths:
+        path = rng.choice(paths)
+        decoy = rng.choice([x for x in outside.rglob("*") if x.is_dir() == path.is_dir()])
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path.symlink_to(decoy)
+    elif how == "pipe":
+        path.unlink()
+        rng.choice([os.mkfifo, os.mkdir, lambda x: None])(path)
+    elif how == "other":
+        path.write_bytes(rng.choice(files).read_bytes())
+    elif how == "kind":
+        kinds = [b"PK\3\4" + bytes(99), b"<html>", b"version https://git-lfs.github.com/spec/v1\n", b"\x80\4N.", b""]
+        path.write_bytes(rng.choice(kinds))
+    elif how == "key":
+        target = json.dumps(str(outside / rng.choice(["plain/a.w", "single/model"])))[1:-1].encode()
+        path.write_bytes(content.replace(b"a", target, 1) if b"tree_metadata" in content else content[:-1])
+        if b"tree_metadata" in content:
+            path.write_bytes(re.sub(rb'"key": "a"', b'"key": "' + target + b'"', content))
+    elif start >= 0 and (body := parsed(content[start:])) is not None:
+        end = start + len(json.dumps(body))
+        new = mutated(rng, body) if how == "text" else repeated(rng, body)
+        if path.suffix == ".safetensors":
+            end, start = 8 + int.from_bytes(content[:8], "little"), 0
+            new = len(new).to_bytes(8, "little") + new
+        path.write_bytes(content[:start] + new + (content[end:] if path.suffix == ".safetensors" else b""))
+    else:
+        path.write_bytes(octets(rng, {"": content.hex()}) if not content else scrambled(rng, content))
+    return f"{how} {path.name}"
+
+
+def parsed(text: bytes):
+    try:
+        body = json.JSONDecoder().raw_decode(text.decode("utf-8", "ignore"))[0]
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and body else None
+
+
+def repeated(rng, body) -> bytes:
+    """A value in a JSON body again and again, up to 200,000 times."""
+    at = rng.choice(list(places(body))[1:])
+    value, n = json.dumps(of(body, at)), rng.choice([1000, 20_000, 200_000])
+    text = json.dumps(put(body, at, "@@"))
+    if isinstance(of(body, at[:-1]), dict):
+        key = json.dumps(at[-1])
+        return text.replace(f'{key}: "@@"', ", ".join(f'{key[:-1]}{i}": {value}' for i in range(n))).encode()
+    return text.replace('"@@"', ", ".join([value] * n)).encode()
+
+
+def scrambled(rng, content: bytes) -> bytes:
+    out = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        at, how = rng.randrange(len(out) or 1), rng.randrange(4)
+        if how == 0 and out:
+            out[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del out[at : at + rng.choice([1, 5, 200])]
+        elif how == 2:
+            out[at:at] = rng.choice([bytes(9), rng.randbytes(20), b"\xdd\x7f\xff\xff\xff", b"\xff" * 8, content[:50]])
+        else:
+            out[at : at + 8] = rng.choice([2**63 - 1, 2**32, 0, 2**64 - 1]).to_bytes(8, rng.choice(["little", "big"]))
+    return bytes(out)
+
+
+def read_files(n: int, seed: int, counts) -> None:
+    """Each format in turn, a mutated copy of a real file; every fifth one by a grammar, every twentieth a bomb."""
+    import msgpack
+
+    rng, touched, active = random.Random(seed), [], [False]
+    top = Path(tempfile.mkdtemp())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            good, outside = foreign_files(top / "good"), top / "outside"
+            decoys = foreign_files(outside)
+            for path in (p for p in outside.rglob("*") if p.is_file()):
+                path.write_bytes(path.read_bytes().replace(np.float32(1.0).tobytes(), np.float32(SECRET).tobytes()))
+        listing = lambda: [(str(p), p.lstat().st_mtime_ns) for p in sorted(outside.rglob("*"))]
+        before = listing()
+
+        def hook(event, args):
+            if active[0] and event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+                active[0] = False  # of what this opens itself
+                is_refused = isinstance(args[2], int) and args[2] & os.O_NOFOLLOW and os.path.islink(args[0])
+                if not is_refused and os.path.realpath(os.fsdecode(args[0])).startswith(str(outside)):
+                    touched.append(args[0])
+                active[0] = True
+
+        sys.addaudithook(hook)
+        for i in range(n + len(good)):
+            name = list(good)[i % len(good)]
+            what = f"{name} {i}: as it was"
+            folder, path = (top / "case" / x.relative_to(top / "good") for x in good[name])
+            shutil.rmtree(top / "case", ignore_errors=True)
+            shutil.copytree(
+                good[name][1] if good[name][1].is_dir() else good[name][0], path if path.suffix == "" else folder
+            )
+            if i >= len(good) and i % 20 == 0:
+                file, content = bomb(rng)
+                name = "flax" if file.endswith("msgpack") else "single"
+                path = top / "case" / file
+                path.write_bytes(content)
+                what = f"bomb {i} {file} {content[:60]} {len(content)}"
+            elif i >= len(good) and i % 5 == 0:
+                name, path = "flax", top / "case" / "a.msgpack"
+                path.write_bytes(msgpack.packb({"a": packed(rng), "b": packed(rng)}))
+                what = f"grammar {i}"
+            elif i >= len(good):
+                what = f"{name} {i} {spoil(rng, folder, outside)}"
+            size = sum(p.lstat().st_size for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
+            start = time.monotonic()
+            active[0] = i >= len(good)  # what the first ones import, they import
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found, grown = memory(lambda name=name, path=path, i=i: read_foreign(name, path, i % 3 == 0))
+            active[0] = False
+            seconds = time.monotonic() - start
+            if isinstance(found, CheckpointError):
+                counts["files refused"] += 1
+                counts["longest error"] = max(counts["longest error"], len(str(found)))
+            elif isinstance(found, BaseException):
+                counts["other errors"] += 1
+                print(f"  {what}: {type(found).__name__} {str(found)[:300]}", flush=True)
+            else:
+                counts["files read"] += 1
+                values = [np.asarray(x) for x in jax.tree.leaves(found)]
+                if any(x.dtype.kind == "f" and (x == SECRET).any() for x in values):
+                    counts["files elsewhere"] += 1
+                    print(f"  {what}: read from elsewhere", flush=True)
+            if i >= len(good):
+                counts["slowest, s"] = max(counts["slowest, s"], round(seconds, 2))
+                if grown > 4 * size + (64 << 20):
+                    counts["too much memory"] += 1
+                    print(f"  {what}: {grown >> 20} MiB for {size} bytes", flush=True)
+            else:
+                assert not isinstance(found, BaseException), found
+        counts["files"] += n
+        counts["files elsewhere"] += len(touched) + int(listing() != before)
+        for path in touched[:5]:
+            print("  opened", path, flush=True)
+        assert decoys
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+
+
 def is_well(counts) -> bool:
-    bad = ("other errors", "silently wrong", "code run", "files elsewhere")
+    bad = ("other errors", "silently wrong", "code run", "files elsewhere", "too much memory")
     return (
         not any(counts[name] for name in bad)
         and counts["slowest, s"] < SECONDS
         and counts["memory grown, MB"] < BYTES >> 20
+        and counts["longest error"] < 8000
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="mutated files (10,000)")
+    parser.add_argument("--files", type=int, default=5000, help="files of others (5,000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=runs.HERE / "results" / "counts.jsonl")
     args, counts = parser.parse_args(), collections.Counter()
-    run(args.count, args.seed, counts)
+    if args.count:
+        run(args.count, args.seed, counts)
+    read_files(args.files, args.seed, counts)
     runs.record(args.results, {"what": "manifests", "seed": args.seed}, counts)
     sys.exit(not is_well(counts))
 

@@ -1,6 +1,9 @@
 """The surroundings of every test: eight simulated CPU devices, and no silent change of rank.
 
 The environment is set before jax is imported; the subprocesses that tests start inherit it.
+
+`TSUNAX_TEST_PLATFORM=cuda,cpu` runs the tests on one accelerator instead, with the CPU behind it for tests that ask for
+it by name. Tests that need several devices are skipped there.
 """
 
 import atexit
@@ -22,9 +25,13 @@ if "jax" in sys.modules:
 # XLA sizes its CPU thread pool by this. With fewer threads than simulated devices, a collective can
 # wait for ever for a participant that never gets a thread.
 os.environ["NPROC"] = "16"
-os.environ["JAX_PLATFORMS"] = "cpu"
+_PLATFORM = os.environ.get("TSUNAX_TEST_PLATFORM")
+os.environ["JAX_PLATFORMS"] = _PLATFORM or "cpu"
 _COUNT = "--xla_force_host_platform_device_count"
-if _COUNT not in os.environ.get("XLA_FLAGS", ""):
+if _PLATFORM is not None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers of pytest share the memory of the device
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # the tolerances are of float32, not of TF32
+elif _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}=8".strip()
 # A developer's own preference must not decide where the tests run.
 os.environ.pop("TSUNAX_DEVICE", None)
@@ -70,6 +77,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.name.startswith("tsunax."):
             item.add_marker(pytest.mark.medium)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("several_devices") and jax.device_count() < 8:
+        pytest.skip(f"needs eight devices, JAX has {jax.device_count()}")
 
 
 # What was imported and collected stays: no collection of garbage needs to look at it again.

@@ -1144,6 +1144,23 @@ def test_a_directory_that_goes_away_under_a_run_is_not_made_anew(tmp_path):
         assert (sorted(os.listdir(path)) if path.exists() else None) == before, name
 
 
+def test_a_lock_whose_close_failed_is_not_closed_again_in_a_forked_child(tmp_path, monkeypatch):
+    """Its number may be that of another file by then."""
+    lock, closed = durable_files.Lock(tmp_path), []
+
+    def close(fd):
+        closed.append(fd)
+        raise OSError(5, "Input/output error")
+
+    fd = lock._fd
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        lock.release()
+        durable_files._close_all()  # what a forked child does
+    assert closed == [fd]
+    os.close(fd)
+
+
 def test_the_lock_is_kept_from_those_who_delete_what_is_old(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         os.utime(tmp_path / "tsunax.lock", (0, 0))

@@ -1,5 +1,6 @@
 """Batches in the order of (seed, epoch), from any place; prefetched without a thread left; any iterable as data."""
 
+import functools
 import gc
 import itertools
 import pathlib
@@ -9,11 +10,13 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,9 +26,10 @@ from tsunax.data.batching import batches
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
+from tsunax.data.packing import interleave
 from tsunax.data.prefetching import prefetch
 from tsunax.distributed import joining
-from tsunax.errors import DataError, HyperparameterError, WrongTypeError
+from tsunax.errors import DataError, HyperparameterError, ParamsError, WrongTypeError
 
 N = 23
 ARRAYS = {"x": np.arange(N * 3, dtype=np.float32).reshape(N, 3), "y": (np.arange(N, dtype=np.int8), None)}
@@ -483,6 +487,71 @@ def test_values_that_a_cast_would_change(name, tmp_path):
         assert len(list(batches(tree, 3))) == 1
 
 
+ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)
+STEP = ts.train_step(lambda params, batch, scale=1.0: jnp.mean((batch["x"] @ params["w"]) ** 2) * scale)
+SCORE = ts.eval_step(STEP.loss_fn)
+
+
+def fresh(w=None, **options):
+    return ts.setup(ts.rules.sgd(0.0), {"w": np.ones(2, np.float32) if w is None else w}, **options)
+
+
+def corner(x):
+    return x[1:2, 1].reshape(())  # x[1, 1] has the machine's byte order
+
+
+REFUSED = {  # a function of the argument, its path
+    "step": (lambda x: STEP(fresh(), {"x": x}), "batch['x']"),
+    "step, no loop": (lambda x: fit_once([{"x": x}], steps_per_call=None), "batch['x'], batch 0 of epoch 0"),
+    "step on a mesh": (lambda x: STEP(ts.shard(fresh(), ts.mesh(devices=jax.devices()[:2])), {"x": x}), "batch['x']"),
+    "argument": (lambda x: STEP(fresh(), {"x": ROWS}, scale=corner(x)), "scale"),
+    "eval_step": (lambda x: SCORE(fresh(), {"x": x}), "batch['x']"),
+    "evaluate": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": x}]), "batch['x'], batch 0 of epoch 0"),
+    "its argument": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": ROWS}], scale=corner(x)), "extra['scale']"),
+    "fit": (lambda x: fit_once([{"x": x}]), "batch['x'], batch 0 of epoch 0"),
+    "fit, later": (
+        lambda x: fit_once([{"x": ROWS}, {"x": x}], steps=2),
+        "batch['x'], one of batches 1 to 1 of epoch 0",
+    ),
+    "its extra": (lambda x: fit_once([{"x": ROWS}], extra={"scale": corner(x)}), "extra['scale']"),
+    "prefetch": (lambda x: [*prefetch([{"x": x}], jax.devices()[0])], "batch['x'], batch 0 of epoch 0"),
+    "iterate": (
+        lambda x: next(ts.loop.iterate(STEP, fresh(), [{"x": x}], steps=1)),
+        "batch['x'], one of batches 0 to 0 of epoch 0",
+    ),
+    "run_steps": (lambda x: ts.loop.run_steps(STEP, fresh(), {"x": x[None]}), "batches['x']"),
+    "its scale": (lambda x: ts.loop.run_steps(STEP, fresh(), {"x": ROWS[None]}, scale=corner(x)), "extra['scale']"),
+    "run_epoch": (lambda x: ts.loop.run_epoch(STEP, fresh(), [{"x": ROWS}], scale=corner(x)), "extra['scale']"),
+    "batches": (lambda x: batches({"x": x}, 3), "arrays['x']"),
+    "batches there": (lambda x: batches({"x": x}, 3, device=True), "arrays['x']"),
+    "params": (lambda x: fresh(x), "params['w']"),
+    "frozen params": (lambda x: ts.setup(ts.rules.sgd(0.1), {"w": ROWS, "v": x}, trainable="w"), "params['v']"),
+    "model_state": (lambda x: fresh(model_state={"m": x}), "model_state['m']"),
+    "to_device": (lambda x: ts.to_device({"x": x}), "tree['x']"),
+    "shard": (lambda x: ts.shard({"x": x}, ts.mesh()), "state['x']"),
+}
+
+
+def fit_once(data, steps=1, **options):
+    return ts.fit(STEP, fresh(), data, steps=steps, progress=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "g", "m8[s]"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_jax_does_not_have_are_refused_by_their_path(name, dtype):
+    """Those of another byte order also after a native batch of the shape: jit would take its program."""
+    call, path = REFUSED[name]
+    if dtype == ">f4" and name != "params":  # whose shape differs
+        call(ROWS)
+    x = ROWS.astype("i8").astype(dtype)
+    with pytest.raises((DataError, ParamsError)) as raised:
+        call(x)
+    is_param = "param" in name
+    assert isinstance(raised.value, ParamsError if is_param else DataError)
+    got = {">f4": "dtype >f4, expected one that JAX has. Its bytes are in another order", "g": f"dtype {np.dtype('g')}"}
+    assert f"at {path}: got {got.get(dtype, 'dtype timedelta64[s]')}" in str(raised.value)
+
+
 # --- how they print -----------------------------------------------------------------------------
 
 
@@ -739,6 +808,13 @@ def test_take_of_any_iterable():
     }
 
 
+def test_a_list_of_arrays_is_one_of_batches():
+    """If they are alike, or differ in their rows; of many, sizes may differ, as those of texts."""
+    x = np.ones((4, 3), np.float32)
+    for data in ([x], [x, x], [x, x[:2]], [x, x[:2, :1]], [x[:, :n] for n in (1, 2, 3, 2)]):
+        assert len(list(as_source(data))) == len(data)
+
+
 def test_an_error_comes_after_the_batches_before_it():
     def broken():
         yield np.zeros(2)
@@ -749,6 +825,92 @@ def test_an_error_comes_after_the_batches_before_it():
     assert source.take(8).tolist() == [[0, 0], [1, 1]] and source.state()["position"] == 2
     with pytest.raises(DataError, match="batch 2 of epoch 0: got OSError disk"):
         source.take(8)
+
+
+class _BadRows:
+    """12 rows, of which number 9 cannot be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        if i == 9:
+            raise self.error("bad")
+        return np.zeros(2, np.float32)
+
+
+class _BadLoader(_BadRows):
+    """A loader of another library: its iterator reads from a data set of the user's."""
+
+    def __iter__(self):
+        return _BadLoaderIterator(self)
+
+
+class _BadLoaderIterator:
+    def __init__(self, rows):
+        self.rows, self.i = rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.i == 12:
+            raise StopIteration
+        self.i += 2
+        return np.stack([self.rows[i] for i in range(self.i - 2, self.i)])
+
+
+class _BadSequence(_BadRows, Sequence):
+    """Batches by their number, iterated as `Sequence` does it."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i > 5:
+            raise IndexError
+        return np.stack([super(_BadSequence, self).__getitem__(j) for j in (2 * i, 2 * i + 1)])
+
+
+class _BadFile(_BadRows):
+    shape, dtype = (12, 2), np.dtype(np.float32)
+
+    def __getitem__(self, rows):
+        if 9 in np.arange(12)[rows]:
+            raise self.error("bad")
+        return np.zeros((len(np.arange(12)[rows]), 2), np.float32)
+
+
+READERS = {
+    "records": lambda error: batches(_BadRows(error), 2),
+    "shuffled": lambda error: batches({"x": _BadRows(error)}, 2, shuffle=True),
+    "a file": lambda error: batches(_BadFile(error), 2),
+    "interleaved": lambda error: interleave([batches(_BadRows(error), 2), batches(np.zeros((4, 2)), 2)]),
+    "a loader": _BadLoader,
+    "a sequence": _BadSequence,
+}
+ERRORS = [StopIteration, StopAsyncIteration, IndexError, EOFError, KeyError, GeneratorExit]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kind", READERS)
+def test_no_error_of_reading_is_taken_for_the_end(kind, error):
+    """Whatever its type: an epoch is whole, or it raises."""
+    for ahead in (False, True):
+        for k in (None, 1, 8):
+            data = READERS[kind](error)
+            source = as_source(prefetch(data) if ahead else data)
+            read = source.next if k is None else functools.partial(source.take, k)
+            with pytest.raises((DataError, GeneratorExit)) as raised:
+                for _ in range(9):
+                    assert read() is not None
+            assert "bad" in str(raised.value) or "bad" in str(raised.value.__cause__.__cause__)
+    if kind not in ("a loader", "a sequence"):  # whose own iterators a loop by hand calls
+        with pytest.raises((DataError, RuntimeError, error), match="bad"):
+            list(READERS[kind](error))
 
 
 def test_replay_reads_earlier_epochs_too():
@@ -851,6 +1013,14 @@ MESSAGES = {
         "data: got dict with x, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
     ),
     "pair": (lambda: as_source((np.ones(2), np.ones(2))), "data: got tuple of 2, expected an iterable of batches. Of"),
+    "a list of inputs and targets": (
+        lambda: as_source([np.ones((4, 2)), np.ones(4)]),
+        "data: got list of 2, expected an iterable of batches. Of arrays: ts.batches(arrays, batch_size). One batch:",
+    ),
+    "a list of inputs, targets and weights": (
+        lambda: prefetch([jnp.ones((4, 2)), np.ones((4, 1), np.int32), np.ones(4)]),
+        "data: got list of 3, expected an iterable of batches. Of",
+    ),
     "data set": (
         lambda: as_source(_Dataset("dict")),
         "data: got _Dataset, expected an iterable of batches. Of records by number: ts.batches(dataset, batch_size).",
@@ -931,7 +1101,7 @@ MESSAGES = {
         ),
         "data at resume: got batch_size 4, seed 0, expected batch_size 2, seed 1, as in the checkpoint",
     ),
-    "device": (lambda: prefetch([], "gpu"), "device at prefetch(): got 'gpu' (str), expected a device, a Mesh, or a N"),
+    "device": (lambda: prefetch([], 3), "device at prefetch(): got 3 (int), expected a kind or a jax.Device, or (kind"),
     "prefetch size": (lambda: prefetch([], size=0), "size at prefetch(): got 0, expected an int of 1 or more"),
     "resident tail": (
         lambda: batches(np.ones(9), 8, device=jax.make_mesh((4,), ("data",))),

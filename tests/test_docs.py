@@ -84,3 +84,15 @@ def test_the_tests_that_pages_name_are_there():
     named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+::test_\w+)`", text)}
     assert len(named) > 200
     assert sorted(name for name in named - {"test_state::test_x", "test_hyper::test_x"} if problem_with(name)) == []
+
+
+def test_what_pages_import_is_there():
+    """Also in blocks that are not run, as they need a cluster."""
+    text = "\n".join(TEXTS.values())
+    modules = set(re.findall(r"^import (tsunax(?:\.\w+)*)", text, re.M))
+    from_modules = set(re.findall(r"^from (tsunax(?:\.\w+)*) import ([\w, ]+)", text, re.M))
+    assert modules and len(from_modules) > 5
+    for name in modules:
+        importlib.import_module(name)
+    for module, names in from_modules:
+        assert all(hasattr(importlib.import_module(module), name) for name in names.split(", ")), (module, names)

@@ -22,6 +22,7 @@ from flax.training import train_state as flax_train_state
 from tests.helpers import medium_if
 from tsunax.errors import (
     DataError,
+    DeviceError,
     HyperparameterError,
     LossError,
     ParamsError,
@@ -303,8 +304,8 @@ PARAMETERS = [
     row(0, "words that are no key", lambda: setup(key=jnp.zeros(3, jnp.uint32)), WrongTypeError, "uint32[3]", "an int seed or a key"),
     row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), WrongTypeError, "[3]", "keys[0]"),
     row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError, "key at setup()", str(2**70), "64 bits"),
-    row(0, "device by name", lambda: setup(device="cpu"), WrongTypeError, "'cpu' (str)", "jax.devices()[0]"),
-    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a jax.Device or Sharding"),
+    row(0, "device by another name", lambda: setup(device="CPU"), DeviceError, "kind at setup('CPU')", "Did you mean 'cpu'"),
+    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a kind or a jax.Device"),
     row(0, "copy is text", lambda: setup(copy="no"), WrongTypeError, "copy at setup()", "'no' (str)", "True or False"),
     row(0, "freezable is text", lambda: setup(freezable="no"), WrongTypeError, "freezable at setup()", "True or False"),
 ]  # fmt: skip

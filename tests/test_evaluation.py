@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import count_compiles
+from tsunax.errors import DataError
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 
@@ -57,3 +58,26 @@ def test_the_data_begin_at_their_beginning_and_stay_where_they_were():
     whole = ts.evaluate(ts.eval_step(plain), make(), ts.batches(X, 23))["loss"]
     assert ts.evaluate(ts.eval_step(plain), make(), data)["loss"] == pytest.approx(whole, rel=1e-6)
     assert data.get_state() == place
+
+
+class Ending:
+    """Rows of which one raises what ends an iterator."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, i):
+        if i == 17:
+            raise StopIteration(f"row {i}")
+        return X[i]
+
+
+def test_a_row_that_cannot_be_read_ends_no_epoch():
+    """No mean over a part of the rows, and no shorter epoch."""
+    step = ts.train_step(plain)
+    with pytest.raises(DataError, match="row 17"):
+        ts.evaluate(ts.eval_step(plain), make(), ts.batches(Ending(), 5))
+    for steps_per_call in (None, 1, "auto"):
+        with pytest.raises(DataError, match="row 17"):
+            data = ts.batches(Ending(), 5)
+            ts.fit(step, make(), data, epochs=1, steps_per_call=steps_per_call, progress=False)

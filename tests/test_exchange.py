@@ -22,6 +22,7 @@ from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
+from tsunax.checkpoints._blocks import Pieces
 from tsunax.errors import CheckpointError, PatternError, SaveError, TsunaxError, WrongTypeError
 
 PARAMS = {
@@ -661,3 +662,265 @@ def test_nothing_is_unpickled():
     assert not any(
         f"{name}" in text for name in ("import pickle", "eval(", "exec(", "allow_pickle", "import_module(about")
     )
+
+
+# --------------------------------------------------------------------------------------------- files that others wrote
+
+
+def kinds_of_files():
+    import gzip
+    import io
+    import pickle
+    import zipfile
+
+    def archive(*names):
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as opened:
+            for name in names:
+                opened.writestr(name, bytes(9))
+        return file.getvalue()
+
+    npz, npy = io.BytesIO(), io.BytesIO()
+    np.savez(npz, w=np.ones(3))
+    np.save(npy, np.ones(3))
+    return {
+        "a NumPy .npz file": npz.getvalue(),
+        "a NumPy .npy file": npy.getvalue(),
+        "a PyTorch file": archive("model/data.pkl", "model/data/0"),
+        "a zip archive": archive("a.txt"),
+        "a pickle": pickle.dumps({"w": np.ones(3)}),
+        "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(500),
+        "a pointer of git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+        "a web page": b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>",
+        "a compressed file": gzip.compress(bytes(500)),
+        "a GGUF file": b"GGUF\3\0\0\0" + bytes(100),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds_of_files())
+def test_files_of_other_kinds_are_named(tmp_path, kind):
+    path, index = tmp_path / "a.safetensors", tmp_path / "in" / "model.safetensors.index.json"
+    path.write_bytes(kinds_of_files()[kind])
+    got = error_of(lambda: exchange.restore(path))
+    assert got.startswith(f"safetensors file at {path}: got a.safetensors: {kind}"), got
+    assert error_of(lambda: restore_flax(path)).startswith(f"flax file at {path}: got {kind}")
+    index.parent.mkdir()
+    shutil.copy(path, index)
+    assert f": got {kind}" in error_of(lambda: exchange.restore(index))
+    index.write_text('{"weight_map": {"w": "b.safetensors"}}')
+    shutil.copy(path, index.parent / "b.safetensors")
+    assert f": got b.safetensors: {kind}" in error_of(lambda: exchange.contents(index))
+
+
+def test_a_file_of_the_other_format_is_named(tmp_path):
+    exchange.save(tmp_path / "a.safetensors", PARAMS)
+    assert "got a safetensors file" in error_of(lambda: restore_flax(tmp_path / "a.safetensors"))
+    (tmp_path / "b.safetensors").write_bytes(flax.serialization.to_bytes(PARAMS))
+    assert "format='flax'" in error_of(lambda: exchange.restore(tmp_path / "b.safetensors"))
+
+
+def test_save_below_a_file_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a.safetensors", tmp_path / "file" / "b" / "a.safetensors"):
+        got = error_of(lambda path=path: exchange.save(path, PARAMS), SaveError)
+        assert got.startswith(f"save at {path}: got ")
+    error_of(lambda: exchange.save(tmp_path / "\ud800.safetensors", PARAMS), SaveError)
+    assert "UnicodeEncodeError" in error_of(lambda: exchange.restore(tmp_path / "\ud800.safetensors"))
+
+
+def test_integers_of_another_dtype_are_cast_if_they_fit(tmp_path):
+    path = tmp_path / "a.safetensors"
+    numbers = np.array([-(2**31), 2**31 - 1])
+    exchange.save(path, {"n": numbers})
+    assert "cast=True takes" in error_of(lambda: exchange.restore(path, {"n": jnp.zeros(2, jnp.int32)}))
+    for like in (jnp.zeros(2, jnp.int32), np.zeros(2, np.int32)):
+        found = exchange.restore(path, {"n": like}, cast=True)["n"]
+        assert found.dtype == np.int32 and isinstance(found, type(like))
+        np.testing.assert_array_equal(found, numbers)
+    for value, dtype in [(2**31, np.int32), (-1, np.uint64), (300, np.uint8), (2**15, np.int16), (8, jnp.int4)]:
+        exchange.save(path, {"n": np.array([0, value])})
+        got = error_of(lambda dtype=dtype: exchange.restore(path, {"n": np.zeros(2, dtype)}, cast=True))
+        assert got.startswith("array at restore(): got 1 of 2 numbers that are too large for"), (value, dtype)
+    exchange.save(path, {"n": np.array([2**64 - 1], np.uint64)})
+    error_of(lambda: exchange.restore(path, {"n": np.zeros(1, np.int64)}, cast=True))
+    exchange.save(path, {"n": np.int64(300)})
+    error_of(lambda: exchange.restore(path, {"n": np.int8(0)}, cast=True))
+    error_of(lambda: exchange.restore(path, {"n": np.float32(0)}, cast=True))
+    parts = Pieces((4,), np.dtype(np.int64), {((0, 2),): np.array([1, 2**31]), ((2, 4),): np.array([3, 4])})
+    assert parts.astype(np.uint32)[(slice(0, 2),)].tolist() == [1, 2**31]
+    assert "too large for int32" in error_of(lambda: parts.astype(np.int32))
+
+
+def test_two_arrays_whose_keys_join_to_one_name(tmp_path, orbax_dirs):
+    from orbax.checkpoint import v1
+
+    tree = {"a/b": np.ones(1, np.float32), "a": {"b": np.zeros(1, np.float32)}}
+    (tmp_path / "flax").write_bytes(flax.serialization.to_bytes(tree))
+    v1.save(tmp_path / "orbax", tree)
+    for read, name in ((restore_flax, "flax"), (restore_orbax, "orbax")):
+        for like in (None, {"a": {"b": np.zeros(1, np.float32)}}):
+            got = error_of(lambda read=read, name=name, like=like: read(tmp_path / name, like))
+            assert "two arrays whose keys join to one name, 'a/b'" in got
+    exchange.save(tmp_path / "a.safetensors", {"a": {"b": np.ones(1, np.float32)}})
+    got = error_of(lambda: exchange.restore(tmp_path / "a.safetensors", tree))
+    assert "name 'a/b' at restore(): got two arrays, tree['a']['b'] and tree['a/b']" in got
+    tied = exchange.restore(tmp_path / "a.safetensors", tree, rename=lambda _: "a/b")
+    assert tied["a"]["b"] == tied["a/b"] == 1  # two names that a user gave
+
+
+def test_what_orbax_saved_of_an_nnx_state(tmp_path):
+    from flax import nnx
+    from orbax.checkpoint import v1
+
+    of = lambda seed: nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(seed)), nnx.Param)
+    v1.save(tmp_path / "orbax", of(0))
+    assert set(restore_orbax(tmp_path / "orbax")) == {"kernel/value", "bias/value"}
+    assert_trees_equal(restore_orbax(tmp_path / "orbax", of(1)), of(0))
+    pure = {"kernel": jnp.zeros((3, 2)), "bias": jnp.ones(2)}
+    assert_trees_equal(restore_orbax(tmp_path / "orbax", pure)["kernel"], of(0)["kernel"].get_value())
+    again = restore_orbax(tmp_path / "orbax", of(1), rename=lambda name: f"{name}/value")
+    assert_trees_equal(again, of(0))
+    assert "nothing named 'bias2'" in error_of(lambda: restore_orbax(tmp_path / "orbax", {"bias2": jnp.ones(2)}))
+
+
+@pytest.mark.medium
+def test_mutated_files_of_others_are_read_or_refused():
+    from collections import Counter
+
+    manifests.read_files(200, 3, counts := Counter())
+    assert manifests.is_well(counts), counts
+    assert counts["files refused"] > 50 and counts["files read"] > 20, counts
+
+
+def header_of(entries: str) -> bytes:
+    return len(entries).to_bytes(8, "little") + entries.encode()
+
+
+def many(piece: str, n: int) -> str:
+    return ",".join(piece.replace("#", str(i)) for i in range(n))
+
+
+BOMBS = {  # name, content: what would take hundreds of MiB or a minute
+    "empty maps": ("a.msgpack", lambda: b"\x81\xa1a\xdd" + (2_000_000).to_bytes(4, "big") + b"\x80" * 2_000_000),
+    "empty lists": ("a.msgpack", lambda: b"\x81\xa1a\xdd" + (2_000_000).to_bytes(4, "big") + b"\x90" * 2_000_000),
+    "lists within lists": ("a.msgpack", lambda: b"\xdd\0\x20\0\0" * 400_000),
+    "a dtype of many": (
+        "a.msgpack",
+        lambda: b"\x81\xa1a\xc9\0\1\x86\xaf\1\x93\x91\1\xc6\0\1\x86\xa0" + b"f4," * 33_333 + b"f" + b"\xc4\4\0\0\0\0",
+    ),
+    "an index of empty maps": (
+        "model.safetensors.index.json",
+        lambda: b'{"weight_map":{"a":[' + many("{}", 6_600_000).encode() + b"]}}",
+    ),
+    "empty arrays": (
+        "a.safetensors",
+        lambda: header_of("{" + many('"#":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}', 400_000) + "}"),
+    ),
+    "much metadata": ("a.safetensors", lambda: header_of('{"__metadata__":{' + many('"#":""', 2_000_000) + "}}")),
+    "a shape of many axes": (
+        "a.safetensors",
+        lambda: header_of('{"a":{"dtype":"F32","shape":[' + many("0", 10_000_000) + '],"data_offsets":[0,0]}}'),
+    ),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", BOMBS)
+def test_small_files_take_little_memory(tmp_path, name):
+    file, content = BOMBS[name]
+    path, format = tmp_path / file, "flax" if file == "a.msgpack" else "safetensors"
+    path.write_bytes(content())
+    exchange.save(tmp_path / "warm.safetensors", {"a": jnp.ones(1)})
+    exchange.restore(tmp_path / "warm.safetensors")
+    start = time.monotonic()
+    error, grown = manifests.memory(lambda: exchange.restore(path, format=format))
+    assert isinstance(error, CheckpointError), error
+    assert grown < 4 * path.stat().st_size + (64 << 20) and time.monotonic() - start < 5
+
+
+def test_names_of_a_flax_file_are_short(tmp_path):
+    tree = functools.reduce(lambda inner, _: {"x" * 100: inner}, range(8), {str(i): 1 for i in range(9)})
+    (tmp_path / "a").write_bytes(flax.serialization.msgpack_serialize(tree))
+    assert len(restore_flax(tmp_path / "a")) == 9
+    (tmp_path / "a").write_bytes(flax.serialization.msgpack_serialize({"y" * 300: tree}))
+    assert "a name of 1" in error_of(lambda: restore_flax(tmp_path / "a"))
+
+
+@pytest.mark.medium
+def test_descriptions_of_orbax_take_little_memory(orbax_dirs, tmp_path):
+    shutil.copytree(orbax_dirs[0] / "plain", tmp_path / "run")
+    file, size = tmp_path / "run" / "_METADATA", lambda: sum(p.stat().st_size for p in (tmp_path / "run").rglob("*"))
+    body = json.loads(file.read_text())
+    entry = next(iter(body["tree_metadata"].values()))
+    for n in (8_000, 120_000):
+        key = lambda i: {**entry, "key_metadata": [{"key": f"a{i}", "key_type": 2}]}
+        file.write_text(json.dumps({**body, "tree_metadata": {f"('a{i}',)": key(i) for i in range(n)}}))
+        error, grown = manifests.memory(lambda: restore_orbax(tmp_path / "run"))
+        assert isinstance(error, CheckpointError) and "a description that would take" in str(error)
+        assert grown < 4 * size() + (64 << 20)
+
+
+def test_keys_of_orbax_lead_nowhere_else(orbax_dirs, tmp_path):
+    for name in ("in", "out"):
+        shutil.copytree(orbax_dirs[0] / "plain", tmp_path / name)
+    file = tmp_path / "in" / "_METADATA"
+    body = json.loads(file.read_text())
+    array = next(p.parent for p in (tmp_path / "out").rglob(".zarray"))
+    entry = next(iter(body["tree_metadata"].values()))
+    keys = [{"key": str(array), "key_type": 2}]
+    file.write_text(json.dumps({**body, "tree_metadata": {"x": {**entry, "key_metadata": keys}}}))
+    assert "a key that leads elsewhere" in error_of(lambda: restore_orbax(tmp_path / "in"))
+
+
+def test_arrays_far_larger_than_their_files_need_a_tree(tmp_path):
+    from orbax.checkpoint import v1
+
+    tree = {"w": np.zeros(20_000_000, np.float32)}  # compressed to next to nothing
+    v1.save(tmp_path / "run", tree)
+    assert "80000000 bytes of arrays in files of" in error_of(lambda: restore_orbax(tmp_path / "run"))
+    assert restore_orbax(tmp_path / "run", tree)["w"].shape == (20_000_000,)
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def as_links(folder: Path, blobs: Path) -> None:
+    """Every file below `folder` moved to `blobs`, a link in its place."""
+    blobs.mkdir()
+    for i, path in enumerate([p for p in folder.rglob("*") if p.is_file()]):
+        os.rename(path, blobs / str(i))
+        path.symlink_to(os.path.relpath(blobs / str(i), path.parent))
+
+
+@pytest.mark.parametrize("kind", ["single", "parts", "standard", pytest.param("plain", marks=pytest.mark.medium), "v1"])
+def test_links_out_of_a_directory_are_refused(orbax_dirs, tmp_path, kind):
+    folder = tmp_path / "hub" / "snapshots" / "0a1b" / "in"
+    if kind in ("standard", "plain", "v1"):
+        shutil.copytree(orbax_dirs[0] / kind, folder)
+        read = restore_orbax
+    elif kind == "single":
+        exchange.save(folder / "model.safetensors", PARAMS["body"])
+        read = exchange.restore
+    else:
+        in_parts(folder, PARAMS["body"])
+        read = exchange.restore
+    expected = read(folder)
+    shutil.copytree(folder, tmp_path / "good")
+    for path in sorted(tmp_path.joinpath("good").rglob("*")):
+        if kind == "parts" and path.name.startswith("model-00001"):
+            continue  # the other part is enough
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "good", folder)
+        place = folder / path.relative_to(tmp_path / "good")
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        place.symlink_to(path)
+        assert f"{place.name} is a link that leads out of" in error_of(lambda: read(folder)), place
+        place.unlink()
+        shutil.copytree(path, folder / "..inside") if path.is_dir() else shutil.copy(path, folder / "..inside")
+        place.symlink_to(folder / "..inside")
+        if kind in ("single", "parts"):
+            assert_trees_equal(read(folder), expected)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "good", folder)
+    as_links(folder, tmp_path / "hub" / "blobs")  # as Hugging Face's cache
+    assert_trees_equal(read(folder), expected)

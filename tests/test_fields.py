@@ -112,6 +112,26 @@ def test_a_wrong_declaration_and_wrong_fields_are_named():
         Lagged.of(state, lag=state.params, lga=1)
 
 
+def test_a_state_is_made_of_each_field_once():
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+    fields = dict(state.__dict__)
+    assert_trees_equal(TrainState(**fields), state)
+    wrong = {
+        "numbers, opt_state, params, parms": lambda: TrainState(parms=1),
+        "average, frozen": lambda: TrainState(clock=state.clock),
+        "params, parms": lambda: TrainState(**{"parms" if k == "params" else k: x for k, x in fields.items()}),
+        "parms": lambda: dataclasses.replace(state, parms=1),
+        "lag": lambda: Lagged(**fields),
+    }
+    for names, make in wrong.items():
+        with pytest.raises(TypeError, match=names) as caught:
+            make()
+        assert isinstance(caught.value, WrongTypeError) and "ts.setup" in str(caught.value)
+    for make in (lambda: ts.StepInfo(1.0), lambda: ts.StepInfo._make([1.0]), lambda: ts.StepInfo(*range(12))):
+        with pytest.raises(TypeError):
+            make()
+
+
 def test_the_fields_of_a_state_have_a_role_each():
     roles = {f.name: (f.metadata["moves"], f.metadata["like"]) for f in TrainState._fields}
     assert roles["params"] == ("step", "params") and roles["clock"] == ("record", "")

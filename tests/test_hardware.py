@@ -14,6 +14,7 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
+from tsunax._core import device_kinds
 from tsunax.devices import (
     device,
     device_info,
@@ -64,7 +65,7 @@ def present(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(selection, "_find", find)
+        monkeypatch.setattr(device_kinds, "find", find)
 
     return make
 
@@ -97,7 +98,7 @@ def test_the_cpu_is_always_there():
     assert device() == device("cpu") == CPU[0]
     assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
     assert is_available("cpu") and not is_available("gpu")
-    assert supported_devices() == selection._KINDS[1:]
+    assert supported_devices() == device_kinds.KINDS[1:]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_what_is_absent_says_why(present, everywhere, monkeypatch):
 
 
 def test_another_platform_is_taken_and_none_is_an_error(present, monkeypatch):
-    monkeypatch.setattr(selection, "_find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
+    monkeypatch.setattr(device_kinds, "find", lambda platform: [Fake("npu")] if platform is None else absent(platform))
     assert device() == Fake("npu")
     present(cuda=AssertionError())
     with pytest.raises(DeviceError, match=r"devices: got .*, expected a backend"):
@@ -183,6 +184,8 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
     [
         (lambda: device("cuba"), DeviceError, "kind at device('cuba', 0): got 'cuba', expected one of auto, tpu, "),
         (lambda: device("cuba"), DeviceError, "Did you mean 'cuda'?"),
+        *((lambda k=k: device(k), DeviceError, f"Did you mean '{k.lower()}'?") for k in ("CUDA", "CPU", "TPU", "Metal")),
+        (lambda: device("AMDGPU"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: is_available("gpus"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
         (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
@@ -209,6 +212,34 @@ def test_wrong_devices(ask, kind, text):
         with pytest.raises(kind) as error:
             ask()
     assert text in str(error.value)
+
+
+WORDS = {  # what takes a device, and a part of what comes back
+    "setup": lambda d: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}, key=0, device=d),
+    "to_device": lambda d: to_device({"w": np.ones(3)}, d),
+    "batches": lambda d: ts.batches(np.ones((4, 2)), 2, device=d).resident,
+    "prefetch": lambda d: [*ts.prefetch([np.ones((4, 2))], d)],
+    "shard": lambda d: ts.shard({"w": np.ones(3)}, d),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_devices_are_given_by_the_same_words_everywhere(name):
+    take = WORDS[name]
+    many = set(CPU) if name == "shard" else {CPU[0]}
+    for word, there in (("cpu", many), (("cpu", 3), {CPU[3]}), (CPU[2], {CPU[2]}), ("auto", many)):
+        assert all(x.devices() == there for x in jax.tree.leaves(take(word))), word
+    absent = r"^device at \w+\(\[?('gpu'|\('gpu', 1\))\]?\): got no gpu, expected one that is here: cpu \(8\)"
+    for word in ("gpu", ("gpu", 1)):
+        with pytest.raises(DeviceError, match=absent):
+            take(word)
+    with pytest.raises(DeviceError, match=r"got 'CUDA', expected one of auto, tpu, gpu, .*Did you mean 'cuda'"):
+        take("CUDA")
+    with pytest.raises(DeviceError, match=r"got 8, expected 0 to 7"):
+        take(("cpu", 8))
+    for wrong in (3, ("cpu", 1, 2), CPU):
+        with pytest.raises(WrongTypeError, match=rf"at {name}\(\): got "):
+            take(wrong)
 
 
 def test_lists_of_devices():
@@ -280,8 +311,10 @@ def said(text: str = "", folder=".") -> Path:
 
 
 def quiet_prefer(kind):
-    with pytest.warns(UserWarning, match="The backend has started.*Restart the process"):
+    what = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} "
+    with pytest.warns(UserWarning, match="The backend has started.*Restart the process") as caught:
         prefer(kind)
+    assert str(caught[0].message).startswith(what) and f"{os.sep}.tsunax-device. The" in str(caught[0].message)
 
 
 def test_the_file_is_written_whole(monkeypatch):
@@ -432,6 +465,72 @@ def test_numpy_memory_is_not_shared():
     assert float(moved.max()) == 1
 
 
+MESH = jax.sharding.Mesh(np.array(CPU), ("data",))
+REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+SCALED = ts.train_step(lambda params, x, scale: jnp.mean(x @ params["w"]) * scale[0])
+
+
+def made(w, **options):
+    return ts.setup(ts.rules.sgd(0.1), {"w": np.ones(64, np.float32), "v": w}, **options)
+
+
+# what keeps an array of the user's, for longer than the call
+TAKERS = {
+    "to_device": lambda w: to_device({"w": w}, CPU[1]),
+    "to_device, mesh": lambda w: to_device({"w": w}, REPLICATED),
+    "shard": lambda w: ts.shard({"w": w}, ts.mesh()),
+    "setup": lambda w: made(w),
+    "setup, frozen": lambda w: made(w, trainable="w"),
+    "setup, device": lambda w: made(w, device=CPU[1]),
+    "setup, handed over": lambda w: made(w, device=CPU[1], copy=False),
+    "setup, model_state": lambda w: made(np.ones(1, np.float32), model_state={"m": w}),
+    "replace": lambda w: made(np.ones(64, np.float32)).replace(params={"w": w, "v": w}),
+    "batches": lambda w: ts.batches({"w": w}, 2, device=True).resident,
+    "batches, device": lambda w: ts.batches({"w": w}, 8, device=ts.mesh()).resident,
+    "batch on a mesh": lambda w: SCALED(ts.shard(made(np.ones(64, np.float32)), ts.mesh()), np.stack([w] * 8), scale=w),
+    "fit": lambda w: ts.fit(
+        SCALED, made(np.ones(1, np.float32)), [np.stack([w])], steps=1, extra={"scale": w}, progress=False
+    ),
+    "evaluate": lambda w: ts.evaluate(ts.eval_step(SCALED.loss_fn), made(w), [np.stack([w])], scale=w),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_jax_is_given_copies_of_a_users_memory(name, monkeypatch):
+    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it."""
+    w, seen = np.ones(64, np.float32), []
+
+    def spy(call):
+        def spied(x, *args, **options):
+            seen.extend(leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
+            return call(x, *args, **options)
+
+        return spied
+
+    for module, function in ((jax, "device_put"), (jnp, "array"), (jnp, "asarray")):
+        monkeypatch.setattr(module, function, spy(getattr(module, function)))
+    TAKERS[name](w)
+    assert seen and not any(np.shares_memory(x, w) for x in seen)
+
+
+def test_only_an_accelerator_is_asked_to_copy_to_the_host_ahead(monkeypatch):
+    asked = []
+    kind = type(jnp.ones(1))
+    monkeypatch.setattr(kind, "copy_to_host_async", lambda x: asked.append(x))
+    x = jnp.ones(3)
+    np.testing.assert_array_equal(to_host(x), np.ones(3))
+    assert not asked
+    monkeypatch.setattr(kind, "sharding", property(lambda x: Elsewhere()))
+    np.testing.assert_array_equal(to_host(x), np.ones(3))
+    assert len(asked) == 1
+
+
+class Elsewhere:
+    """The sharding of an array on a GPU."""
+
+    device_set, memory_kind = {Fake("gpu")}, "device"
+
+
 def test_what_was_brought_to_the_host_can_be_donated():
     x = to_device(jnp.ones(4096), CPU[1])
     host = to_host(x)
@@ -474,6 +573,67 @@ def test_a_state_on_another_device_is_printed_and_stepped():
     back = to_device(there, CPU[0])
     assert device_of(back) == CPU[0]
     step(back, batch)
+
+
+def on(place):
+    return ts.setup(ts.rules.sgd(0.0), {"w": np.ones(2, np.float32)}, device=place)
+
+
+AT_TWO_DEVICES = {  # with a state on a device and a batch on another one
+    "step": lambda state, batch: STEP(state, batch),
+    "eval_step": lambda state, batch: SCORE(state, batch),
+    "evaluate": lambda state, batch: ts.evaluate(SCORE, state, [batch]),
+    "fit, one batch": lambda state, batch: ts.fit(STEP, state, [batch], steps=1, progress=False),
+    "fit": lambda state, batch: ts.fit(STEP, state, iter([batch]), steps=1, progress=False),
+    "fit, no loop": lambda state, batch: ts.fit(STEP, state, [batch], steps=1, steps_per_call=None, progress=False),
+    "fit, a function": lambda state, batch: ts.fit(
+        lambda state, batch: STEP(state, batch), state, [batch], steps=1, progress=False
+    ),
+    "prefetch": lambda state, batch: ts.fit(
+        STEP, state, ts.prefetch([to_host(batch)], batch["x"].sharding), steps=1, progress=False
+    ),
+    "data on a device": lambda state, batch: ts.fit(
+        STEP, state, ts.batches(to_host(batch), 2, device=batch["x"].sharding), steps=1, progress=False
+    ),
+    "iterate": lambda state, batch: next(ts.loop.iterate(STEP, state, [batch], steps=1)),
+    "run_epoch": lambda state, batch: ts.loop.run_epoch(STEP, state, [batch]),
+    "run_steps": lambda state, batch: ts.loop.run_steps(STEP, state, jax.tree.map(lambda x: x[None], batch)),
+}
+STEP = ts.train_step(lambda params, batch, scale=1.0: jnp.mean((batch["x"] @ params["w"]) ** 2) * scale)
+SCORE = ts.eval_step(STEP.loss_fn)
+ROWS = {"x": np.ones((4, 2), np.float32)}
+
+
+@pytest.mark.parametrize("name", AT_TWO_DEVICES)
+def test_a_state_and_a_batch_on_two_devices_are_one_error(name):
+    call = AT_TWO_DEVICES[name]
+    with pytest.raises(DeviceError) as raised:
+        call(on(CPU[1]), to_device(ROWS, CPU[3]))
+    fix = "Move it: ts.to_device(batch, device), or ts.prefetch(data, device)."
+    expected = f"leaf at batch['x']: got an array on {CPU[3]}, expected {CPU[1]}, as the state. {fix}"
+    assert str(raised.value) == expected
+    call(on(CPU[3]), to_device(ROWS, CPU[3]))
+
+
+def test_other_arrays_on_two_devices():
+    spread = jax.device_put(ROWS, jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(None, None)))
+    with pytest.raises(DeviceError, match=rf"leaf at batch\['x'\]: got an array on 8 devices, expected {CPU[1]}"):
+        STEP(on(CPU[1]), spread)
+    scale = to_device(np.float32(2) * np.ones(()), CPU[3])
+    with pytest.raises(DeviceError, match=r"leaf at scale: got an array on .*Move it: ts.to_device\(scale, device\)\."):
+        STEP(on(CPU[1]), ROWS, scale=scale)
+    state = on(CPU[1])
+    mixed = dataclasses.replace(state, params=to_device(state.params, CPU[2]))
+    with pytest.raises(DeviceError, match=rf"state.params\['w'\]: .* expected {CPU[1]}, as the rest of the state"):
+        STEP(mixed, ROWS)
+
+
+def test_a_state_on_a_mesh_takes_batches_from_anywhere():
+    """Also of arrays that were put on one of its devices, whole."""
+    mesh = ts.mesh(devices=CPU[:2])
+    for data in ([to_device(ROWS, CPU[3])], ts.batches(ROWS, 2, device=CPU[3]), ts.batches(ROWS, 2, device=True)):
+        state, history = ts.fit(STEP, ts.shard(on(None), mesh), data, steps=2, progress=False)
+        assert len(state.params["w"].devices()) == 2 and history["loss"][-1] == 4
 
 
 # ------------------------------------------------------------------------------------------------------- loaders

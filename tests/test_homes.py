@@ -17,7 +17,7 @@ import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
-from tsunax._core import trees
+from tsunax._core import durable_files, trees
 from tsunax.checkpoints import _orbax, _orbax_home, leaves
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
@@ -25,7 +25,7 @@ from tsunax.checkpoints.state_facts import facts_of
 from tsunax.errors import CheckpointError, MissingLibraryError, SaveError, WrongTypeError
 
 ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
-HOMES = ["files", *ORBAX]
+HOMES, ON_A_DISK = ["files", *ORBAX], ["files", ORBAX[0]]
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +314,100 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(place, home):
         assert_trees_equal(found.state, states[found.step])
 
 
+def strange(name):
+    """A directory of a run that lost its only checkpoint in some way, and what the error names."""
+
+    def change(path, step):
+        if name == "link":
+            os.rename(step, path.parent / "elsewhere")
+            step.symlink_to(path.parent / "elsewhere")
+        elif name == "too high":
+            (path / "inner").mkdir()
+            os.rename(step, path / "inner" / step.name)
+            return path, "inner"
+        elif name in ("model.pt", "4"):
+            shutil.rmtree(step)
+            (path / name).write_text("x")
+        elif name == "empty":
+            shutil.rmtree(step)
+            (path / "step_2").mkdir()
+            return path, "step_2"
+        else:
+            os.rename(step, path / name)
+        return path, step.name if name == "link" else name
+
+    return change
+
+
+@pytest.mark.parametrize("store", ON_A_DISK)
+@pytest.mark.parametrize("name", ["link", "too high", "model.pt", "4", "empty", "step_2", "002", "2.bak"])
+def test_a_directory_without_a_good_checkpoint_is_no_fresh_start(tmp_path, store, name):
+    path = tmp_path / "run"
+    with Checkpoints(path, store=store) as checkpoints:
+        checkpoints.save(make().replace(step=2))
+    path, shown = strange(name)(path, path / "2")
+    for given in ({}, {"read_only": True}):
+        with Checkpoints(path, **given) as checkpoints, pytest.raises(CheckpointError, match=re.escape(shown)):
+            checkpoints.restore(make())
+        with Checkpoints(path, **given) as checkpoints:
+            assert checkpoints.restore(make(), resume="never").step is None
+
+
+@pytest.mark.parametrize("store", ON_A_DISK)
+def test_the_path_of_one_checkpoint_is_refused_and_stays_as_it_is(tmp_path, store):
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        checkpoints.save(make().replace(step=2))
+    before = sorted(os.listdir(tmp_path / "2"))
+    with pytest.raises(CheckpointError, match=rf"expected the directory of its run\. Give {tmp_path}\."):
+        Checkpoints(tmp_path / "2")
+    with pytest.raises(CheckpointError, match="Give the directory that has the steps in it"):
+        Checkpoints(tmp_path / "2", read_only=True).restore(make())
+    assert sorted(os.listdir(tmp_path / "2")) == before  # a lock file in it would keep it for ever
+
+
+@pytest.mark.parametrize("store", ON_A_DISK)
+def test_what_a_run_leaves_before_its_first_checkpoint_lets_it_start_again(tmp_path, store):
+    for name in (".hidden", "log.csv", "log.jsonl", "log.csv.new", "events.out.tfevents.1.host", "tsunax.lock"):
+        (tmp_path / name).write_text("x")
+    for name in (".tsunax-tmp-3-0123abcd", "3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "3.unfinished").write_text("x")
+    if store == "files":
+        os.rmdir(tmp_path / "3")
+    for given in ({"read_only": True}, {}):
+        with Checkpoints(tmp_path, store=store, **given) as checkpoints:
+            assert checkpoints.restore(make()).step is None
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("store", ON_A_DISK)
+def test_a_step_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch, store, replaces):
+    """A warning, and later saves try again, also those of the next run."""
+    state, refused = make(), []
+
+    def refuse(path, *more, **given):
+        refused.append(path)
+        raise PermissionError(13, "not allowed")
+
+    with Checkpoints(tmp_path, store=store, keep_last=1) as checkpoints:
+        save = lambda step: checkpoints.save(state.replace(step=step))
+        save(1)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_files, "remove", refuse)
+            patch.setattr(_orbax_home.OrbaxHome, "_remove", refuse)
+            save(step := 1 if replaces else 2)
+            with pytest.warns(UserWarning, match=r"step 1 in .* could not be deleted: PermissionError"):
+                checkpoints.wait()
+        assert refused and checkpoints.restore(state).step == step
+        save(3)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        save(4)
+    assert sorted(os.listdir(tmp_path)) == ["4", "tsunax.lock"]
+
+
 def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
     run_of({"path": tmp_path / "orbax", "store": "orbax"}, [make()])
     run_of({"path": tmp_path / "files"}, [make()])
@@ -447,3 +541,27 @@ def test_the_manifest_of_seven_billion_parameters_takes_no_second():
     written = Manifest(0, found, {path: facts_of(x) for path, x in tree.states.items()}).dump()
     assert Manifest.parse(written).leaves == found
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("home", ["files", "orbax"])
+def test_links_out_of_a_checkpoint_are_refused(place, tmp_path, home):
+    given, (first, second, _) = place(home), three()
+    run_of(given, [first, second])
+    reader = lambda: Checkpoints(**given, read_only=True).restore(make())
+    assert_trees_equal(reader().state, second)
+    folder = Path(given["path"], "1")
+    inside = sorted(folder.rglob("*"))  # files and directories, and each of them as a link
+    assert len(inside) > 3
+    for path in [folder, *inside]:
+        shutil.move(path, tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = reader()
+        assert found.step == 0, path
+        assert_trees_equal(found.state, first)
+        assert path == folder or "step 1" in str(said[0].message), path
+        path.unlink()
+        shutil.move(tmp_path / "elsewhere", path)
+    assert_trees_equal(reader().state, second)

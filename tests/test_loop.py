@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,95 @@ def test_a_loop_compiles_once_for_each_shape():
     assert compiles.compiles == 0
 
 
+SETTINGS = {"beta": 1.0}
+
+
+class Weighted:
+    """A loss whose gradient is the number that it multiplies the parameter with."""
+
+    beta = 1.0
+
+    def loss(self, params, batch):
+        return self.beta * params["w"] + 0.0 * jnp.sum(batch)
+
+
+WEIGHTED = Weighted()
+
+
+def scaled_by_a_global(params, batch):
+    return SETTINGS["beta"] * params["w"] + 0.0 * jnp.sum(batch)
+
+
+def scaled_by_an_object(params, batch):
+    return WEIGHTED.loss(params, batch)
+
+
+CALLS = {
+    "fit": lambda step, state, x: fit(step, state, [x], steps=1)[0],
+    "run_steps": lambda step, state, x: run_steps(step, state, x[None])[0],
+    "run_epoch": lambda step, state, x: run_epoch(step, state, [x])[0],
+    "iterate": lambda step, state, x: next(iterate(step, state, [x], steps=1))[0],
+}
+READERS = {
+    "a global": (scaled_by_a_global, lambda beta: SETTINGS.update(beta=beta)),
+    "an object": (scaled_by_an_object, lambda beta: setattr(WEIGHTED, "beta", beta)),
+    "a method": (WEIGHTED.loss, lambda beta: setattr(WEIGHTED, "beta", beta)),
+}
+
+
+@pytest.mark.parametrize("call, reader", [("fit", name) for name in READERS] + [(c, "a global") for c in CALLS])
+def test_a_new_step_reads_the_numbers_of_now_and_an_equal_one_compiles_nothing(call, reader):
+    """The gradient is beta, so a step of SGD at rate 1 from 0 ends at -beta."""
+    read, write = READERS[reader]
+    x = np.ones(2, np.float32)
+    try:
+        for beta in (3.0, 5.0):
+            write(beta)
+            make = lambda: ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(())})
+            state = CALLS[call](ts.train_step(read), make(), x)
+            assert float(state.params["w"]) == -beta
+            state = make()
+            with count_compiles() as compiles:
+                CALLS[call](ts.train_step(read), state, x)
+            assert compiles.compiled.count("train_steps") == 0
+    finally:
+        write(1.0)
+
+
+def scaled_by_settings(step):
+    return SETTINGS["beta"] * jnp.ones(())
+
+
+def scaled_updates(grads, state, params=None):
+    return jax.tree.map(lambda g: -SETTINGS["beta"] * g, grads), state
+
+
+RULES = {
+    "schedule": lambda: ts.rules.sgd(scaled_by_settings),
+    "rule": lambda: optax.GradientTransformation(no_opt_state, scaled_updates),
+}
+
+
+def no_opt_state(params):
+    return ()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_new_state_reads_the_numbers_of_now(name):
+    """Also with the step of before: another number in the functions of a rule is another rule."""
+    step = ts.train_step(Weighted().loss)
+    x = np.ones(2, np.float32)
+    try:
+        for beta in (3.0, 5.0):
+            SETTINGS["beta"] = beta
+            make = lambda: ts.setup(RULES[name](), {"w": jnp.zeros(())})
+            assert float(step(make(), x)[0].params["w"]) == -beta
+            assert float(fit(step, make(), [x], steps=1)[0].params["w"]) == -beta
+            assert make().plan is make().plan
+    finally:
+        SETTINGS["beta"] = 1.0
+
+
 @pytest.mark.medium
 def test_convolutions_in_the_loop():
     x = RNG.normal(size=(24, 8, 8, 2)).astype(np.float32)
@@ -192,6 +282,35 @@ def test_convolutions_in_the_loop():
     state, _ = fit(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), steps=6)
     expected, _ = plainly(step, ts.setup(ts.rules.sgd(0.1), kernels), ts.batches(x, 8), 6)
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
+    """The compiler's options are checked here, what it makes of them in `test_topologies.py`."""
+    data = [(X[:4], Y[:4])] * 3
+    run = lambda: fit(ts.train_step(loss_fn, remat=True), ts.setup(RULE, init()), data, epochs=1)[0]
+    expected, compiled, jit = run(), [], jax.jit
+
+    def spied_jit(*args, **options):
+        compiled.append(options.get("compiler_options"))
+        return jit(*args, **options)
+
+    fused_loop._shared.cache_clear()
+    monkeypatch.setattr(fused_loop, "_is_on_gpu", lambda state: True)
+    monkeypatch.setattr(jax, "jit", spied_jit)
+    state = run()
+    assert compiled.count(fused_loop.ONE_GRAPH) == 1  # a CPU ignores them
+    assert_trees_equal(state, expected)
+    monkeypatch.undo()
+    assert not fused_loop._is_on_gpu(state)
+
+
+def test_options_of_the_compiler_are_for_programs_of_their_own(monkeypatch):
+    """XLA takes them from the outermost `jit` only, and a state that is closed over has devices."""
+    on_gpu = SimpleNamespace(sharding=SimpleNamespace(device_set=[SimpleNamespace(platform="gpu")]))
+    monkeypatch.setattr(fused_loop.trees, "is_placed", lambda x: x is on_gpu)
+    answers = [fused_loop._is_on_gpu([on_gpu]), fused_loop._is_on_gpu([np.ones(2)])]
+    jax.jit(lambda x: answers.append(fused_loop._is_on_gpu([on_gpu])) or x)(1.0)
+    assert answers == [True, False, False]
 
 
 @pytest.mark.medium
@@ -1356,6 +1475,30 @@ def test_a_loader_may_refill_its_buffer(how):
     assert float(state) == sum(i * 2 ** (7 - i) for i in range(8))
 
 
+@pytest.mark.parametrize("how", ["iterate", "run_epoch", "run_steps", "fit", "evaluate"])
+def test_an_argument_of_a_step_may_be_refilled_after_the_call(how):
+    @jax.jit
+    def step(state, x, scale):  # that reads scale once more long after it was dispatched
+        last = jax.lax.fori_loop(0, 40, lambda i, c: jnp.tanh(c @ c.T) * 0 + scale, scale)
+        return state + x[0] * jnp.mean(last), {}
+
+    scale, state, batch = np.ones((256, 256), np.float32), jnp.zeros(()), np.ones(1, np.float32)
+    if how == "iterate":
+        for after, _ in ts.loop.iterate(step, state, [batch], steps=3, scale=scale):
+            state, scale[:] = after, 7
+    elif how == "run_epoch":
+        state, _ = ts.loop.run_epoch(step, state, [batch] * 3, scale=scale)
+    elif how == "run_steps":
+        state, _ = ts.loop.run_steps(step, state, np.stack([batch] * 3), scale=scale)
+    elif how == "fit":
+        state, _ = fit(step, state, [batch], steps=3, extra={"scale": scale})
+    else:
+        score = ts.eval_step(lambda params, x, scale: step(params, x, scale)[0])
+        state = ts.evaluate(score, ts.setup(RULE, state), [batch * 3], scale=scale)["loss"]
+    scale[:] = 7
+    assert float(state) == 3
+
+
 @pytest.mark.medium
 def test_batches_of_a_list_may_shrink():
     rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40
@@ -1426,3 +1569,33 @@ def test_progress_shows_no_total_if_a_step_is_several_calls(capsys):
     state, _ = ts.fit(STEP, ts.setup(ts.rules.accumulate(RULE, every=2), init()), data(), epochs=2)
     said = capsys.readouterr().err
     assert f"{int(state.step)} steps" in said and "/14" not in said
+
+
+class Sized:
+    """A loader of six batches whose length is what is given, or raises it."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+    def __iter__(self):
+        return iter([(X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4)])
+
+
+LENGTHS = [NotImplementedError("a stream"), ValueError("none"), AttributeError("x"), StopIteration(), -1, 0, 2, 2.5, 9]
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=repr)
+def test_only_the_progress_needs_the_length_of_a_loader(capsys, length):
+    """Read ahead, too, every batch of each epoch is trained on."""
+    whole, _ = fit(STEP, ts.setup(RULE, init()), list(Sized(6)), epochs=2)
+    for data in (Sized(length), ts.prefetch(Sized(length))):
+        state, history = loud_fit(STEP, ts.setup(RULE, init()), data, epochs=2, log_every=1)
+        assert_trees_equal(state, whole)
+        assert history["epoch"].tolist() == [0] * 6 + [1] * 6
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("12/18 steps  67%  loss" if length == 9 else "12 steps  loss")

@@ -311,6 +311,37 @@ def test_counts_are_exact_to_2_24_and_then_rounded():
     assert abs(float(far) - (2**24 + 1022)) <= 6e-8 * 2**24
 
 
+def test_a_batch_of_more_than_2_24_elements_is_counted_without_loss():
+    """Weights of 2¹² stand for so many rows each: one after the other, float32 sums stop at 2²⁴."""
+    n, first = 5000, np.float32(2**24)
+    ids = jnp.ones(n + 1, jnp.int32)
+    weights = np.ones(n + 1, np.float32)
+    weights[0] = first
+    for where in (weights, weights[::-1]):
+        counts = metrics.ConfusionMatrix.of(ids, ids, where, classes=2).compute()
+        assert float(counts[1, 1]) == 2**24 + n
+    matrix = metrics.Recall.of(ids, ids.at[1:].set(0), weights, classes=3, average=None)
+    np.testing.assert_array_equal(matrix.counts.sum(1), [n, first, 0])
+
+
+def test_equal_weights_of_many_rows_add_up():
+    """One after the other, 400,000 float32 weights of 0.1 come to 40,021."""
+    n = 400_000
+    for classes, tolerance in ((2, 2e-7), (200, 2e-6)):
+        count = lambda ids, where, classes=classes: metrics.ConfusionMatrix.of(ids, ids, where, classes=classes)
+        counts = jax.jit(count)(jnp.ones(n, jnp.int32), jnp.full(n, 0.1)).counts
+        assert abs(float(counts[1, 1]) / (n * float(np.float32(0.1))) - 1) < tolerance
+        assert float(counts.sum()) == float(counts[1, 1])
+
+
+@pytest.mark.medium
+def test_26_million_elements_of_one_class_in_one_batch():
+    n = 26_214_400
+    ids = jnp.ones(n, jnp.int8)
+    for where in (None, jnp.ones(n, bool)):
+        assert float(metrics.ConfusionMatrix.of(ids, ids, where, classes=2).compute()[1, 1]) == n
+
+
 @pytest.mark.medium
 def test_low_precision_counts_and_sums_in_f32():
     n = 4096  # bfloat16 counts to 256

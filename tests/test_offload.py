@@ -1,6 +1,7 @@
 """Moments, averages and master copies in host memory: the bits of a state that is wholly on its devices."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import tsunax as ts
 from jax.sharding import NamedSharding
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax._core import trees
+from tsunax.checkpoints import _host_copies
 from tsunax.devices import meshes
 from tsunax.errors import DeviceError, DoesNotFitError, StateError
 from tsunax.precision import Policy
@@ -280,3 +282,15 @@ def test_devices_without_such_memory(monkeypatch):
     with pytest.raises(DeviceError, match=r"host memory at shard\(host=\.\.\.\): got .*cpu, expected .*'pinned_host'"):
         ts.shard(setup(), mesh_of(8), host="moments")
     assert dataclasses.is_dataclass(ts.shard(setup(), mesh_of(8)))
+
+
+def test_a_saved_block_of_host_memory_is_a_copy():
+    """NumPy reads the host memory of a GPU in place, and no buffer that it reads can be donated."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    array = jax.device_put(np.arange(4096, dtype=np.float32), place)
+    gpu = SimpleNamespace(platform="gpu")
+    shard = SimpleNamespace(device=gpu, data=array, replica_id=0)
+    block = _host_copies._on_host(array, [shard])
+    assert block.ctypes.data != array.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(block, np.arange(4096))
+    assert _host_copies._is_host_memory(shard)

@@ -337,6 +337,29 @@ def test_follows_a_cosine_as_plain_optax_does(row):
     check_trajectory(row, row.needs | row.arguments | {"learning_rate": COSINE})
 
 
+def test_a_scheduled_schedule_free_rule_weighs_by_the_rate_of_its_step():
+    """The averages of Defazio et al. (2024), in float64. optax weighs by the rate of the step after it."""
+    start, rates = np.array([1.0, -2.0], np.float32), np.minimum(np.arange(12) / 4, 1) / 2
+    x = y = z = np.float64(start)  # the gradient at y is y
+    expected, weights = [], np.maximum.accumulate(rates) ** 2
+    for t, rate in enumerate(rates):
+        z = z - rate * y
+        x = x + (weights[t] / (weights[: t + 1].sum() or 1)) * (z - x)
+        y = 0.1 * z + 0.9 * x
+        expected.append(y)
+    state, path = ts.setup(rules.schedule_free_sgd(ts.schedules.warmup_constant_schedule(0.0, 0.5, 4)), start), []
+    for _ in rates:
+        state, _ = ts.update(state, state.params)
+        path.append(np.asarray(state.params))
+    np.testing.assert_allclose(path, expected, atol=1e-6)
+    tx = optax.contrib.schedule_free_sgd(optax.warmup_constant_schedule(0.0, 0.5, 4))
+    opt_state, params = tx.init(jnp.asarray(start)), jnp.asarray(start)
+    for _ in rates:
+        updates, opt_state = tx.update(params, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert np.abs(params - expected[-1]).max() > 0.02  # docs/live-rules.md says so
+
+
 DECAYS = [r for r in ROWS if any(accepts_schedule(r, name) for name in ("weight_decay", "weight_decay_rate"))]
 
 

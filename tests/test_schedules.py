@@ -114,6 +114,48 @@ def test_the_last_steps_of_a_long_schedule_keep_their_digits():
     np.testing.assert_allclose(S.polynomial_schedule(3.0, 2.0, 2, n, 7)(n + 4), 2 + 9e-12, rtol=1e-7)
 
 
+BEGIN_LATE = {
+    "linear_schedule": lambda n: S.linear_schedule(1.0, 0.0, 10, n),
+    "polynomial_schedule": lambda n: S.polynomial_schedule(1.0, 0.0, 2, 10, n),
+    "exponential_decay": lambda n: S.exponential_decay(1.0, 5, 0.5, n),
+    "piecewise_constant_schedule": lambda n: S.piecewise_constant_schedule(1.0, {n: 0.5, n + 7: 0.1}),
+    "piecewise_interpolate_schedule": lambda n: S.piecewise_interpolate_schedule("cosine", 1.0, {n: 1, n + 7: 0.1}),
+    "warmup_cosine_decay_schedule": lambda n: S.warmup_cosine_decay_schedule(1.0, 1.0, n, n + 10),
+    "warmup_exponential_decay_schedule": lambda n: S.warmup_exponential_decay_schedule(1.0, 1.0, n, 5, 0.5),
+    "warm-up and wait": lambda n: S.warmup_exponential_decay_schedule(1.0, 1.0, n // 2, 5, 0.5, n - n // 2),
+    "warmup_stable_decay": lambda n: S.warmup_stable_decay(1.0, 1.0, n - 4, 4, 10),
+    "stable for long": lambda n: S.warmup_stable_decay(1.0, 1.0, n // 2, n - n // 2, 10),
+    "join_schedules": lambda n: S.join_schedules([1.0, S.linear_schedule(0.0, 1.0, 9), 3.0], [n, n + 3]),
+    "nested": lambda n: S.sequence([(S.join_schedules([1.0, 2.0], [n]), n + 5), 3.0]),
+    "loop": lambda n: S.loop(S.piecewise_constant_schedule(1.0, {3: 0.5, n - 2: 2.0}), n),
+    "shift": lambda n: S.shift(S.linear_schedule(1.0, 0.0, 10), -n),
+    "interpolate": lambda n: S.interpolate(S.linear_schedule(1.0, 0.0, 10), n),
+    "reverse": lambda n: S.reverse(S.linear_schedule(1.0, 0.0, 10), n),
+    "composed": lambda n: S.compose(S.linear_schedule(1.0, 0.0, 10, n), end_value=0.5),
+}
+
+
+@pytest.mark.parametrize("begin", [2**24 + 1, 25_000_001, 100_000_005])
+def test_a_part_that_begins_late_begins_at_its_step(begin):
+    """Float32 knows no step 100,000,005: it would be 100,000,008."""
+    offsets = np.arange(-12, 13, dtype=np.int32)
+    for name, make in BEGIN_LATE.items():
+        early, late = make(40), make(begin)
+        np.testing.assert_array_equal(late(begin + offsets), early(40 + offsets), name)
+        assert eval(repr(late), vars(S)) == late and late != make(begin + 1), name
+
+
+def test_a_late_boundary_in_a_rule_and_as_a_traced_number():
+    begin = 100_000_005
+    state = ts.setup(ts.rules.sgd(S.join_schedules([0.5, 0.25], [begin])), {"w": jnp.ones(1)})
+    rates = [ts.hyperparams(state.replace(step=begin + k))["learning_rate"] for k in (-1, 0)]
+    assert rates == [0.5, 0.25]
+    moved = [ts.update(state.replace(step=begin + k), {"w": jnp.ones(1)})[0].params["w"] for k in (-1, 0)]
+    assert [float(w[0]) for w in moved] == [0.5, 0.75]
+    slope = jax.grad(lambda begin: S.linear_schedule(1.0, 0.0, 10, begin)(45))(jnp.float32(40.0))
+    assert slope == F32(0.1)
+
+
 @pytest.mark.medium
 def test_where_optax_s_own_arithmetic_is_off():
     # 0.13 * 900 is 116.99999 in float32, int(0.29 * 100) is 28, and a rise that begins at 1e-7 of its height begins at

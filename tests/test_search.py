@@ -133,6 +133,20 @@ def test_steps_of_memory_are_followed_to_the_last_row():
     assert by_analysis(bytes_of, limit, mode="binsearch")[0] == largest
 
 
+@pytest.mark.parametrize(
+    ("unit", "rows", "fixed", "limit", "largest"),
+    [
+        (16, [8, 20, 4], 50_026_755, 69_887_374, 620_644),
+        (16, [8], 47_868_460, 106_660_576, 7_349_014),
+        (128, [36], 51_690_150, 107_081_530, 1_538_648),
+    ],
+)
+def test_rounded_sizes_of_buffers_hide_no_row(unit, rows, fixed, limit, largest):
+    bytes_of = lambda n: fixed + sum(-(-n * row // unit) * unit for row in rows)
+    assert bytes_of(largest) <= limit < bytes_of(largest + 1)
+    assert by_analysis(bytes_of, limit, mode="binsearch")[0] == largest
+
+
 def test_programs_that_xla_cannot_build_do_not_fit():
     size, report = by_analysis(lambda n: 50 * MIB + n, 1 << 30, mode="binsearch", refuses=1000)
     assert size == 1000
@@ -181,8 +195,28 @@ def test_compiled_quickly_it_needs_what_the_real_program_does(state, more):
 def test_an_option_that_this_xla_does_not_have_is_left_out(state, monkeypatch):
     step, x = ts.train_step(loss_fn), jax.ShapeDtypeStruct((64, 512), jnp.float32)
     before = _memory.need_of(step, state, x, {})
-    monkeypatch.setattr(_memory, "CPU_QUICK", {"xla_an_option_of_the_past": 1})
+    monkeypatch.setitem(_memory.QUICK, "cpu", {"xla_an_option_of_the_past": 1})
     assert _memory.need_of(step, state, x, {}) == before
+
+
+def test_a_gpu_runs_no_kernels_to_choose_the_fastest(monkeypatch):
+    """They would take its memory, and most of the time of a trial."""
+    options = []
+
+    def compile(self, compiler_options=None):
+        options.append(compiler_options)
+        return self
+
+    monkeypatch.setattr(Fake, "compile", compile)
+    gpu = dataclasses.make_dataclass("Device", [("platform", str, "gpu")])()
+    monkeypatch.setattr(_memory, "device_of_state", lambda state: gpu)
+    size, report = find_batch_size(Fake(lambda n: 50 * MIB + n), TINY, ROW, memory=1 << 30, max_size=64)
+    assert size == 64 and options == [{"xla_gpu_autotune_level": 0}] * len(report.trials)
+
+
+def test_memory_in_words():
+    words = {"128MiB": 128 << 20, "1.5 GiB": 3 << 29, "16GB": 16 * 10**9, "2TiB": 2 << 40, "64KB": 64000, "7B": 7}
+    assert {text: _memory.limit_of(text, {}, "")[0] for text in words} == words
 
 
 @pytest.mark.medium
@@ -274,7 +308,8 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
         (lambda: ANY(mode="linear"), HyperparameterError, ["mode", "'linear'", "'power' or 'binsearch'"]),
         (lambda: ANY(margin=1.0), HyperparameterError, ["margin", "1.0"]),
         (lambda: ANY(margin=-0.1), HyperparameterError, ["margin"]),
-        (lambda: ANY(memory="80GiB"), WrongTypeError, ["memory", "'80GiB'"]),
+        (lambda: ANY(memory="80 apples"), WrongTypeError, ["memory", "'80 apples'"]),
+        (lambda: ANY(memory="0.2 B"), HyperparameterError, ["memory", "0"]),
         (lambda: ANY(memory=-1), HyperparameterError, ["memory", "-1"]),
         (lambda: ANY(memory=1.5), WrongTypeError, ["memory", "1.5"]),
         (lambda: find_batch_size(3, TINY, ROW), WrongTypeError, ["step", "3 (int)"]),
@@ -366,6 +401,33 @@ def test_rejected_steps_end_the_test():
     _, report = find_learning_rate(step, state, [np.ones((4, 2), np.float32)], low=1e-4, high=10, points=50)
     assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
     assert np.isfinite(report.losses[: report.used]).all()
+
+
+def test_a_loss_scale_that_comes_down_does_not_end_the_test():
+    """At the start because it is too large, and later because it has grown: the rates and losses are those without."""
+    _, state, _, x = regression()
+    step = ts.train_step(lambda params, x: 1e4 * jnp.mean((x @ params["w"] - x.sum(1)) ** 2))
+    data, options = [x], dict(low=1e-8, high=1e-5, points=40)
+    _, plain = find_learning_rate(step, state, data, **options)
+    scale = ts.precision.LossScale(2.0**126, interval=7, ceiling=2.0**126)  # times 1e4 is beyond float32
+    scaled = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(8)}, key=0, loss_scale=scale)
+    _, report = find_learning_rate(step, scaled, data, **options)
+    np.testing.assert_array_equal(report.rates, plain.rates)
+    np.testing.assert_allclose(report.losses, plain.losses, rtol=1e-5)
+    assert report.used == 40 and int(scaled.rejected) == 0
+
+
+@pytest.mark.medium
+def test_a_loss_scale_does_not_hide_divergence():
+    """A loss that is not finite is none of its doing, nor a gradient that is not at the smallest scale."""
+
+    def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
+        return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}, loss_scale="dynamic")
+    data = [np.ones((4, 2), np.float32)]
+    _, report = find_learning_rate(ts.train_step(loss_fn), state, data, low=1e-4, high=10, points=50)
+    assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
+import tsunax as ts
 from flax import nnx
 from flax.core import meta
 from flax.core.frozen_dict import freeze as frozen_dict
@@ -333,12 +334,56 @@ def test_does_the_name_of_a_leaf_select_just_that_leaf(tree):
         assert [j for j, flag in enumerate(flags) if flag] == [i]
 
 
-def test_is_a_key_with_a_slash_one_component():
-    tree = {"a/b": 1.0, "a": {"b": 2.0}}
-    both = patterns.select(lambda p, x: p == "a/b", tree)
-    assert both == (True, True)
-    for pattern, expected in {"a/b": [2.0], "a?b": [1.0], "*": [1.0], "a/*": [2.0], "**/a*": [1.0]}.items():
-        assert trees.take(tree, patterns.select(pattern, tree)) == expected, pattern
+HAIKU = {"head/~/linear_0": {"w": 1.0, "b": 2.0}, "body": {"w": 3.0}, "a*b": 4.0, "w[0]": 5.0, "w0": 6.0}
+
+
+def test_does_a_key_with_a_slash_match_as_it_is_printed():
+    for pattern, expected in {
+        "head/~/linear_0/w": [1.0],
+        "head/~/linear_0/**": [2.0, 1.0],
+        "head/**": [2.0, 1.0],
+        "head/*/*/b": [2.0],
+        "**/linear_*/w": [1.0],
+        "**/w": [3.0, 1.0],
+        "*/w": [3.0],
+        "w[0]": [6.0, 5.0],
+        "a*b": [4.0],
+    }.items():
+        assert trees.take(HAIKU, patterns.select(pattern, HAIKU)) == expected, pattern
+    assert trees.take(HAIKU, patterns.select(["**", "!head/~/linear_0/w", "!w[0]"], HAIKU)) == [4.0, 3.0, 2.0]
+    assert patterns.select("<root>", jnp.ones(2)) == (True,)
+
+
+def test_does_every_function_take_a_printed_path_with_a_slash(tmp_path):
+    shown = "head/~/linear_0/w"
+    params = lambda: {"head/~/linear_0": {"w": jnp.ones(2), "b": jnp.ones(2)}, "body": {"w": jnp.ones(2)}}
+    trained = lambda state: [trees.path_str(path) for path in trees.paths(ts.trainable(state))]
+    state = ts.setup(ts.rules.adamw(0.1, mask=shown), params())
+    assert trained(ts.setup(ts.rules.sgd(0.1), params(), trainable="head/**")) == ["head/~/linear_0/b", shown]
+    assert ts.hyperparams(ts.adjust(state, shown, learning_rate=0.5))[f"learning_rate@{shown}"] == 0.5
+    parts = ts.rules.partition({"head/**": ts.rules.sgd(0.1), "**": ts.rules.adam(1e-3)})
+    split = ts.setup(parts, params())
+    assert ts.hyperparams(split)["learning_rate@head/**"] == 0.1
+    grads = jax.tree.map(jnp.ones_like, params())
+    moved, _ = ts.update(ts.freeze(state, shown), grads)
+    weight, bias = (moved.params["head/~/linear_0"][name] for name in "wb")
+    assert float(weight[0]) == 1 and float(bias[0]) < 1
+    with ts.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(moved)
+        checkpoints.wait()
+        like = ts.setup(ts.rules.sgd(0.1), jax.tree.map(jnp.zeros_like, params()))
+        back = checkpoints.restore(like, partial="head/**", params_only=True).state.params
+    assert float(back["head/~/linear_0"]["w"][0]) == 1 and float(back["body"]["w"][0]) == 0
+
+
+def test_does_the_last_match_of_a_list_decide():
+    tree = {"a": {"b": 1.0, "c": 2.0}, "d": 3.0}
+    for where, expected in {
+        ("!a/b", "**"): [1.0, 2.0, 3.0],
+        ("**", "!a/b"): [2.0, 3.0],
+        ("**", "!a/*", "a/c"): [2.0, 3.0],
+    }.items():
+        assert trees.take(tree, patterns.select(list(where), tree)) == expected, where
 
 
 def test_are_components_matched_with_case_and_in_full():

@@ -4,6 +4,7 @@
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
     MissingLibraryError,
+    SaveError,
     TrialError,
     TsunaxError,
     WrongTypeError,
@@ -238,8 +240,9 @@ def test_a_sweep_goes_on(optuna, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["random", "grid", "optuna"])
-def test_a_torn_line_is_dropped_and_others_are_errors(tmp_path, optuna, backend):
+def test_a_torn_line_is_dropped_and_others_are_errors(tmp_path, optuna, backend, monkeypatch):
     """Each cut of the journal is of a process that died there: the sweep ends as if it had not."""
+    monkeypatch.setattr("tsunax.tuning._study._PATIENCE", 0.02)
     space = {**SPACE, "rule": spaces.grid(["adam", "sgd"])}
     whole = tune(space=space, trials=6, backend=backend, directory=tmp_path / "a")
     content = (tmp_path / "a" / "optuna.journal").read_bytes()
@@ -587,6 +590,156 @@ def test_workers_of_optunas_own(optuna, tmp_path):
     result = tune(objective, trials=9, backend="optuna", metric="loss", directory=tmp_path)
     assert [t.status for t in result.trials] == ["done"] * 9
     assert [t.value for t in result.trials] == [t.value for t in study_in(optuna, tmp_path).trials]
+
+
+def test_workers_beside_an_interrupted_vectorized_search(optuna, tmp_path):
+    """Its trials end out of order: those of workers take the numbers of those that never ended."""
+    space, calls = {"x": spaces.uniform(0, 1), "k": spaces.choice([(1, 2), 3]), "c": 4}, []
+
+    def objective(x, k, c, trial):
+        calls.append(np.atleast_1d(trial).tolist())
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return np.sum(k) + c + x
+
+    options = dict(space=space, vectorized="x", members=3, directory=tmp_path, seed=3)
+    drawn = [spaces.sample(space, 3, i)["k"] for i in range(6)]
+    first = [i for i in range(6) if drawn[i] == drawn[0]][:3]
+    with pytest.raises(KeyboardInterrupt):
+        tune(objective, trials=6, **options)
+    gaps = sorted({*range(6)} - {*first})
+    assert [t.index for t in tuning.read(tmp_path).trials] == first != [0, 1, 2]
+    worker = lambda x, k, c, trial: {"loss": objective(x, k, c, trial), "x": x}
+    study_in(optuna, tmp_path).optimize(tuning.as_optuna(worker, space, "loss"), n_trials=2)
+    assert calls[2:] == [[gaps[0]], [gaps[1]]]  # no two trials have one folder runs/{trial}
+    ended = {t.index: t for t in tuning.read(tmp_path).trials}
+    assert [*ended] == sorted([*first, *gaps[:2]])
+    for t in map(ended.get, gaps[:2]):  # the values that the objective got, not Optuna's texts of them
+        assert t.values["k"] in space["k"].options and t.values["c"] == 4 and t.metrics["x"] == t.values["x"]
+        assert t.value == np.sum(t.values["k"]) + 4 + t.values["x"]
+    result = tune(objective, trials=6, **options)
+    assert calls[4:] == [gaps[2:]] and told(result) == told(tuning.read(tmp_path))
+    assert [t.index for t in result.trials] == [*range(6)]
+
+
+def test_workers_do_no_point_of_a_grid(optuna, tmp_path):
+    space = {"a": spaces.grid([1, 2, 3])}
+    options = dict(space=space, backend="grid", directory=tmp_path)
+    tune(lambda a: a, trials=1, **options)
+    study_in(optuna, tmp_path).optimize(tuning.as_optuna(lambda a, trial: a + trial, space), n_trials=2)
+    result = tune(lambda a: a, trials=None, **options)
+    assert [t.value for t in result.trials[:3]] == [1, 2, 3]
+    assert [t.index for t in result.trials] == [0, 1, 2, 3, 4] and told(result) == told(tuning.read(tmp_path))
+
+
+def test_workers_that_search_something_else(optuna, tmp_path):
+    """Or fail before they draw: a search of ours goes on beside them."""
+    space = {"x": spaces.uniform(0, 1)}
+    tune(lambda x: x, space, trials=1, backend="optuna", directory=tmp_path)
+    study = study_in(optuna, tmp_path)
+    study.optimize(lambda trial: trial.suggest_float("y", 0, 1), n_trials=1)
+    study.optimize(lambda trial: 1 / 0, n_trials=1, catch=ZeroDivisionError)
+    result = tune(lambda x: x, space, trials=5, backend="optuna", directory=tmp_path)
+    assert [t.status for t in result.trials] == ["done", "done", "failed", "done", "done"]
+    worker = tuning.as_optuna(lambda x, trial: x + trial, space)
+    assert worker(optuna.trial.FixedTrial({"x": 0.5}, number=2)) == 2.5
+
+
+def test_journals_of_other_programs(optuna, tmp_path):
+    """They are refused, and stay as they are."""
+
+    def made(name, **how):
+        path = tmp_path / name
+        path.mkdir()
+        file = optuna.storages.journal.JournalFileBackend(str(path / "optuna.journal"))
+        return path, optuna.create_study(storage=optuna.storages.JournalStorage(file), **how)
+
+    one, _ = made("another name", study_name="mine")
+    two, _ = made("two directions", study_name="tsunax", directions=["minimize", "maximize"])
+    three, study = made("no space of ours", study_name="tsunax")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    for path in (one, two, three):
+        content = (path / "optuna.journal").read_bytes()
+        for call in (lambda: tune(directory=path), lambda: tuning.read(path)):  # noqa: B023, called at once
+            with pytest.raises(CheckpointError, match="journal at .*a study '(mine|tsunax)' of another program"):
+                call()
+        assert (path / "optuna.journal").read_bytes() == content
+
+
+def test_damage_that_optuna_does_not_expect(optuna, tmp_path):
+    """Assertions of Optuna's, and nesting without end."""
+    tune(trials=2, directory=tmp_path)
+    path = tmp_path / "optuna.journal"
+    content = path.read_bytes()
+    damages = {
+        "nesting": content + b'{"op_code":' + b"[" * 100_000 + b"\n",
+        "the last line": content[:-2] + b"#\n",
+        "an operation without its parts": content + b'{"op_code":4}\n',
+        "a direction of none": content.replace(b'"directions":[1]', b'"directions":[9]'),
+        "what it searched": content.replace(b'"user_attr":{"tsunax":{', b'"user_attr":{"tsunax":5,"x":{'),
+        "its space": content.replace(b'"space":', b'"spice":'),
+        "an index": content.replace(b'"index":0', b'"index":[]'),
+    }
+    for name, damaged in damages.items():
+        assert damaged != content
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError):
+            tune(directory=tmp_path)
+        if name != "the last line":  # to a reader it looks as if it were being written
+            with pytest.raises(CheckpointError):
+                tuning.read(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["symlink", "rename"])
+def test_a_disk_that_fails_at_the_lock(optuna, tmp_path, monkeypatch, place):
+    """Optuna's lock is a link: what the disk says of it is told, and the sweep goes on later."""
+
+    def objective(rate, rule, width, trial, momentum=0.0):
+        if trial == 2:
+            monkeypatch.setattr(os, place, failing)
+        return rate
+
+    def failing(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(SaveError, match=r"journal at .*optuna\.journal: got .*The same command goes on with trial 2"):
+        tune(objective, trials=4, directory=tmp_path)
+    with pytest.raises(CheckpointError, match=r"journal at .*: got (OSError|RuntimeError)"):
+        tune(objective, trials=4, directory=tmp_path)
+    monkeypatch.undo()
+    assert len(tune(bowl, trials=4, directory=tmp_path)) == 4
+
+
+def test_a_worker_that_holds_the_lock_is_waited_for(optuna, tmp_path, monkeypatch):
+    tune(trials=1, directory=tmp_path)
+    path = tmp_path / "optuna.journal"
+    lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    content = path.read_bytes()
+    half = content.splitlines(keepends=True)[-1]
+
+    def sleep(seconds):  # it writes the rest of its line meanwhile
+        monkeypatch.undo()
+        path.write_bytes(content + half)
+        lock.release()
+
+    path.write_bytes(content + half[:20])
+    monkeypatch.setattr("tsunax.tuning._study.time.sleep", sleep)
+    tune(trials=2, directory=tmp_path)
+    assert path.read_bytes().startswith(content + half)
+
+
+def test_optuna_says_nothing_of_its_own(optuna, tmp_path):
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("optuna").addHandler(handler)
+    try:
+        for trials in (2, 3):
+            tune(trials=trials, backend="optuna", directory=tmp_path)
+    finally:
+        logging.getLogger("optuna").removeHandler(handler)
+    assert not records and optuna.logging.get_verbosity() == optuna.logging.INFO
 
 
 @pytest.mark.slow

@@ -199,7 +199,8 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     """
     known = list(known)
     initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
-    close = difflib.get_close_matches(name, known, 1)
+    lower = {other.lower(): other for other in known}
+    close = [lower[other] for other in difflib.get_close_matches(name.lower(), lower, 1)]
     hint = [f"Did you mean {other!r}?" for other in (initials + close)[:1]]
     expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
     return message(what, where, repr(name), expected, " ".join([*hint, fix]).strip())

@@ -65,7 +65,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     batches = jax.tree.map(lambda x: _feed.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
-    state, infos = _loop_of(step)(state, feed, n, placement.replicate(extra, home))
+    state, infos = _loop_of(step)(state, feed, n, _feed.place_extra(extra, state))
     return state, infos.stacked(state, slice(k))
 
 
@@ -92,6 +92,7 @@ def run_epoch(
     feed, parts = _feed.Feed(step, data, state, "auto", float("inf")), []
     alike, done = agreement.Alike("run_epoch()", state, data), 0
     alike.start(place=feed.source.state())
+    extra = _feed.place_extra(extra, state)
     take = lambda: alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
     while (chunk := take()) is not None:
         done += chunk.steps
@@ -128,7 +129,7 @@ def iterate(
     check_step("iterate()", step, state)
     checks.check_count(steps_per_call, "iterate()", "steps_per_call")
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0), goes_on=True)
-    loop, calls = _loop_of(step), 0
+    loop, calls, extra = _loop_of(step), 0, _feed.place_extra(extra, state)
     alike = agreement.Alike("iterate()", state, data)
     alike.start(goal=str(goal), steps_per_call=steps_per_call, place=feed.source.state())
     while not goal.reached(calls, feed.epoch):

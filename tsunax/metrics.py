@@ -257,8 +257,35 @@ def _confusion(
     known &= (predictions >= 0) & (predictions < n)
     weights = _weights(where, jnp.zeros(targets.shape), place)
     weights = jnp.where(known | (weights == 0), weights, jnp.nan)
-    counts = jnp.zeros((n, n), jnp.float32).at[targets, predictions].add(weights, mode="drop")
+    counts = _sums_by_cell(targets.ravel(), predictions.ravel(), weights.ravel(), n)
     return counts + 0 * jnp.sum(weights)  # a NaN spoils all, also if its cell was dropped
+
+
+def _sums_by_cell(rows: jax.Array, columns: jax.Array, weights: jax.Array, n: int) -> jax.Array:
+    """f32[n, n]: the sum of the weights of each cell.
+
+    A scatter adds one weight after the other, and a float32 sum stops growing at 2²⁴ times its
+    addend. So each block of elements has sums of its own, which are then added in pairs. Within a
+    block, multiples of a power of two, of which 2²³ are the largest sum, add up without rounding;
+    the small remainders of the weights have sums beside them.
+    """
+    block = max(1 << 14, n * n)  # the sums of all blocks need no more memory than the elements
+    largest = jnp.max(jnp.abs(weights), initial=0)
+    unit = jax.lax.reduce_precision(largest, 8, 0) * (2 * block / 2**24)
+    whole = jnp.round(weights / jnp.where(unit > 0, unit, 1))
+    blocks = -(-len(weights) // block) or 1
+    cells = (jnp.arange(len(weights), dtype=np.int32) // block * n + rows) * n + columns
+
+    def summed(addends: jax.Array) -> jax.Array:
+        sums = jnp.zeros(blocks * n * n, addends.dtype).at[cells].add(addends, mode="drop")
+        sums = sums.reshape(blocks, n, n)
+        while len(sums) > 1:
+            sums = jnp.pad(sums, ((0, len(sums) % 2), (0, 0), (0, 0)))
+            sums = sums[::2] + sums[1::2]
+        return sums[0]
+
+    sums = summed(whole) * unit + summed(weights - whole * unit)
+    return sums.astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass

@@ -58,7 +58,8 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
         raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
     checks.check_takes("make", where, make, f"make({', '.join(['key', *values])})", None, **values)
-    values = {k: np.asarray(x) if isinstance(x, list | tuple) else x for k, x in values.items()}
+    is_on_host = lambda x: isinstance(x, list | tuple | np.ndarray)
+    values = {k: np.array(x) if is_on_host(x) else x for k, x in values.items()}
     for name, x in values.items():
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
         if np.shape(x)[:1] != (n,):

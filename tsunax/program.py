@@ -52,6 +52,17 @@ def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: E
         raise fault from None
 
 
+def check_byte_order(batch: PyTree, extra: Extra) -> None:
+    """Raise for a NumPy array with another byte order than the machine's.
+
+    jit refuses one when it compiles, but a program that is compiled for its shape reads its bytes
+    as they lie.
+    """
+    leaves = jax.tree.leaves((batch, extra))
+    if any(isinstance(x, np.ndarray) and not x.dtype.isnative for x in leaves):
+        raise TypeError("swapped bytes")  # `raise_if_faulty` names the leaf
+
+
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
 ) -> PyTree:
@@ -59,6 +70,7 @@ def call_on_mesh(
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
     try:
+        check_byte_order(batch, extra)
         if shardings is not None and not trees.is_tracing():
             from tsunax._step import on_mesh
 
@@ -203,6 +215,13 @@ class TrainStep:
         return []
 
     @functools.cached_property
+    def references(self) -> Any:
+        """What its functions refer to: equal steps with equal ones share a compiled loop."""
+        from tsunax._core import stable_text
+
+        return stable_text.references_of(self)
+
+    @functools.cached_property
     def _traced(self) -> Any:
         return jax.jit(self.pure)
 
@@ -240,6 +259,7 @@ class TrainStep:
             check_state(state, "step()", batch, more)
         try:
             # eager grad and vmap trace some arrays only: the others would be donated
+            check_byte_order(batch, extra)
             if trees.is_tracing():
                 new, info = self._traced(state, batch, extra)
                 # arrays that the step only reads stay the same ones: a loop does not carry them
@@ -255,7 +275,7 @@ class TrainStep:
             raise
         state = assemble(kind, moving, still)
         weight = weight.weight if type(weight) is _KnownWeight else weight
-        info = tuple.__new__(StepInfo, (loss, weight, *seen, state.numbers))
+        info = StepInfo._make((loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import step_errors
 

@@ -89,6 +89,7 @@ class TrainState(Clocked):
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
+    _names: ClassVar[frozenset[str]]  # of all fields
     _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
     _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
     _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
@@ -97,6 +98,11 @@ class TrainState(Clocked):
 
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
+        if fields.keys() != self._names:
+            kind, names = type(self).__name__, ", ".join(sorted(fields.keys() ^ self._names))
+            got, expected = f"unknown or missing ones: {names}", "each field once"
+            fix = "Make a state with ts.setup, and another one of it with state.replace."
+            raise WrongTypeError("fields", f"{kind}()", got, expected, fix)
         self.__dict__.update(fields)
 
     @classmethod
@@ -312,7 +318,8 @@ def setup(
       precision: the dtype of training computations: "bfloat16", "float16", "float32" or a
         `precision.Policy`. Targets stay as they are, and evaluations compute in float32.
       loss_scale: "dynamic", a number or a `precision.LossScale`; "dynamic" by default for float16.
-      device: a `jax.Device` or `Sharding` to put the state on; by default that of the params.
+      device: where to put the state, by default where the params are: a `jax.Device`, a kind such
+        as "gpu", `("gpu", 1)` for number 1 of a kind, or a `Sharding`.
       copy: False hands the arrays over: the first step donates them, and your own references die.
 
     Raises:
@@ -325,7 +332,7 @@ def setup(
     >>> int(state.step), ts.hyperparams(state)["learning_rate"]
     (0, 0.001)
     """
-    from tsunax._core import placement
+    from tsunax._core import device_kinds, placement, stable_text
     from tsunax._step import state_setup
     from tsunax.averages import as_average
     from tsunax.precision import as_loss_scale, as_policy
@@ -335,9 +342,10 @@ def setup(
     inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
     rule = extra_arguments.with_extra(rule)
     key = state_setup.as_key(key, "setup()")
-    flags = state_setup.check_setup(params, device, model_state, trainable, copy, freezable)
+    flags = state_setup.check_setup(params, model_state, trainable, copy, freezable)
     if device is not None:
-        params, model_state = jax.device_put((params, model_state), device)
+        device = device_kinds.as_sharding(device, "setup()")
+        params, model_state = placement.put((params, model_state), device)
     policy, average = as_policy(precision, "setup()"), as_average(ema, "setup()")
     scale = as_loss_scale(loss_scale, policy, "setup()")
 
@@ -347,7 +355,8 @@ def setup(
     params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
-    plan = Plan(extra_arguments.blank(rule.init), rule.update, selected, policy, overwritten)
+    blank, references = extra_arguments.blank(rule.init), stable_text.references_of(rule.update)
+    plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)
 

@@ -11,12 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import trees
-from tsunax.errors import HyperparameterError, LossError, ParamsError, StateError, WrongTypeError
+from tsunax.errors import (
+    DataError,
+    HyperparameterError,
+    LossError,
+    ParamsError,
+    StateError,
+    WrongTypeError,
+)
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise WrongTypeError for a leaf that is no array of numbers, StateError for a deleted one."""
+    """Raise for a leaf that is no array of numbers, and for one that JAX cannot take.
+
+    WrongTypeError, DataError for its dtype, StateError for a deleted one.
+    """
     for where, leaf in trees.leaves_at(root, tree):
+        check_dtype(trees.dtype_of(leaf), where)
         if not is_numeric(leaf):
             raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -42,9 +53,33 @@ def check_all_alive(tree: Any, root: str) -> None:
         check_alive(leaf, where)
 
 
+def check_movable(tree: Any, root: str) -> None:
+    """Raise StateError for a deleted array, DataError for a dtype that JAX does not have."""
+    for where, leaf in trees.leaves_at(root, tree):
+        check_alive(leaf, where)
+        check_dtype(trees.dtype_of(leaf), where)
+
+
 def is_numeric(leaf: Any) -> bool:
-    """Whether a program can take it: numbers, bools, keys."""
+    """Whether it has numbers, bools or keys."""
     return trees.is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
+
+
+def dtype_fault(dtype: Any) -> tuple[str, str, str] | None:
+    """The `got, expected, fix` for numbers of a dtype that JAX does not have; None for others."""
+    is_refused = lambda: not dtype.isnative or dtype.char in "gGm"  # long doubles, spans of time
+    if not (isinstance(dtype, np.dtype) and is_refused() and jnp.issubdtype(dtype, np.number)):
+        return None
+    fix = "Cast it: x.astype(np.float32), for example."
+    if not dtype.isnative:
+        fix = "Its bytes are in another order: x.astype(x.dtype.newbyteorder('='))."
+    return f"dtype {dtype}", "one that JAX has", fix
+
+
+def check_dtype(dtype: Any, where: str) -> None:
+    """Raise DataError for numbers of a dtype that JAX does not have."""
+    if fault := dtype_fault(dtype):
+        raise DataError("leaf", where, *fault)
 
 
 def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
@@ -64,6 +99,8 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
     if canonical != dtype:
         fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
+    if fault := dtype_fault(dtype):
+        return "leaf", *fault
     if 0 in np.shape(leaf):
         return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -126,7 +163,8 @@ def check_params(params: Any, flags: trees.Flags) -> None:
     named = trees.leaves_with_names(params)
     places = [trees.access_str("params", path) for _, path, _ in named]
     for (name, _, leaf), place, flag in zip(named, places, flags, strict=True):
-        if (flag or not is_numeric(leaf)) and (fault := _leaf_fault(leaf, name)):
+        is_refused = not is_numeric(leaf) or dtype_fault(trees.dtype_of(leaf))
+        if (flag or is_refused) and (fault := _leaf_fault(leaf, name)):
             what, got, expected, fix = fault
             raise ParamsError(what, place, got, expected, _model_fix(params) or fix)
     for joint in "/.":

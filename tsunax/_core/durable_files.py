@@ -17,8 +17,9 @@ import shutil
 import stat
 import time
 import weakref
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
@@ -77,16 +78,16 @@ def _flags(*names: str) -> int:
     return sum(getattr(os, f"O_{name}", 0) for name in names)
 
 
-def read(path: Path, limit: int) -> bytes:
+def read(path: Path, limit: int, follow: bool = False) -> bytes:
     """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
-    with opened(path, "NOFOLLOW") as file:
+    with opened(path, *([] if follow else ["NOFOLLOW"])) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
         raise ValueError(f"more than {limit} bytes")
     return found
 
 
-def opened(path: Path, *flags: str) -> BinaryIO:
+def opened(path: Path, *flags: str) -> BufferedReader:
     """A regular file, open for reading; OSError for anything else."""
     how = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
     file = open(os.open(path, how), "rb")  # noqa: SIM115, the caller closes it
@@ -123,11 +124,29 @@ def sync_tree(top: Path) -> None:
             sync(Path(folder, name))
 
 
+def check_inside(path: Path, top: Path) -> None:
+    """Raise OSError for a link that leads out of the directory `top`.
+
+    Hugging Face's cache is made of links: from "snapshots/<revision>/" into "blobs/" beside it.
+    """
+    if path.is_symlink():
+        real = Path(os.path.realpath(top))
+        blobs = [above.parent / "blobs" for above in real.parents if above.name == "snapshots"]
+        target = Path(os.path.realpath(path))
+        if not any(map(target.is_relative_to, [real, *blobs])):
+            raise OSError(f"{path.name} is a link that leads out of {top}")
+
+
 def check_regular(top: Path) -> int:
-    """Bytes of all files below `top`. Raises OSError if one blocks on reading, as a pipe does."""
+    """Bytes of all files below `top`.
+
+    Raises OSError for a link that leads out, and for what blocks on reading, as a pipe does.
+    """
     os.listdir(top)
     total = 0
-    for folder, _, files in os.walk(top):
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            check_inside(Path(folder, name), top)
         for name in files:
             about = os.stat(os.path.join(folder, name))
             if not stat.S_ISREG(about.st_mode):
@@ -160,9 +179,7 @@ _LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
 def _close_all() -> None:
     """Close the locks in a forked child, which would hold them as long as it lives."""
     for lock in _LOCKS:
-        if lock._fd is not None:
-            os.close(lock._fd)
-            lock._fd = None
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -192,7 +209,7 @@ class Lock:
             self.run_id = str(self._about().get("run_id", new))[:40]
             self._put({"pid": self.pid, "since": now, "run_id": self.run_id})
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
         _LOCKS.add(self)
 
@@ -237,10 +254,15 @@ class Lock:
         except (ValueError, KeyError, TypeError):
             return "another process"
 
+    def close(self) -> None:
+        """Close the file once: its number may be that of another file then, even if this failed."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
     def release(self) -> None:
-        if self._fd is not None:
-            if os.getpid() == self.pid:
-                with contextlib.suppress(OSError):
-                    self._put({"run_id": self.run_id})
-            os.close(self._fd)
-            self._fd = None
+        if self._fd is not None and os.getpid() == self.pid:
+            with contextlib.suppress(OSError):
+                self._put({"run_id": self.run_id})
+        self.close()

@@ -68,12 +68,16 @@ def _glob(text: str) -> _Glob:
 
 
 def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:
-    leaf_names = [name for name, _, _ in trees.leaves_with_names(tree)]
+    printed_paths = [trees.shown_path(name) for name, _, _ in trees.leaves_with_names(tree)]
+    # a key may have a "/" in it, as those of haiku have: the printed path has the components
+    leaf_names = [() if path == "<root>" else path.split("/") for path in printed_paths]
     flags = [False] * len(leaf_names)
     for glob in globs:
-        hits = [_fits(glob.tests, name) for name in leaf_names]
+        pairs = zip(leaf_names, printed_paths, strict=True)
+        literal = glob.text.removeprefix("!")
+        hits = [_fits(glob.tests, name) or path == literal for name, path in pairs]
         if not any(hits):
-            near = ", ".join(map(repr, nearest(glob.text, map(trees.shown_path, leaf_names))))
+            near = ", ".join(map(repr, nearest(glob.text, printed_paths)))
             got = f"no match among {len(hits)} leaves"
             below = glob.text + "/**"
             inside = any(_fits(_glob(below).tests, name) for name in leaf_names)
@@ -142,8 +146,9 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
 
     - a pattern over path components: "*", "?" and "[ab]" match within one component, as in
       `fnmatch`; "**" matches any number of components, also none: "encoder/**" is all below
-      "encoder" and a leaf "encoder" itself. A dict key with a "/" is one component: "a?b" matches
-      "a/b";
+      "encoder" and a leaf "encoder" itself. Components are those of the printed path: a dict key
+      "mlp/linear" counts as two. The printed path of a leaf matches the leaf, also with a "[" or
+      "*" in it;
     - a list of patterns: a "!" in front excludes, and the last match wins;
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import trees
-from tsunax.errors import DataError
+from tsunax.errors import DataError, DeviceError
 
 WHOLE = PartitionSpec()
 SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
@@ -126,6 +126,24 @@ def resharded(tree, shardings):
     return jax.tree.map(one, tree, shardings)
 
 
+def check_devices(tree, home, root: str = "batch") -> None:
+    """Raise DeviceError for an array that was put on another device than `home`, that of a state.
+
+    A state on several devices takes batches from anywhere: their rows are spread.
+    """
+    if home is None or len(home.device_set) > 1:
+        return
+    is_stray = lambda x: trees.is_placed(x) and x.committed and x.devices() != home.device_set
+    if any(map(is_stray, jax.tree.leaves(tree))):
+        where, x = next(pair for pair in trees.leaves_at(root, tree) if is_stray(pair[1]))
+        (device,), n = home.device_set, len(x.devices())
+        got = f"an array on {next(iter(x.devices())) if n == 1 else f'{n} devices'}"
+        fix = f"Move it: ts.to_device({root}, device)"
+        fix += ", or ts.prefetch(data, device)." if root == "batch" else "."
+        owner = "the rest of the state" if root == "state" else "the state"
+        raise DeviceError("leaf", where, got, f"{device}, as {owner}", fix)
+
+
 def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, shared: bool = True):
     """Move rows along `axis` to a device, or spread them over the data axes of a mesh.
 
@@ -134,7 +152,7 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
     Without an axis the arrays have no rows, see `replicate`.
     """
     if not isinstance(sharding, NamedSharding):
-        return jax.device_put(_unshared(tree, sharding) if shared else tree, sharding)
+        return put(tree, sharding) if shared else jax.device_put(tree, sharding)
     mesh = sharding.mesh
 
     def where(x):
@@ -282,11 +300,18 @@ def is_on(x, mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _unshared(tree, sharding):
-    """The tree with copies of NumPy arrays if a CPU backend would share their memory."""
-    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    own = lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x
-    return jax.tree.map(own, tree) if device.platform == "cpu" else tree
+def put(tree, where):
+    """`jax.device_put` of a user's arrays, with copies of NumPy arrays.
+
+    JAX on a CPU takes their memory as it is, and a transfer to another device may read it after
+    `device_put` has returned: a buffer that is refilled meanwhile would arrive with its new values.
+    """
+    return jax.device_put(unshared(tree), where)
+
+
+def unshared(tree):
+    """The tree with copies of NumPy arrays, in memory that JAX on a CPU takes as it is."""
+    return jax.tree.map(lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -308,8 +333,8 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
 
 def _sent(leaves: list, shardings: list, shared: bool) -> list:
     """Arrays at their shardings; over several processes each one gives its part."""
+    leaves = unshared(leaves) if shared else leaves
     if all(s.is_fully_addressable for s in shardings):
-        own = _unshared(leaves, shardings[0]) if shared and leaves else leaves
-        return jax.device_put(own, shardings)
+        return jax.device_put(leaves, shardings)
     local = jax.make_array_from_process_local_data
     return [local(s, np.asarray(x)) for x, s in zip(leaves, shardings, strict=True)]

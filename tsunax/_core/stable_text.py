@@ -4,13 +4,19 @@ Texts have no addresses and no order of sets: an object is its type and fields, 
 its code and the values that it closes over.
 """
 
+from __future__ import annotations
+
+import collections
 import contextlib
 import dataclasses
+import dis
 import functools
 import hashlib
+import itertools
 import re
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -20,6 +26,13 @@ import numpy as np
 from tsunax._core import trees
 
 _DEEP = 14  # objects within objects, beyond which nobody looks
+_VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
+_LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_HASHED = 10_000  # elements of an array on a device that is compared by its values
+# Library objects store functions of users in these attributes: methods, decorators, partials, jit,
+# properties, custom derivatives.
+_INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
+_UNCALLED = "__eq__ __repr__ __hash__ __str__ __lt__ __le__ __gt__ __ge__ __getstate__".split()
 
 
 def bits_of(array: Any) -> np.ndarray | None:
@@ -36,14 +49,13 @@ def hash_of(data: bytes) -> str:
 
 
 def words_of(
-    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True,
-    contents: bool = True,
-) -> str:  # fmt: skip
+    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True
+) -> str:
     """A value as text.
 
     Without `code` it is an outline, for files that other versions read: functions by their names
     and closures, arrays and (without `numbers`) numbers as "#", and an object with a method
-    `in_words(inner)` as that returns. Without `contents` arrays are their shapes.
+    `in_words(inner)` as that returns.
 
     >>> words_of({"rate": 0.1, "sizes": {3, 1}, "f": max}), words_of(np.ones(3, np.float32))
     ("{'rate': 0.1, 'sizes': {1, 3}, 'f': max}", 'float32[3] 8a31a40ecac0')
@@ -53,10 +65,10 @@ def words_of(
     if isinstance(x, (int, float, complex)) and not trees.is_array(x):
         return repr(x) if numbers else "#"
     if trees.is_array(x):
-        return "#" if not code else _of_array(x) if contents else trees.describe(x)
+        return _of_array(x) if code else "#"
     if depth > _DEEP or id(x) in seen:
         return "…"
-    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers, contents)
+    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers)
     kind = type(x).__name__
     if not code and (in_words := getattr(type(x), "in_words", None)):
         return in_words(x, inner)
@@ -84,7 +96,11 @@ def words_of(
         fields = list(getattr(x, "__dict__", {}))
     if fields or dataclasses.is_dataclass(x):
         return f"{kind}({', '.join(f'{name}={inner(getattr(x, name, None))}' for name in fields)})"
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x))
+    return _without_address(repr(x))
+
+
+def _without_address(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool) -> str:
@@ -117,11 +133,155 @@ def _of_array(x: Any) -> str:
     return f"{words} {value}"
 
 
-def _hash_of_code(code: types.CodeType) -> str:
-    """The hash of code with the functions inside it, whatever its file and lines."""
+def _hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
+    """The hash of code with the functions inside it, whatever its file, lines and docstring."""
     of = lambda x: _hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
-    inside = list(map(of, code.co_consts))
+    inside = [of(x) for x in code.co_consts if x != doc]
     return hash_of(code.co_code + repr((code.co_names, inside)).encode())
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The attributes that code may read, and the globals and modules that it names."""
+    attributes, names = set[str](), dict[str, None]()
+    for line in dis.get_instructions(code):
+        if line.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            names[line.argval] = None
+        elif line.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")):
+            attributes.add(line.argval)
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            attributes |= _names_in(x)[0]
+            names |= dict.fromkeys(_names_in(x)[1])
+        elif isinstance(x, str) and x.isidentifier():  # for `getattr`
+            attributes.add(x)
+    return frozenset(attributes), tuple(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class References:
+    """What code refers to in this process: equal where a trace of it gives the same program."""
+
+    digest: str
+    # objects whose ids are in the digest: while it lives, no new object has one of these ids
+    objects: tuple[Any, ...] = dataclasses.field(default=(), compare=False)
+
+    def __reduce__(self) -> tuple[type[References], tuple[str]]:
+        return References, (self.digest,)
+
+
+class _Walk:
+    """A walk over the values that code refers to, breadth first.
+
+    Functions refer to their defaults, to what they close over, and to the globals and modules that
+    they name; of modules, classes and objects those attributes count that any of the code reads.
+    The code of Python, of tsunax and of installed packages but the function's own is not read.
+    Exact: all attributes of objects count, and arrays by value or identity instead of by shape.
+    """
+
+    def __init__(self, f: Any, is_exact: bool) -> None:
+        self.is_exact, self.package, self.objects = is_exact, "", list[Any]()
+        self.names, known = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
+        while known < len(self.names):  # what was passed by may have one of the newer names
+            known = len(self.names)
+            parts = itertools.islice(self._parts(f), _VALUES)
+            self.digest = hash_of("\n".join(parts).encode())
+
+    def _is_read(self, module: object) -> bool:
+        """Whether the code of a module is read."""
+        top = str(module).partition(".")[0]
+        if top == "tsunax" or top in sys.stdlib_module_names:
+            return False
+        file = str(getattr(sys.modules.get(top), "__file__", ""))
+        return top == self.package or "-packages" not in file  # site-packages, dist-packages
+
+    def _parts(self, f: Any) -> Iterator[str]:
+        queue, seen = collections.deque([f]), dict[int, Any]()
+        while queue:
+            x = queue.popleft()
+            # of numbers and strings, Python may or may not make one object of equal ones
+            is_plain = isinstance(x, (tuple, str, bytes, int, float, complex, type(None)))
+            number, _ = seen.setdefault(id(x), (len(seen), x)) if not is_plain else (-1, None)
+            text, inside = self._text_and_inside(x) if number in (-1, len(seen) - 1) else ("", [])
+            yield text or f"#{number}"
+            queue.extend(inside)
+
+    def _text_and_inside(self, x: Any) -> tuple[str, Iterable[Any]]:
+        """The text of a value itself, and the values inside of it."""
+        title = f"{type(x).__module__}.{type(x).__qualname__}"
+        if trees.is_array(x):
+            return self._text_of_array(x), ()
+        if isinstance(x, types.FunctionType):
+            inside = [*cells_of(x), getattr(x, "__wrapped__", None)]
+            self.package = self.package or x.__module__.partition(".")[0]
+            if not self._is_read(x.__module__):
+                return x.__qualname__, inside
+            attributes, names = _names_in(x.__code__)
+            self.names |= attributes
+            inside += [x.__globals__.get(name, sys.modules.get(name)) for name in names]
+            text = f"{x.__qualname__} {_hash_of_code(x.__code__, x.__doc__)}"
+            return text, [*inside, x.__defaults__, x.__kwdefaults__]
+        if isinstance(x, types.ModuleType):
+            is_read = self._is_read(x.__name__)
+            return x.__name__, _flat(vars(x), lambda name: is_read and name in self.names)
+        if isinstance(x, type):
+            read = [c for c in x.__mro__ if self._is_read(c.__module__)]
+            members = {name: y for c in reversed(read) for name, y in vars(c).items()}
+            called = {name for name, y in members.items() if isinstance(y, types.FunctionType)
+                      and name[:2] == "__" and name not in _UNCALLED}  # fmt: skip
+            is_in = lambda name: name in self.names or name in called
+            return f"{x.__module__}.{x.__qualname__}", _flat(members, is_in)
+        if isinstance(x, Mapping | list | tuple | Set):
+            flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
+            flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
+            return f"{title} {len(x)}", flat if self.is_exact or len(x) <= _LISTED else ()
+        return self._of_object(x, title)
+
+    def _of_object(self, x: Any, title: str) -> tuple[str, Iterable[Any]]:
+        kind = type(x)
+        slots = (getattr(c, "__slots__", ()) for c in kind.__mro__)
+        names = [n for s in slots for n in ([s] if isinstance(s, str) else s) if n[:2] != "__"]
+        members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
+        fields = getattr(kind, "__dataclass_fields__", members)
+        is_read = self._is_read(kind.__module__)
+        # library code reads attributes whose names are in no code here
+        is_whole = self.is_exact or not is_read
+        is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
+        flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
+        inner = [kind] if is_read else [getattr(x, name, None) for name in _INNER]
+        if members or any(y is not None for y in inner):
+            return f"{title} {'' if is_read else getattr(x, '__qualname__', '')}", [*inner, *flat]
+        self.objects.append(x)
+        return f"{title} {repr(x) if self.is_exact else _without_address(repr(x))}", ()
+
+    def _text_of_array(self, x: Any) -> str:
+        if not self.is_exact:
+            return trees.describe(x)
+        is_on_device = isinstance(x, jax.Array) and not trees.is_traced(x)
+        if not is_on_device or (
+            x.size <= _HASHED and x.is_fully_addressable and not x.is_deleted()
+        ):
+            return _of_array(x)
+        self.objects.append(x)
+        return f"{trees.describe(x)} {id(x)}"
+
+
+def _flat(members: Mapping[str, Any], is_in: Callable[[str], bool]) -> list[Any]:
+    return [y for name in sorted(filter(is_in, members)) for y in (name, members[name])]
+
+
+def code_of(f: Any) -> str:
+    """A hash of a function's code and of what it refers to, the same in every process."""
+    return _Walk(f, is_exact=False).digest
+
+
+def references_of(f: Any) -> References:
+    """What a function, or a step, refers to now."""
+    try:
+        walk = _Walk(f, is_exact=True)
+        return References(walk.digest, tuple(walk.objects))
+    except Exception:  # objects of any library, and their properties
+        return References("unknown")
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Plan:
     selected: tuple[bool, ...] | None  # for each leaf of params if it is trained; None: all are
     precision: Policy | None
     overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
+    references: Any = None  # what the code of the rule and its schedules refers to
 
     def __new__(cls, *fields: Any) -> Plan:
         with _LOCK:
@@ -47,12 +48,12 @@ class Plan:
             if plan is None:
                 plan = object.__new__(cls)
                 names = (f.name for f in dataclasses.fields(cls))
-                plan.__dict__.update(zip(names, fields, strict=True))
+                plan.__dict__.update(zip(names, fields, strict=False))
                 _PLANS[fields] = plan
             return plan
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
-        return Plan, (self.init, self.update, self.selected, self.precision, self.overwritten)
+        return Plan, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     @functools.cached_property
     def moving(self) -> tuple[bool, ...] | None:
@@ -105,6 +106,7 @@ def state_class(cls: type[T]) -> type[T]:
     made: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
     made._fields = tuple(f for f in dataclasses.fields(made) if f.name != "plan")
     names = [f.name for f in made._fields]
+    made._names = frozenset([*names, "plan"])
     made._moving = tuple(f.name for f in made._fields if f.metadata["moves"] and f.name != "params")
     made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
     made._get_moving = operator.attrgetter(*made._moving)

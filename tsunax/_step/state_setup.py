@@ -19,12 +19,9 @@ from tsunax.precision import Policy, as_loss_scale, cast
 from tsunax.rules.leaf_owners import owners_of
 
 
-def check_setup(params, device, model_state, trainable, copy, freezable) -> tuple[bool, ...]:
+def check_setup(params, model_state, trainable, copy, freezable) -> tuple[bool, ...]:
     """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
-    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
-        got, fix = trees.describe(device), "For example jax.devices()[0]."
-        raise WrongTypeError("device", "setup()", got, "a jax.Device or Sharding", fix)
     try:
         jax.tree.structure((params, model_state))
     except ValueError:

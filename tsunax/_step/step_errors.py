@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
-from tsunax._core import checks, trees
+from tsunax._core import checks, placement, trees
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax._step.loss_fn_errors import hide_own_frames
@@ -53,6 +53,9 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
             fix = "The step donates them: copy, or train_step(..., donate=False)."
             raise StateError(what, "step()", got, "others", fix)
     checks.check_arrays(state, "state")
+    home = placement.state_sharding(state)
+    for name, tree in {"state": state, "batch": batch, **extra}.items():
+        placement.check_devices(tree, home, name)
     members.check_each(state, (batch, extra))
 
 
@@ -80,7 +83,9 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
     # the state is as it was, so that the rejected gradients can be computed again
-    grads, dropped = _again(step)(state.replace(calls=int(state.calls) - 1), batch, extra)
+    grads, dropped = _again(step, step.gradient)(
+        state.replace(calls=int(state.calls) - 1), batch, extra
+    )
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
@@ -139,11 +144,11 @@ def repaired_labels() -> Iterator[list[str]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _again(step) -> Any:
+def _again(step, gradient: Any) -> Any:
     """A function for the gradients of a step, and the weights of its bad micro-batches."""
 
     def look(state, batch, extra):
-        _, grads = step.gradient(state, batch, **extra)
+        _, grads = gradient(state, batch, **extra)
         if step.accumulate == 1:
             return grads, None
         dropping = dataclasses.replace(step, on_nonfinite="drop").gradient

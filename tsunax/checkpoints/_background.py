@@ -89,6 +89,7 @@ def bounded(f: Callable[[], Any], limit: float, what: str):
 def take_lock(owner, is_first: bool) -> durable_files.Lock:
     """Make and lock the directory of `owner.home`; an earlier owner here finishes, and gives up."""
     try:
+        owner.home.check_is_no_checkpoint()
         key = owner.home.prepare()
         with _LOCK:
             lock, previous = _HELD.get(key, (None, lambda: None))

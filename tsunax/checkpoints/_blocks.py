@@ -96,7 +96,7 @@ class Pieces:
         return self.parts[bounds_of(index, self.shape)]
 
     def astype(self, dtype, copy: bool = True) -> Pieces:
-        cast = {at: x.astype(dtype, copy=copy) for at, x in self.parts.items()}
+        cast = {at: leaves.in_dtype(x, dtype, "restore()") for at, x in self.parts.items()}
         return Pieces(self.shape, dtype, cast)
 
 

@@ -92,7 +92,8 @@ class DiskHome(CheckpointHome):
         self.known()[step] = whole.metrics
         self.bad.pop(step, None)
         if old is not None:
-            durable_files.remove(old, KNOWN)
+            with self.deleting(step):
+                durable_files.remove(old, KNOWN)
 
     def discard(self, name: str) -> None:
         shutil.rmtree(self.path / name, ignore_errors=True)
@@ -103,11 +104,12 @@ class DiskHome(CheckpointHome):
 
     def drop(self, steps: Iterable[int]) -> None:
         for step in steps:
-            self.known().pop(step, None)
-            if self._is_ours(folder := self.path / str(step)):
-                old = durable_files.aside(self.path, "old", step)
-                os.rename(folder, old)
-                durable_files.remove(old, KNOWN)
+            with self.deleting(step):
+                if self._is_ours(folder := self.path / str(step)):
+                    old = durable_files.aside(self.path, "old", step)
+                    os.rename(folder, old)
+                    durable_files.remove(old, KNOWN)
+                self.known().pop(step, None)
 
     def tidy(self) -> None:
         for name in sorted(os.listdir(self.path)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
-MANIFEST, SUM = "manifest.json", "manifest.sha256"
+MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
+# a run may leave these before its first checkpoint: hidden names, its lock, the rows of its loggers
+_BEFORE = re.compile(rf"\.|{re.escape(durable_files.LOCK)}$|events\.out\.|.+\.(csv|jsonl)(\.new)?$")
 
 
 def sum_of(body: bytes) -> bytes:
@@ -48,6 +51,7 @@ class CheckpointHome:
         self.path: Any = path
         self.timeout: float = timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
+        self.undeleted: list[str] = []  # warnings of steps that could not be deleted
         self._known: dict[int, dict[str, float]] | None = None
 
     # --------------------------------------------------------------- each home has its own of these
@@ -85,6 +89,29 @@ class CheckpointHome:
     def tidy(self) -> None: ...
 
     # ----------------------------------------------------------------------- the same in every home
+
+    @contextlib.contextmanager
+    def deleting(self, step: int) -> Iterator[None]:
+        """A deletion after a save. If it fails, the save has not: `undeleted` gets a warning."""
+        try:
+            yield
+        except Exception as error:  # OSError, and those of libraries for buckets
+            self.undeleted.append(f"step {step} in {self.path} could not be deleted: {told(error)}")
+
+    def strangers(self) -> list[str]:
+        """The names in the directory that no run leaves there before its first checkpoint."""
+        names = self.names(self.path)
+        unfinished = {x for name in names if name.endswith(UNFINISHED)
+                      for x in (name, name.removesuffix(UNFINISHED))}  # fmt: skip
+        return [name for name in names if not (_BEFORE.match(name) or name in unfinished)]
+
+    def check_is_no_checkpoint(self) -> None:
+        """Raise CheckpointError for the path of one checkpoint, before a lock is written there."""
+        if any((self.path / folder / SUM).exists() for folder in ("", "tsunax")):  # of both homes
+            got, expected = "the directory of one checkpoint", "the directory of its run"
+            raise CheckpointError(
+                "path", str(self.path), got, expected, f"Give {self.path.parent}."
+            )
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint says of itself. Raises Damaged, or TooNew."""

@@ -68,7 +68,7 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     """Every leaf, and the blocks that are for this process to save, copied to the host.
 
     What several processes hold is written by the one that has the least to write so far: all know
-    all shardings. Arrays of a CPU are copied: a view would keep the state from being donated.
+    all shardings.
     """
     found = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
@@ -86,7 +86,7 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
                 name = block_name(leaf.name, bounds, leaf.shape)
                 work[name] = data, _shards_of(data, bounds, is_local(x))
     for s in (s for _, shards in work.values() for s in shards):
-        if s.device.platform != "cpu":
+        if not _is_host_memory(s):
             s.data.copy_to_host_async()  # all transfers run at once
     return found, {name: _on_host(*how) for name, how in work.items()}
 
@@ -100,11 +100,19 @@ def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
     return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
 
 
+def _is_host_memory(shard) -> bool:
+    """Whether NumPy reads a shard where it lies: such a view keeps the state from being donated.
+
+    On a GPU the next step would fail: "Donation requested for buffer with external reference".
+    """
+    return shard.device.platform == "cpu" or trees.is_offloaded(shard.data)
+
+
 def _on_host(data, shards: list) -> np.ndarray:
     if not shards:
         return np.array(data)
-    if len(shards) == 1:  # on another device than a CPU it is a copy anyway
-        return np.array(shards[0].data, copy=shards[0].device.platform == "cpu" or None)
+    if len(shards) == 1:  # what is in the memory of a device is copied by the transfer
+        return np.array(shards[0].data, copy=_is_host_memory(shards[0]) or None)
     out = np.empty(data.shape, data.dtype)
     for s in shards:
         out[s.index] = np.asarray(s.data)

@@ -241,7 +241,7 @@ def placed(value, like, kind: str):
     if not hasattr(like, "dtype"):
         return value
     if isinstance(like, np.generic):
-        return value.astype(like.dtype)[()]
+        return leaves.in_dtype(value, like.dtype, "restore()")[()]
     if isinstance(like, np.ndarray):
         return leaves.in_dtype(value, like.dtype, "restore()")
     sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
@@ -277,8 +277,9 @@ def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
     """Whether a saved leaf can be restored into this one: `placed` follows our sharding."""
     if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
         return False
-    is_float = lambda name: bool(name) and jnp.issubdtype(np.dtype(name), np.floating)
-    return mine.dtype == theirs.dtype or (cast and is_float(mine.dtype) and is_float(theirs.dtype))
+    both = mine.dtype, theirs.dtype
+    is_both = lambda kind: all(name and jnp.issubdtype(np.dtype(name), kind) for name in both)
+    return both[0] == both[1] or (cast and (is_both(np.floating) or is_both(np.integer)))
 
 
 def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import math
+import os
 import threading
 import warnings
 from collections.abc import Mapping
@@ -20,22 +22,47 @@ import jax
 import numpy as np
 
 from tsunax._core import durable_files, trees
+from tsunax.checkpoints import _foreign
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, told
+
+_TEXTS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", ".zarray", "zarr.json"}
+_LEAF_COST = 10_000  # bytes that orbax and TensorStore take for the description of one array
 
 # orbax names its operations by one count of the process: one would take another one's away
 ONE_AT_A_TIME = threading.Lock()
 
 
-def description(path: Path | str) -> Any:
-    """The tree that orbax's files in a directory describe, of its old interface or its new one."""
-    if isinstance(path, Path):  # no bucket's
-        durable_files.check_regular(path)
+def description(path: Path | str) -> tuple[Any, int | None]:
+    """The tree that orbax's files in a directory describe, of its old interface or its new one.
+
+    With it comes the size of all files; None for a bucket, whose texts are not looked through.
+    """
+    size = None
+    if isinstance(path, Path):
+        size = durable_files.check_regular(path)
+        _check_texts(path, size)
     found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
     if not isinstance(found, Mapping | list | tuple):
         raise Damaged("no tree of arrays")
-    return found
+    return found, size
+
+
+def _check_texts(folder: Path, size: int) -> None:
+    """Raise Damaged for texts that would take too much memory, or that have keys of other files."""
+    spent = 0
+    for file in folder.rglob("*"):
+        if (file.name in _TEXTS or file.parent.name == "array_metadatas") and file.is_file():
+            text = file.read_bytes()
+            spent = _foreign.check_json(text, size, spent)
+            if file.name == "_METADATA":
+                arrays = json.loads(text).get("tree_metadata", {}).values()
+                spent = _foreign.check_cost(spent + _LEAF_COST * len(arrays), size)
+                for entry in arrays:  # without OCDBT, joined keys are the path of the array's files
+                    name = ".".join(str(key["key"]) for key in entry["key_metadata"])
+                    if os.path.isabs(name):
+                        raise Damaged(f"a key that leads elsewhere, {name!r:.80}")
 
 
 def as_struct(x):
@@ -48,7 +75,7 @@ def as_struct(x):
 
 def read(path: Path | str, tree, names: list[str]) -> list[Any]:
     """Leaves of such a directory by name, arrays as NumPy's."""
-    wanted, target, declared = set(names), [], 0
+    wanted, target = set(names), []
     leaves, treedef = jax.tree.flatten(tree)
     known = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
     for name, x in zip(known, leaves, strict=True):
@@ -57,13 +84,11 @@ def read(path: Path | str, tree, names: list[str]) -> list[Any]:
             target.append(...)
         elif isinstance(about, jax.ShapeDtypeStruct):
             chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None)
-            size = max(math.prod(chunk or about.shape), about.size)
-            declared += size * about.dtype.itemsize
+            if math.prod(chunk or ()) > max(1, about.size):  # it is read whole
+                raise Damaged(f"{name!r:.80}: a chunk that is larger than the array, {chunk}")
             target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
         else:
             target.append(x)
-    if isinstance(path, Path) and declared > (64 << 20) + 256 * durable_files.check_regular(path):
-        raise Damaged(f"{declared} bytes declared, far more than its files have")
     found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
     by_name = dict(zip(known, jax.tree.leaves(found), strict=True))
     return [by_name[name] for name in names]

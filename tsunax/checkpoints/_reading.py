@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import checks, durable_files, trees
-from tsunax.checkpoints import _host_copies, _matching, _user_values, leaves, state_facts
+from tsunax.checkpoints import (
+    _blocks,
+    _host_copies,
+    _matching,
+    _user_values,
+    checksums,
+    leaves,
+    state_facts,
+)
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
@@ -53,9 +61,10 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
-        return None, json.dumps(_by_metric(run) if step == "best" else run.home.steps())
+        steps = _by_metric(run) if step == "best" else run.home.steps()
+        return None, json.dumps([steps, [] if steps else run.home.strangers()])
 
-    found = json.loads(run.together("restore()", look)[1][0])
+    found, strangers = json.loads(run.together("restore()", look)[1][0])
     if resume == "never":
         if found:
             got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
@@ -92,8 +101,12 @@ def newest(
         fix = "To start afresh, give another path." if step is None else fix
         got = trees.listed(problems, 10, "; ")
         raise CheckpointError("checkpoints", where, got, "a good one", fix)
-    if resume == "must":
-        raise CheckpointError("checkpoints", where, "none", "at least one: resume='must'")
+    if strangers or resume == "must":
+        names = trees.listed([*map(repr, strangers)], 10)
+        got = f"none among {names}" if strangers else "none"
+        expected = "at least one" + ": resume='must'" * (resume == "must")
+        fix = "Give the directory that has the steps in it; to start afresh, an empty one."
+        raise CheckpointError("checkpoints", where, got, expected, fix * bool(strangers))
     return Restored(like)
 
 
@@ -184,7 +197,30 @@ def later(run, at: int, state) -> Restored:
         text = f"{here}, {newest} at step {at}: the state given goes on"
         warn(f"{text}, from where the data is now.")
         return dataclasses.replace(there, state=state, data=None)
+    if changed_leaves := _changed_leaves(run, at, state):
+        text = f"{here}, as {newest}, and differs from it: {trees.listed(changed_leaves, 4)}"
+        warn(f"{text}. The state given goes on.")
     return dataclasses.replace(there, state=state)
+
+
+def _changed_leaves(run, at: int, state) -> list[str]:
+    """The leaves of a state that differ from the saved ones, by their hashes: no array is read."""
+    tree = leaves.tree_of(state)
+
+    def look():
+        own, blocks = _host_copies.copied(tree, run.process)
+        by_name = {leaf.name: leaf for leaf in own}
+        hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
+        return (own, run.home.manifest(at)), json.dumps(_blocks.leaf_sums(hashes))
+
+    (own, manifest), words = run.together(f"restore of step {at}: leaves", look)
+    sums = [json.loads(word) for word in words]
+    total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
+    in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in own}
+    saved = {leaf.path: leaf for leaf in manifest.leaves}
+    title = lambda path: "hyperparameters" if ".numbers" in path else leaves.show("state", path)
+    changed = (path for path in in_hand | saved if in_hand.get(path) != saved.get(path))
+    return [*dict.fromkeys(map(title, changed))]
 
 
 def _parts(run, manifest: Manifest) -> list[Parts]:

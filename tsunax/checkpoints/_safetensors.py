@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tsunax._core import durable_files
-from tsunax.checkpoints import leaves
+from tsunax._core import durable_files, trees
+from tsunax.checkpoints import _foreign, leaves
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import told
@@ -36,7 +36,7 @@ INDEX = ".index.json"
 _AT_ONCE = 16 << 20  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """An array in a file; `start` counts from the beginning of the file."""
 
@@ -50,34 +50,47 @@ def contents(path: Path) -> dict[str, Entry]:
     """The arrays in a file, or in all files of a Hugging Face index; Damaged, OSError."""
     if not path.name.endswith(INDEX):
         return _header(path)
-    with durable_files.opened(path) as file:
-        content = file.read(HEADER)
+    content = durable_files.read(path, HEADER, follow=True)
+    if kind := _foreign.kind_of(content, "a JSON text"):
+        raise Damaged(kind)
+    spent = max(0, _foreign.check_json(content, len(content)) - 4 * len(content))
     try:
-        where = json.loads(content)["weight_map"]
-        names = dict.fromkeys(map(_plain_name, where.values()))
+        files_of_names = json.loads(content)["weight_map"].items()
+        names_of_files: dict[str, list[str]] = {}
+        for name, file in files_of_names:
+            names_of_files.setdefault(_plain_name(file), []).append(name)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Damaged(f"an index without weight_map: {told(error)}") from None
-    files = {name: _header(path.parent / name) for name in names}
-    for name, file in where.items():
-        if name not in files[file]:
-            raise Damaged(f"{name!r:.80} is not in {file}")
-    return {name: files[file][name] for name, file in where.items()}
+    found = {}
+    for file, names in names_of_files.items():
+        durable_files.check_inside(path.parent / file, path.parent)
+        entries = _header(path.parent / file, spent)
+        if missing := [name for name in names if name not in entries]:
+            raise Damaged(f"{missing[0]!r:.80} is not in {file}")
+        found |= {name: entries[name] for name in names}
+    return {name: found[name] for name, _ in files_of_names}
 
 
 def _plain_name(name) -> str:
     bad = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
-    if bad or any(c in "/\\:" or ord(c) < 32 for c in name) or not name.endswith(".safetensors"):
-        raise Damaged(f"an index that names {name!r:.80}")
+    bad = bad or any(c in "/\\:" for c in name) or not name.isprintable()
+    if bad or not name.endswith(".safetensors"):
+        raise Damaged(f"an index that names {trees.describe(name)}")
     return name
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def _header(path: Path, spent: int = 0) -> dict[str, Entry]:
     import safetensors
 
     with durable_files.opened(path) as opened:  # no pipe, which would block the library
-        at = 8 + int.from_bytes(opened.read(8), "little")
+        size, head = os.fstat(opened.fileno()).st_size, opened.read(512)
+        at = 8 + int.from_bytes(head[:8], "little")
+        opened.seek(8)
+        text = opened.read(at - 8) if at <= min(size, 8 + HEADER) else b""
     found = {}
     try:
+        _foreign.check_json(text, size, spent)
+        del text
         with safetensors.safe_open(path, "numpy") as file:
             for name in file.offset_keys():
                 x = file.get_slice(name)
@@ -90,9 +103,10 @@ def _header(path: Path) -> dict[str, Entry]:
                 found[name] = Entry(path, dtype, shape, at)
                 at += math.prod(shape) * np.dtype(dtype).itemsize
             return found
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, Damaged) as error:
         text = str(error).removeprefix("Error while deserializing header: ")
-        raise Damaged(f"{path.name}: {text:.120}") from None
+        kind = _foreign.kind_of(head, "a safetensors file")
+        raise Damaged(f"{path.name}: {kind or text[:120]}") from None
 
 
 def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
@@ -115,7 +129,7 @@ def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
             whole = target.shape[1:] == entry.shape[1:]
             some = target if whole else np.empty((len(target), *entry.shape[1:]), dtype)
             raw = some.reshape(-1).view(np.uint8)
-            if file.readinto(memoryview(raw)) != raw.size:  # type: ignore[attr-defined]
+            if file.readinto(memoryview(raw)) != raw.size:  # type: ignore[arg-type]
                 raise Damaged(f"{entry.file.name}: cut while it was read")
             if entry.dtype == "bool" and raw.max() > 1:
                 raise Damaged(f"{entry.file.name}: a bool that is neither 0 nor 1")

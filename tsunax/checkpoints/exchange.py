@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ import numpy as np
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
 from tsunax._step.state_fields import COUNTS
-from tsunax.checkpoints import _blocks, _host_copies, _matching, _orbax, _safetensors, leaves
+from tsunax.checkpoints import (
+    _blocks,
+    _foreign,
+    _host_copies,
+    _matching,
+    _orbax,
+    _safetensors,
+    leaves,
+)
 from tsunax.checkpoints._transforms import Mapped, Transform, cast, planned, rearrange
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
@@ -78,13 +87,14 @@ def save(
         os.replace(aside, path)  # a link is replaced, not followed
         durable_files.sync(path.parent)
     except (OSError, ValueError) as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            aside.unlink()
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
 def _check_plan(known: Tree, plan: dict[int, Mapped]) -> None:
     """Raise for leaves and names that the format does not have."""
-    owners: dict[str, str] = {}
+    _check_owners(plan, "save()")
     for (_, x), one in zip(known.leaves, plan.values(), strict=True):
         if one.stored.dtype not in _safetensors.DTYPES:
             expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
@@ -94,12 +104,19 @@ def _check_plan(known: Tree, plan: dict[int, Mapped]) -> None:
             fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
             raise WrongTypeError("leaf", one.where, got, "a whole", fix)
         for name in one.names:
-            if (owner := owners.setdefault(name, one.where)) is not one.where:
-                got = f"two arrays, {owner} and {one.where}"
-                raise CheckpointError(f"name {name!r}", "save()", got, "one name for each")
             if not name or name.startswith("__metadata__") or not name.isprintable():
                 fix = "rename= gives another."
                 raise CheckpointError("name", one.where, repr(name), "printable text", fix)
+
+
+def _check_owners(plan: dict[int, Mapped], call: str) -> None:
+    """Raise CheckpointError for two leaves of one name, as of "a/b" and of "b" in "a"."""
+    owners: dict[str, str] = {}
+    for one in plan.values():
+        for name in one.names:
+            if (owner := owners.setdefault(name, one.where)) is not one.where:
+                got, fix = f"two arrays, {owner} and {one.where}", "rename= gives other names."
+                raise CheckpointError(f"name {name!r}", call, got, "one name for each", fix)
 
 
 def restore(
@@ -128,11 +145,13 @@ def restore(
         counts along a leading axis of the leaf: "h.{}.weight" stacks "h.0.weight", "h.1.weight", ….
       transform: {pattern: transform} for arrays of another shape or dtype in the file: `rearrange`,
         `cast`, `torch_kernel`. The first pattern that matches a leaf decides.
-      cast: let floats be restored in another float dtype.
+      cast: let floats be restored in another float dtype, and integers in another integer dtype; a
+        number that is too large for it raises CheckpointError.
       format: "safetensors"; or "flax", a msgpack file of `flax.serialization.to_bytes` or
         `flax.training.checkpoints`; or "orbax", the directory of one step that its old or its new
         interface wrote, also in a bucket. Names of the last two are the keys of the saved tree,
-        joined: "params/Dense_0/kernel", "opt_state/0/count". Nothing is unpickled.
+        joined: "params/Dense_0/kernel", "opt_state/0/count". What orbax saved of an `nnx.State` has
+        names that end in "/value"; `restore` finds them without. Nothing is unpickled.
 
     Raises CheckpointError: no such file, or of another format; names, shapes or dtypes that do not
     fit (ten of them, both sides). All of that is known before an array is read. Leaves of
@@ -151,7 +170,9 @@ def restore(
         raise WrongTypeError("format", "restore()", trees.describe(format), expected)
     what, source_of, fix = _READERS[format]
     with _refusing(what, path, fix):
-        return _restored(source_of(path), like, where, rename, transform, cast)
+        with _foreign.damage_only():
+            source = source_of(path)
+        return _restored(source, like, where, rename, transform, cast)
 
 
 def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
@@ -161,7 +182,7 @@ def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
 
         contents("model.safetensors")["encoder/0/kernel"].shape
     """
-    with _refusing("safetensors file", path):
+    with _refusing("safetensors file", path), _foreign.damage_only():
         entries = _safetensors.contents(_found(path))
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, leaves.dtype_of(x.dtype))
     return {name: struct(x) for name, x in entries.items()}
@@ -180,11 +201,15 @@ def _refusing(what: str, path, fix: str = ""):
 
 @dataclass
 class _Source:
-    """What a file has: leaves by name; `reading(names)(name, bounds)` is a part of one of them."""
+    """What a file has: leaves by name; `reading(names)(name, bounds)` is a part of one of them.
+
+    `size` is the bytes of all files, or None if nobody has counted them.
+    """
 
     path: Path
     leaves: dict[str, Leaf]
     reading: Callable[[list[str]], Callable[[str, Bounds], Any]]
+    size: int | None = None
 
 
 def _from_safetensors(path: StrPath) -> _Source:
@@ -199,25 +224,38 @@ def _from_flax(path: StrPath) -> _Source:
     import flax.serialization
 
     file = _as_path(path)
-    own = lambda x: np.array(x) if isinstance(x, np.ndarray) else x  # flax's cannot be written to
     with durable_files.opened(file) as opened:
+        if kind := _foreign.kind_of(opened.peek(512), "a msgpack file"):
+            raise Damaged(kind)
         content = opened.read()
-    try:
-        tree = jax.tree.map(own, flax.serialization.msgpack_restore(content))
-    except Exception as error:  # of msgpack, NumPy and flax
-        raise Damaged(told(error)) from None
+    _foreign.check_msgpack(content)
+    tree = flax.serialization.msgpack_restore(content)
+    del content  # before the arrays are copied
     if not isinstance(tree, dict):
         raise Damaged("no dict of arrays")
-    return _from_tree(file, tree)
+    return _from_pairs(file, _pairs_of(tree))
+
+
+def _pairs_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists with their joined keys; arrays can be written to."""
+    if len(name) > 1000:  # the names of many leaves below one long name would be long as well
+        raise Damaged(f"a name of {len(name)} characters, {name:.40}…")
+    if isinstance(tree, (dict, list)):
+        for key, x in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _pairs_of(x, f"{name}/{key}" if name else str(key))
+    elif tree is not None:
+        yield name, np.array(tree) if isinstance(tree, np.ndarray) else tree
 
 
 def _from_orbax(path: StrPath) -> _Source:
     if is_bucket := str(path).startswith("gs://"):
         library("gcsfs", "restore()", extra="gcs")
     folder = str(path) if is_bucket else _as_path(path)
-    about = _orbax.description(folder)
-    source = _from_tree(Path(folder), about)
+    about, size = _orbax.description(folder)
+    pairs = (("/".join(name), x) for name, _, x in trees.leaves_with_names(about))
+    source = _from_pairs(Path(folder), ((name, _orbax.as_struct(x)) for name, x in pairs))
     read = lambda names: zip(names, _orbax.read(folder, about, names), strict=True)
+    source.size = size
     source.reading = lambda names: functools.partial(_part, dict(read(names)))
     return source
 
@@ -230,13 +268,15 @@ _READERS = {  # by format: the name in messages, the reader, and what to do
 }  # fmt: skip
 
 
-def _from_tree(path: Path, tree) -> _Source:
-    """The source for nested dicts of arrays, or of descriptions of arrays."""
-    named = {"/".join(name): x for name, _, x in trees.leaves_with_names(tree)}
-    found = {}
-    for name, x in named.items():
+def _from_pairs(path: Path, pairs: Iterable[tuple[str, Any]]) -> _Source:
+    """The source for named arrays, or descriptions of arrays."""
+    named, found = {}, {}
+    for name, x in pairs:
+        if name in named:
+            raise Damaged(f"two arrays whose keys join to one name, {name!r:.80}")
+        named[name] = x
         try:
-            found[name] = leaves.leaf_of((name,), _orbax.as_struct(x))
+            found[name] = leaves.leaf_of((name,), x)
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
     return _Source(path, found, lambda names: functools.partial(_part, named))
@@ -254,6 +294,13 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
         if not (rename is where is transform is None):
             expected = "the tree whose names are renamed or chosen"
             raise WrongTypeError("like", "restore()", "none", expected)
+        total = sum(
+            math.prod(x.shape) * np.dtype(x.dtype).itemsize
+            for x in source.leaves.values()
+            if x.dtype
+        )
+        if source.size is not None and total > 4 * source.size + (64 << 20):
+            raise Damaged(f"{total} bytes of arrays in files of {source.size}")
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = rename is None and _has_state(source, like)
@@ -262,6 +309,8 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
     is_params = has_state and (takes_params or not leaves.tree_of(like).states)
     prefix = _PARAMS if is_params else ""
     plan = planned(tree, where, rename, transform, "restore()", prefix)
+    if rename is None:  # of a user's names, two leaves may share one
+        _check_owners(plan, "restore()")
     found = _filled(source, tree, plan, cast, (prefix,) if where is None else ())
     return _matching.restarted(like, params=found) if takes_params else found
 
@@ -280,18 +329,20 @@ def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: t
     """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
     flat, treedef = jax.tree.flatten(tree)
     differences, missing, fix = [], "", "where= takes a part."
-    known = dict.fromkeys(name for one in plan.values() for name in one.names)
+    # Orbax keeps the wrappers of flax.nnx, whose array is their `value`.
+    actual = lambda name: name if name in source.leaves else f"{name}/value"
+    known = dict.fromkeys(actual(name) for one in plan.values() for name in one.names)
     for one in plan.values():
         expected = str(one.stored) + f" for {one.leaf}" * (str(one.stored) != str(one.leaf))
         for name in one.names:
-            theirs = source.leaves.get(name)
+            theirs = source.leaves.get(actual(name))
             if theirs is None:
                 missing = missing or name
                 differences.append(f"{one.where}: nothing named {name!r}, expected {expected}")
             elif not _matching.fits(one.stored, theirs, cast):
                 differences.append(f"{one.where}: {name!r} is {theirs}, expected {expected}")
                 if _matching.fits(one.stored, theirs, True):
-                    fix = "cast=True takes floats of another dtype."
+                    fix = "cast=True takes floats of another dtype, and integers that fit."
     for name in source.leaves:
         if name.startswith(taken) and name not in known:
             differences.append(f"{name!r} is {source.leaves[name]}, expected nothing of that name")
@@ -302,7 +353,8 @@ def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: t
     _matching.refuse(f"other arrays in {source.path}", differences, fix)
     read = source.reading(list(known))
     for i, one in plan.items():
-        flat[i] = _matching.placed(_value(one, flat[i], read), flat[i], one.leaf.kind)
+        part = lambda name, bounds: read(actual(name), bounds)
+        flat[i] = _matching.placed(_value(one, flat[i], part), flat[i], one.leaf.kind)
         jax.block_until_ready(flat[i])  # else host copies of many leaves would wait for transfers
     return treedef.unflatten(flat)
 
@@ -342,7 +394,10 @@ def _as_path(path) -> Path:
 def _found(path) -> Path:
     """The file to read: a single one, or the index of several."""
     file = _as_path(path)
-    if file.is_dir():
-        file = file / "model.safetensors"
+    folder = file if file.is_dir() else None
+    file = file if folder is None else folder / "model.safetensors"
     index = file.with_name(file.name + _safetensors.INDEX)
-    return index if not os.path.lexists(file) and os.path.lexists(index) else file
+    is_index = not os.path.lexists(file) and os.path.lexists(index)
+    if folder is not None:  # a link whose name was given is the user's own
+        durable_files.check_inside(index if is_index else file, folder)
+    return index if is_index else file

@@ -193,12 +193,16 @@ def show(root: str, path: Keys) -> str:
 
 
 def in_dtype(value: Any, dtype: Any, where: str) -> Any:
-    """`value.astype(dtype)`. Raises CheckpointError if a finite number becomes infinite or NaN."""
+    """`value.astype(dtype)`. Raises CheckpointError for numbers that are too large for it."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = value.astype(dtype, copy=False)
-    if not isinstance(value, np.ndarray) or found is value or not trees.is_inexact(found):
+    if not isinstance(value, np.ndarray) or found is value:
         return found
-    if bad := np.count_nonzero(np.isfinite(value) & ~np.isfinite(found)):
+    if trees.is_inexact(found):
+        is_lost = np.isfinite(value) & ~np.isfinite(found)
+    else:  # an integer that wraps around to the other sign comes back as it was
+        is_lost = (found.astype(value.dtype) != value) | ((found < 0) != (value < 0))
+    if bad := np.count_nonzero(is_lost):
         got = f"{bad} of {value.size} numbers that are too large for {found.dtype}"
         raise CheckpointError("array", where, got, "a dtype that has room for them")
     return found

@@ -31,6 +31,7 @@ from tsunax.errors import (
     SaveError,
     WrongTypeError,
     told,
+    warn,
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
@@ -238,6 +239,8 @@ class Checkpoints:
             job.given_up = True
             raise SaveError(what, str(self.path), f"nothing after {limit:g} s", "a finished save")
         self._job, job.told = None, True
+        while self.home.undeleted:
+            warn(self.home.undeleted.pop())
         if job.error is not None:
             is_said = isinstance(job.error, (Damaged, ProcessError))
             got = str(job.error).rstrip(".") if is_said else told(job.error)
@@ -299,8 +302,8 @@ class Checkpoints:
             `like`.
           cast: let floats be restored in another float dtype.
           resume: "auto" starts afresh (`step` None, `like` itself) if there is nothing at all;
-            "must", and "auto" with `params_only`, raises then; "never" raises if there is
-            something.
+            "must", and "auto" with `params_only`, raises then; "never" raises if there is a
+            checkpoint.
           params_only: restore params and model state; the optimizer starts anew. `like` may be a
             tree of params.
 

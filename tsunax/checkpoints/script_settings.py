@@ -79,9 +79,9 @@ def _some_rows(data) -> str | None:
 
 
 def code_text(f: object) -> str:
-    """The Python that compiled a function, and a hash of its code and of what it closes over."""
+    """The Python that compiled a function, and a hash of its code and of what it refers to."""
     try:
-        digest = stable_text.hash_of(stable_text.words_of(f, contents=False).encode())
+        digest = stable_text.code_of(f)
     except Exception:  # objects of any library, and their properties
         digest = "unknown"
     return f"{sys.version_info[0]}.{sys.version_info[1]} {digest}"

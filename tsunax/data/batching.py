@@ -17,11 +17,11 @@ from typing import Any, Never, Self
 import jax
 import numpy as np
 
-from tsunax._core import Device, PyTree, checks, trees
+from tsunax._core import Device, PyTree, checks, placement, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.distributed import process_count, process_index
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, WrongTypeError, told
 
 
 class Data(Sized, Iterable[PyTree]):
@@ -149,6 +149,7 @@ class Batches(Positioned):
             on_devices.sharding_of((rows,), self._sharding)
         # every device has all rows, and gathers its own without traffic
         self._replicated = on_devices.sharding_of((), self._sharding)
+        arrays = placement.unshared(arrays)
         self.resident, self._leaves = on_devices.put(arrays, self._replicated), []
         self._uploaded = (-1, None)
 
@@ -254,7 +255,11 @@ class _Epoch:
         return self.data._gathered(self.order, *ahead)
 
     def __next__(self) -> Any:
-        if (batch := self.take(None)) is None:
+        try:
+            batch = self.take(None)
+        except StopIteration as error:  # of the code that reads a record: here it would be the end
+            raise DataError("data", "rows of a batch", told(error), "rows") from error
+        if batch is None:
             raise StopIteration
         return batch
 
@@ -287,8 +292,9 @@ def batches(
       batch_size: rows of a batch, of all processes and devices together.
       shuffle: another order each epoch.
       drop_remainder: leave out the last, shorter batch of an epoch.
-      device: True, a device, a Mesh or a NamedSharding: all arrays are put on each device once, and
-        a compiled program gathers batches. `resident` and `device_order` are for loops that fuse.
+      device: True, a device ("gpu", say), a Mesh or a NamedSharding: all arrays are put on each
+        device once, and a compiled program gathers batches. `resident` and `device_order` are for
+        loops that fuse.
       process: `(index, count)`: each batch has the part of this process; by default those of
         `ts.distributed`. A short last batch that does not divide by their devices is whole on each
         of them, see `is_whole`. With a Mesh of all processes each process gives all rows.

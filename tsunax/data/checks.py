@@ -32,6 +32,7 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
         at = f"{place}, {where}" if where else place
         checks.check_alive(leaf, at)
         shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
+        checks.check_dtype(dtype, at)
         is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, k) for k in _NUMBERS)
         if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
             fix = "Leave it out, or turn it into numbers."
@@ -52,13 +53,15 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
 
 
 def _lost(x: Any) -> tuple[str, str, str] | None:
-    """The part of a NumPy array that JAX would lose silently, as `got, expected, fix`."""
+    """What JAX would lose of a NumPy array, or refuse, as `got, expected, fix`."""
     if not isinstance(x, np.ndarray):
         return None
     if isinstance(x, np.ma.MaskedArray):
         expected = "an array, and beside it its mask (f32, 1 for real rows)"
         fix = "x.filled(0) and ~np.ma.getmaskarray(x) are the two."
         return "a masked array", expected, fix
+    if fault := checks.dtype_fault(x.dtype):
+        return fault
     # only 64-bit arrays, and only if JAX cuts them to 32
     if x.dtype.char not in "lLqQd" or not x.size or jax.config.read("jax_enable_x64"):
         return None
@@ -75,7 +78,7 @@ def _lost(x: Any) -> tuple[str, str, str] | None:
 
 
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
-    """Raise DataError if JAX would lose something silently: integers, infinities, a mask."""
+    """Raise DataError for what JAX would lose (integers, infinities, a mask) or not take."""
     if any(map(_lost, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
             if lost := _lost(leaf):

@@ -7,7 +7,8 @@ other libraries, whose state is found by duck type.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,25 @@ from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
 GETTERS, SETTERS = ("get_state", "state_dict"), ("set_state", "load_state_dict")
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """The next batch or `END`; a StopIteration that comes out of a `__getitem__` is an error."""
+    try:
+        return next(batches)
+    except StopIteration as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code.co_name == "__getitem__" for frame, _ in frames):
+            raise
+        return END
+
+
+def batches_in_epoch(data: Any) -> int | None:
+    """The batches of an epoch, as data say it, or None: loaders may raise anything there."""
+    try:
+        return len(data)
+    except Exception:
+        return None
 
 
 def _shapes(batch: Any) -> Any:
@@ -71,6 +91,10 @@ class Source:
         self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
+        # an IndexError of `__getitem__` ends the iterator of a Sequence, wherever it comes from
+        self._takes_errors_for_the_end: bool = (
+            getattr(type(data), "__iter__", 0) is Sequence.__iter__
+        )
 
     @property
     def restartable(self) -> bool:
@@ -103,7 +127,10 @@ class Source:
         try:
             if self._batches is None:
                 self._batches = iter(self.data)
-            batch = next(self._batches, END) if k is None else self._batches.take(k)
+            batch = _next(self._batches) if k is None else self._batches.take(k)
+            length = self._takes_errors_for_the_end and batches_in_epoch(self.data)
+            if batch is END and self.position < (length or 0):
+                batch = self.data[self.position]  # it raises the IndexError again
         except TsunaxError:
             raise
         except Exception as error:
@@ -300,7 +327,13 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    is_pair = isinstance(data, tuple) and data != () and all(map(trees.is_array, data))
+    is_plain = type(data) is list or isinstance(data, tuple)  # a user's list counts its readers
+    is_pair = is_plain and len(data) > 0 and all(map(trees.is_array, data))
+    if is_pair and isinstance(data, list):  # of batches, unless they look like inputs and targets
+        rows = {np.shape(x)[:1] for x in data}
+        is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
+            {(x.shape[1:], x.dtype) for x in data}
+        )
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):

@@ -7,25 +7,20 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tsunax._core import Device, Function, PyTree, Scalar, trees
+from tsunax._core import Device, Function, PyTree, Scalar, device_kinds
 from tsunax._core.placement import data_axes
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError
 
 
 def placement(device: Device, where: str) -> Device:
     """The sharding of batches, rows over the devices; None for JAX's default device."""
     if device is True:
         return None
-    if isinstance(device, (NamedSharding, SingleDeviceSharding)):
-        return device
-    if isinstance(device, jax.Device):
-        return SingleDeviceSharding(device)
     if isinstance(device, Mesh):
         return NamedSharding(device, PartitionSpec(data_axes(device)))
-    expected = "a device, a Mesh, or a NamedSharding"
-    raise WrongTypeError("device", where, trees.describe(device), expected)
+    return device_kinds.as_sharding(device, where)
 
 
 def spans_processes(device: Device) -> bool:

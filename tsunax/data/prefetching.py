@@ -155,7 +155,8 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
         for batch in prefetch(data, device):  # the same batches in the same order
             state, info = step(state, batch)
 
-    With a Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
+    A device is a `jax.Device`, a kind such as "gpu", or `("gpu", 1)` for number 1 of a kind. With a
+    Mesh or NamedSharding the rows are spread over the devices along axis 0, and leaves
     without rows are copied to each; each of several processes gives its own part. Without a device
     batches are only made ahead. Exceptions of the data are raised here as the cause of a DataError.
     The thread ends with the loop. Batches read ahead of a generator are lost when a loop over it

@@ -48,7 +48,8 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
         rows, back = rows[order], np.argsort(order)
     found = leaf[rows]
     check_casts(found, "rows")  # of a file, which may have masks
-    return np.asarray(found)[back]
+    # a slice of a tensor shares its memory
+    return np.array(found) if isinstance(rows, slice) else np.asarray(found)[back]
 
 
 def as_columns(arrays: PyTree) -> PyTree:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax._core import Device, PyTree, checks, patterns, placement, tables, trees
+from tsunax._core import Device, PyTree, checks, device_kinds, patterns, placement, tables, trees
 from tsunax._step.members import members_of
 from tsunax.devices import selection
 from tsunax.distributed import collectives
@@ -80,7 +80,7 @@ def mesh(
 
 def shard(
     state: T,
-    mesh: Mesh,
+    mesh: Mesh | Device,
     rules: Any = None,
     *,
     logical: Mapping[str, Any] | None = None,
@@ -107,7 +107,8 @@ def shard(
       state: a `TrainState`, `States`, any tree of arrays, or a function that makes one, of which no
         array is ever whole on one device. Shapes (`jax.eval_shape`) come back with shardings; on a
         mesh of `devices.topology` all do.
-      mesh: from `mesh`, or any `jax.sharding.Mesh`.
+      mesh: from `mesh`, or any `jax.sharding.Mesh`. Or devices: a kind for all of it ("gpu"),
+        `("gpu", 1)` for one, or a `jax.Device`.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
       host: parts of the state to keep in the host's memory, of "moments" (the state of the rule),
@@ -125,6 +126,7 @@ def shard(
     >>> len(state.params["w"].sharding.device_set) == len(jax.devices())
     True
     """
+    mesh = _as_mesh(mesh)
     if not isinstance(mesh, Mesh):
         is_first = isinstance(state, Mesh)
         fix = "The order is shard(state, mesh)." if is_first else "Make one: ts.mesh()."
@@ -144,8 +146,17 @@ def shard(
     if make is not None:
         with jax.set_mesh(mesh):
             return _the_same(jax.jit(make, out_shardings=where)(), mesh)
-    checks.check_all_alive(state, "state")
+    checks.check_movable(state, "state")
     return _put_at(_the_same(state, mesh), where)
+
+
+def _as_mesh(place: Any) -> Any:
+    """The mesh of devices that are given by a word; others as they are."""
+    if isinstance(place, str) and place.lower() in device_kinds.KINDS:
+        return mesh(devices=place)
+    if isinstance(place, jax.Device | tuple):
+        return mesh(devices=[device_kinds.as_device(place, "shard()")])
+    return place
 
 
 def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str | None]:
@@ -190,13 +201,14 @@ def _the_same(state, mesh):
 def _put_at(tree, where):
     shardings = jax.tree.leaves(where)
     if all(s.is_fully_addressable for s in shardings):
-        return jax.device_put(tree, where)
+        return placement.put(tree, where)
 
     def one(x, sharding):  # each process has all of it, and gives its own part
-        is_key = trees.is_key(x)
-        bits = np.asarray(jax.random.key_data(x) if is_key else x)
+        bits = placement.unshared(trees.on_host(x))
         made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
-        return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if is_key else made
+        return (
+            jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if trees.is_key(x) else made
+        )
 
     return jax.tree.map(one, tree, where)
 

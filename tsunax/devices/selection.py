@@ -1,8 +1,6 @@
-"""Which devices there are, which one is meant, and which kind is preferred.
+"""Which devices there are, facts about them, and which kind is preferred.
 
-A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
-TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
-the kind that `"auto"` tries first. Only `_find`, `_started` and `topology` ask JAX.
+The words for devices are in `_core/device_kinds.py`, because everything takes them.
 """
 
 from __future__ import annotations
@@ -10,129 +8,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import xla_bridge
-from jax.sharding import Mesh
 
-from tsunax._core import Device, trees
+from tsunax._core import Device, device_kinds, trees
 from tsunax._core.libraries import library
-from tsunax.errors import ConfigError, DeviceError, WrongTypeError, told, unknown, warn
+from tsunax.devices.gpu_topologies import CARDS, gpu_topology
+from tsunax.errors import DeviceError, WrongTypeError, told, warn
 
 __all__ = [
     "DeviceInfo", "device", "device_info", "devices", "is_available", "prefer", "preferred",
     "simulate", "supported_devices", "topology",
 ]  # fmt: skip
 
-_PLATFORMS = {  # JAX's names; mps is Apple's
-    "tpu": ("tpu",), "gpu": ("cuda", "rocm", "oneapi", "mps"), "cpu": ("cpu",),
-    "cuda": ("cuda",), "rocm": ("rocm",), "metal": ("mps",),
-}  # fmt: skip
-_KINDS = ("auto", *_PLATFORMS)
-_FILE = ".tsunax-device"
-# JAX's exceptions for no device; the latter if JAX_PLATFORMS names no available platform
-_NONE = (RuntimeError, AssertionError)
-_ORDER = ("tpu", "gpu", "cpu")
-
-
-def _find(platform: str | None) -> list[Device]:
-    """This process's devices of a platform, or of JAX's default one; raises one of `_NONE`."""
-    return jax.local_devices(backend=platform)
-
-
 # JAX has no public way to ask without starting it
 _started = xla_bridge.backends_are_initialized
-
-
-def devices_of_kind(kind: str) -> tuple[list[Device], str]:
-    """The devices of a kind, or why there are none."""
-    for platform in _PLATFORMS[kind]:
-        try:
-            if found := _find(platform):
-                return found, ""
-        except _NONE as error:
-            if "nitialize" in str(error):
-                return [], told(error)
-    listed = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if listed and not {kind, *_PLATFORMS[kind]} & set(listed.split(",")):
-        return [], f"JAX_PLATFORMS={listed} leaves it out"
-    return [], "JAX finds none; its plugin may not be installed"
-
-
-def _nearest_file() -> Path | None:
-    here = Path.cwd()
-    paths = (folder / _FILE for folder in (here, *here.parents))
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _preference() -> tuple[str | None, str]:
-    """The preferred kind and its source. Raises ConfigError for an unknown kind."""
-    kind, source = os.environ.get("TSUNAX_DEVICE", "").strip(), "TSUNAX_DEVICE"
-    if not kind:
-        if (path := _nearest_file()) is None:
-            return None, ""
-        kind, source = path.read_text("utf-8", "replace").strip(), str(path)
-    if kind not in _KINDS:
-        raise ConfigError(unknown("device", source, kind, _KINDS))
-    return kind, source
-
-
-def _automatic() -> tuple[list[Device], str]:
-    """The devices of the preferred kind, or else of the first available one; and why."""
-    wanted, source = _preference()
-    if wanted and wanted != "auto":
-        found, why = devices_of_kind(wanted)
-        if found:
-            return found, f"{wanted} is preferred by {source}"
-        warn(f"{wanted}, preferred by {source}, is not here: {why}. Another device is used.")
-    for kind in _ORDER:
-        if found := devices_of_kind(kind)[0]:
-            return found, f"{kind} is the first of {', '.join(_ORDER)} that is here"
-    try:
-        return _find(None), "what JAX takes by default"
-    except _NONE as error:
-        raise DeviceError("devices", "", told(error), "a backend that starts") from error
-
-
-def _check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
-    if not isinstance(kind, str):
-        raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
-    if kind not in known:
-        raise DeviceError(unknown("kind", where, kind, known))
-
-
-def _resolve(kind: Any, where: str) -> tuple[list[Device], str]:
-    _check_kind(kind, where, _KINDS)
-    if kind == "auto":
-        return _automatic()
-    found, why = devices_of_kind(kind)
-    if not found:
-        there = [f"{other} ({n})" for other in _ORDER if (n := len(devices_of_kind(other)[0]))]
-        expected = f"one that is here: {', '.join(there) or 'none is'}"
-        raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
-    return found, f"{kind} was asked for"
-
-
-def _number_in(found: Sequence[Device], index: Any, where: str) -> Device:
-    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
-        raise WrongTypeError("index", where, trees.describe(index), "an int")
-    if not 0 <= index < len(found):
-        fix = f"There are {len(found)}, {found[0].platform}, counted from 0."
-        raise DeviceError("index", where, index, f"0 to {len(found) - 1}", fix)
-    return found[int(index)]
-
-
-def device_given(where: str | Device, call: str) -> Device:
-    if isinstance(where, str):
-        return _resolve(where, f"{call[:-1]}{where!r})")[0][0]
-    if not isinstance(where, jax.Device):
-        fix = "prefetch(data, mesh) spreads batches over a mesh." if isinstance(where, Mesh) else ""
-        raise WrongTypeError("device", call, trees.describe(where), "a kind or a jax.Device", fix)
-    return where
 
 
 def supported_devices() -> tuple[str, ...]:
@@ -141,7 +36,7 @@ def supported_devices() -> tuple[str, ...]:
     >>> supported_devices()
     ('tpu', 'gpu', 'cpu', 'cuda', 'rocm', 'metal')
     """
-    return tuple(_PLATFORMS)
+    return tuple(device_kinds.PLATFORMS)
 
 
 def is_available(kind: str) -> bool:
@@ -152,8 +47,8 @@ def is_available(kind: str) -> bool:
     >>> is_available("cpu")
     True
     """
-    _check_kind(kind, "is_available()", _PLATFORMS)
-    return bool(devices_of_kind(kind)[0])
+    device_kinds.check_kind(kind, "is_available()", device_kinds.PLATFORMS)
+    return bool(device_kinds.devices_of_kind(kind)[0])
 
 
 def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
@@ -170,13 +65,15 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     """
     where = f"devices({kind!r})"
     if isinstance(kind, str):
-        return _resolve(kind, where)[0]
+        return device_kinds.devices_named(kind, where)[0]
     if not isinstance(kind, Sequence):
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
     is_device = lambda item: isinstance(item, jax.Device)
-    here = [] if all(map(is_device, kind)) else _resolve("auto", where)[0]
-    chosen = [item if is_device(item) else _number_in(here, item, where) for item in kind]
+    here = [] if all(map(is_device, kind)) else device_kinds.devices_named("auto", where)[0]
+    chosen = [
+        item if is_device(item) else device_kinds.device_number(here, item, where) for item in kind
+    ]
     if not chosen or len(set(chosen)) < len(chosen):
         raise DeviceError("devices", where, f"{len(chosen)} devices", "at least one, each once")
     return chosen
@@ -194,8 +91,8 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
     0
     """
     where = f"device({kind!r}, {index!r})"
-    found, reason = _resolve(kind, where)
-    chosen = _number_in(found, index, where)
+    found, reason = device_kinds.devices_named(kind, where)
+    chosen = device_kinds.device_number(found, index, where)
     if verbose:
         print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {reason}")
     return chosen
@@ -225,7 +122,7 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
     >>> device_info("cpu")
     DeviceInfo(platform='cpu', kind='cpu', memory_total=None, memory_in_use=None, version='cpu')
     """
-    one = device_given(device, "device_info()")
+    one = device_kinds.as_device(device, "device_info()")
     stats: Any = None
     with contextlib.suppress(RuntimeError):  # of a backend that cannot say
         stats = one.memory_stats()
@@ -267,7 +164,7 @@ _QUIET = {
 
 
 def topology(name: str) -> list[Device]:
-    """The devices of a TPU topology, such as "v5e:2x4", "v5e:8x8", "v6e:2x4" or "v5p:2x2x1".
+    """The devices of a machine that is not here: TPUs ("v5e:2x4", "v5p:2x2x1") or GPUs ("h100:8").
 
         make = lambda: ts.setup(rule, init(jax.random.key(0)), key=0)
         state = ts.shard(make, ts.mesh(data=1, fsdp=-1, devices=ts.devices.topology("v5e:8x8")))
@@ -277,12 +174,20 @@ def topology(name: str) -> list[Device]:
     `describe`, `find_batch_size` and `step.lower` compile for it: memory, donation and collectives
     are what the compiler plans for the real machine.
 
-    This takes seconds and needs libtpu in the version of this jax, from the extra `tpu`. Set
-    JAX_PLATFORMS=cpu on a machine without a TPU, or JAX looks for one. Raises MissingLibraryError
-    without libtpu, DeviceError for a name that libtpu does not have.
+    GPUs are "h100", "h200", "a100" (of 80 GB, SXM) and "l4": "h100" is one, "h100:8" eight of one
+    host, "h100:2x8" those of two hosts. Their programs are not tuned, as that takes the card:
+    products are Triton kernels where cuBLAS might be faster, cuDNN's attention does not compile,
+    and `shard(host=)` leaves everything on the devices.
+
+    This takes seconds and needs the compiler in the version of this jax: the extra `tpu` (libtpu)
+    or `gpu-compile` (the CUDA plugin). Set JAX_PLATFORMS=cpu on a machine without the device, or
+    JAX looks for one. Raises MissingLibraryError without the compiler, DeviceError for a name that
+    it does not have.
     """
     if not isinstance(name, str):
         raise WrongTypeError("name", "topology()", trees.describe(name), 'a str such as "v5e:2x4"')
+    if devices := gpu_topology(name):
+        return devices
     library("libtpu", "topology()", extra="tpu")
     from unittest import mock
 
@@ -292,7 +197,7 @@ def topology(name: str) -> list[Device]:
         with mock.patch.dict(os.environ, {**_QUIET, **os.environ}):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # of libtpu, whatever it is
-        expected = 'one that libtpu knows, such as "v5e:2x4"'
+        expected = f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}'
         raise DeviceError("topology", repr(name), told(error), expected) from error
 
 
@@ -304,7 +209,7 @@ def preferred() -> str | None:
     >>> preferred() in (None, *supported_devices())
     True
     """
-    kind = _preference()[0]
+    kind = device_kinds.preference()[0]
     return None if kind == "auto" else kind
 
 
@@ -315,8 +220,8 @@ def prefer(kind: str | None) -> None:
     the current directory. Warns if the backend has started. DeviceError for an unknown kind.
     """
     if kind is not None:
-        _check_kind(kind, "prefer()", _KINDS)
-    path = _nearest_file() or Path.cwd() / _FILE
+        device_kinds.check_kind(kind, "prefer()", device_kinds.KINDS)
+    path = device_kinds.nearest_file() or Path.cwd() / device_kinds.PREFERENCE_FILE
     if kind is None:
         path.unlink(missing_ok=True)
     else:
@@ -324,5 +229,6 @@ def prefer(kind: str | None) -> None:
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():
-        what = "The backend has started, and what lies on a device stays there"
-        warn(f"{what}. Restart the process, and all of it follows.")
+        what = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} {path}"
+        started = "The backend has started, and what lies on a device stays there"
+        warn(f"{what}. {started}. Restart the process, and all of it follows.")

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from tsunax._core import Device, PyTree, checks, trees
-from tsunax.devices.selection import device_given, devices_of_kind
+from tsunax._core import Device, PyTree, checks, device_kinds, placement, trees
 from tsunax.errors import DeviceError, WrongTypeError
 
 __all__ = ["device_of", "to_device", "to_host"]
@@ -29,33 +28,29 @@ def _has_to_move(x: Any, place: Sharding) -> bool:
 
 
 def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
-    """A tree with its arrays on a device.
+    """A tree with its arrays on a device: a `jax.Device`, a kind, `(kind, number)` or a sharding.
 
         jax.tree.map(lambda x: jax.device_put(x, device), tree)  # other leaves stay as they are
 
     An array that is there already stays the same object; an array that occurs twice stays one.
-    NumPy arrays are copied (`device_put` alone shares their memory on a CPU), in JAX's widths:
-    float64 becomes float32 unless x64 is on. Raises StateError for a deleted array, and
-    WrongTypeError for a loader: use `prefetch(data, device)`.
+    NumPy arrays are copied (`device_put` alone may read their memory later), in JAX's widths:
+    float64 becomes float32 unless x64 is on. Raises StateError for a deleted array, DataError for a
+    dtype that JAX does not have, and WrongTypeError for a loader: use `prefetch(data, device)`.
 
     >>> x = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> x["w"].device == jax.devices("cpu")[0], x["name"], to_device(x, "cpu")["w"] is x["w"]
     (True, 'relu', True)
     """
-    place = device
-    if not isinstance(place, Sharding):
-        place = SingleDeviceSharding(device_given(device, "to_device()"))
+    place = device_kinds.as_sharding(device, "to_device()")
     is_data = hasattr(tree, "__iter__") and not hasattr(tree, "shape")
     is_data = is_data and not isinstance(tree, str | bytes) and jtu.all_leaves([tree])
     if is_data or isinstance(tree, Iterator):
         got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
         raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
-    checks.check_all_alive(tree, "tree")
+    checks.check_movable(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
     moving = {id(x): x for x in leaves if _has_to_move(x, place)}
-    shared = any(one.platform == "cpu" for one in place.device_set)
-    own = [np.array(x) if shared and isinstance(x, np.ndarray) else x for x in moving.values()]
-    moved = dict(zip(moving, jax.device_put(own, place), strict=True))
+    moved = dict(zip(moving, placement.put([*moving.values()], place), strict=True))
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 
 
@@ -74,9 +69,13 @@ def to_host(tree: PyTree) -> PyTree:
     keys = {id(x): x for x in leaves if trees.is_key(x)}
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and id(x) not in keys}
     for x in arrays.values():
-        x.copy_to_host_async()  # all transfers run at once
+        # All transfers run at once. What is in the host's memory needs none, and in jax 0.11 an
+        # array on a CPU that was asked for one cannot be donated.
+        platform = next(iter(x.sharding.device_set)).platform
+        if platform != "cpu" and not trees.is_offloaded(x):
+            x.copy_to_host_async()
     moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items()}
-    if keys and (cpu := devices_of_kind("cpu")[0]):
+    if keys and (cpu := device_kinds.devices_of_kind("cpu")[0]):
         moved |= jax.device_put(keys, cpu[0])
     return treedef.unflatten([moved.get(id(x), x) for x in leaves])
 

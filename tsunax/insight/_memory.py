@@ -1,4 +1,4 @@
-"""Memory that a compiled step needs on a device, and how much is available. Nothing executes.
+"""Memory that a compiled step needs on a device, and how much is available. No step executes.
 
     need = state + batch + temporary + results outside of the state's memory (bytes on one device)
 
@@ -8,6 +8,7 @@ XLA lays out all memory of a program before it runs, and reports its size.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import checks, placement, trees
 from tsunax._step.members import members_of
+from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
 
@@ -27,8 +29,13 @@ from tsunax.errors import DeviceError
 CPU_SCRATCH = 40 << 20
 # Memory of a device by its kind, of https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 TPU_GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
-# LLVM's work on a CPU, half the time of compiling: memory is laid out before it.
-CPU_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# What a compilation may leave out, by platform, because memory is laid out without it. On a CPU it
+# is LLVM's work, half the time; on a GPU the choice of the fastest kernels, which runs them, and so
+# takes memory of the device.
+QUICK: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
-        options = CPU_QUICK if device_of_state(state).platform == "cpu" else None
+        options = QUICK.get(device_of_state(state).platform)
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):  # they come and go with the versions of XLA
@@ -137,12 +144,19 @@ def free_on_host() -> int | None:
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
+        if isinstance(memory, str) and (
+            size := re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", memory)
+        ):
+            unit = (1024 if size[3] else 1000) ** " KMGT".index(size[2] or " ")
+            memory = round(float(size[1]) * unit)
         checks.check_count(memory, where, "memory")
         return int(memory), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
-        if device.device_kind in TPU_GIB:
-            return TPU_GIB[device.device_kind] << 30, f"the memory of a {device.device_kind}"
+        known = {card.description: card.memory for card in CARDS.values()}
+        known |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
+        if device.device_kind in known:
+            return known[device.device_kind], f"the memory of a {device.device_kind}"
         got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
     is_held = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsunax._core import Device, Function, PyTree, checks, tables, trees
+from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_text import leaf_rows
+from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective
@@ -69,6 +70,7 @@ class Description:
     recompiles: tuple[str, ...]
     device: str
     devices: int
+    limits: str  # what a compiler without the device does not see; "" on a device that is here
     _repr_html_ = tables.folded
 
     def utilization(self, seconds_per_step: float, peak: float) -> float:
@@ -131,6 +133,8 @@ def describe(
         compiled = traced.lower().compile()
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
+    mesh = _memory.mesh_of(state)
+    is_absent_gpu = mesh is not None and placement.is_absent(mesh) and device.platform == "gpu"
     donates = getattr(step, "donate", True)
     donated, failed = _donation(state, text) if donates else (0, ())
     traces: list[Any] = list(getattr(step, "traces", ()))
@@ -149,7 +153,8 @@ def describe(
         traces=len(traces) or 1,
         recompiles=tuple(retrace_reasons(traces)),
         device=device.device_kind,
-        devices=1 if (mesh := _memory.mesh_of(state)) is None else mesh.size,
+        devices=1 if mesh is None else mesh.size,
+        limits=LIMITS if is_absent_gpu else "",
     )
 
 
@@ -159,6 +164,8 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.
     """
     product, best = jax.jit(lambda x: x @ x), 0.0
+    if device is not None:
+        device = device_kinds.as_sharding(device, "measured_peak()")
     for n in (1024, 2048, 4096, 8192, 16384):
         x = jax.device_put(jnp.ones((n, n), dtype), device)
         once = lambda x=x: jax.block_until_ready(product(x))
@@ -222,6 +229,8 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
     if d.devices > 1:
         talk = (f"{c.kind} {c.count:g} x, {trees.bytes_str(c.bytes)}" for c in d.communication)
         yield "talks", f"{'; '.join(talk) or 'not at all'}, on each device"
+    if d.limits:
+        yield "limits", d.limits
     again = f", {len(d.recompiles)} of them again" if d.recompiles else ""
     yield "traced", f"{d.traces} time{'s' * (d.traces != 1)}{again}"
     for why, n in Counter(d.recompiles).items():

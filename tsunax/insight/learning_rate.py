@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsunax import guard
 from tsunax._core import Figure, PyTree, checks, trees
 from tsunax._step.members import members_of
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import adjust
+from tsunax.precision import LossScale
 from tsunax.program import TrainStep
 from tsunax.run import feed as _feed
 from tsunax.run import fused_loop, plots
@@ -69,7 +71,11 @@ class RangeTest:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """A step whose hyperparameter rises with each call. `ramp`: (low, slope, first call)."""
+    """A step whose hyperparameter rises with each call. `ramp`: (low, slope, first place).
+
+    The place on the ramp counts calls that were not rejected: a rate at which the gradient
+    overflowed under a loss scale is tried again with the scale that came down.
+    """
 
     step: TrainStep
     name: str
@@ -79,13 +85,19 @@ class _Ramp:
         return self.step.masks
 
     def __call__(self, state: TrainState, batch, *, ramp, **extra):
-        state = adjust(state, **{self.name: self.rate(ramp, state.calls)})
+        scale, place = state.loss_scale, state.calls - state.rejected
+        state = adjust(state, **{self.name: self.rate(ramp, place)})
         state, info = self.step.pure(state, batch, extra)
-        return state, {"loss": info.loss, "verdict": info.verdict}
+        rejected = jnp.zeros((), bool) if info.verdict is None else info.verdict > 0
+        repeated = jnp.zeros((), bool)
+        if scale is not None:
+            came_down = cast(LossScale, state.loss_scale).scale < scale.scale
+            repeated = rejected & came_down & ~guard.is_of_loss(info.verdict)
+        return state, {"loss": info.loss, "rejected": rejected, "repeated": repeated}
 
-    def rate(self, ramp, calls):
+    def rate(self, ramp, place):
         low, slope, first = ramp
-        return low * jnp.exp(slope * (calls - first).astype(jnp.float32))
+        return low * jnp.exp(slope * (place - first).astype(jnp.float32))
 
 
 def find_learning_rate(
@@ -109,7 +121,8 @@ def find_learning_rate(
 
     on a copy of the state, in the compiled loop of `run_steps`. The losses end where their
     exponential average (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is
-    rejected. `rate` is where they fall most steeply, by a line through the points around each rate,
+    rejected, unless its gradient overflowed and a loss scale came down: then the rate is tried
+    again. `rate` is where they fall most steeply, by a line through the points around each rate,
     a sixth of the range wide: never in its first or last twelfth. `report.tenth` is another choice.
 
     Args:
@@ -146,7 +159,7 @@ def find_learning_rate(
     if members_of(state) is not None:
         raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
     state = jax.tree.map(own, state)
-    ramp_of, first = _Ramp(step, name), np.asarray(state.calls).astype(np.int32)
+    ramp_of, first = _Ramp(step, name), np.asarray(state.calls - state.rejected)
     ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first
     rates = np.asarray(ramp_of.rate(ramp, first + jnp.arange(points)), np.float64)
     end = lambda losses: _cut(losses, smooth, stop)
@@ -155,18 +168,18 @@ def find_learning_rate(
 
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, end) -> np.ndarray:
-    """Losses in f64 up to their divergence; NaN for rejected steps."""
+    """Losses in f64 up to their divergence; NaN for rejected steps, none for repeated ones."""
     loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", math.inf)
-    losses = np.zeros(0)
+    losses, calls = np.zeros(0), 0
     try:
         while len(losses) < points and end(losses)[1] == len(losses):
-            if (chunk := feed.take(points - len(losses), state, len(losses))) is None:
+            if (chunk := feed.take(points - len(losses), state, calls)) is None:
                 continue
             state, infos = loop(state, chunk.feed, chunk.n, extra)
-            seen = infos.stacked(None, slice(chunk.steps))
-            bad = False if seen["verdict"] is None else np.asarray(seen["verdict"]) > 0
-            part = np.where(bad, np.nan, np.asarray(seen["loss"], np.float64))
-            losses = np.concatenate([losses, part])
+            calls += chunk.steps
+            seen = jax.tree.map(np.asarray, infos.stacked(None, slice(chunk.steps)))
+            part = np.where(seen["rejected"], np.nan, seen["loss"].astype(np.float64))
+            losses = np.concatenate([losses, part[~seen["repeated"]]])
     finally:
         feed.back()
         feed.close()

@@ -20,6 +20,7 @@ from tsunax.errors import WrongTypeError
 from tsunax.loss import Loss
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike
+from tsunax.run.feed import place_extra
 from tsunax.run.history import flat
 from tsunax.state import TrainState
 
@@ -65,7 +66,7 @@ def evaluate(
     is_ours = isinstance(eval_step, EvalStep)
     pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, rows, home = None, 0, placement.state_sharding(state)
-    extra = placement.replicate(extra, home)
+    extra = place_extra(extra, state)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
     merged, computed = _OF_MEMBERS if is_population else _OF_ONE
@@ -82,6 +83,7 @@ def evaluate(
             most += -most % placement.divisor(home)
             batch, mask["mask"] = placement.padded(batch, here, most)
         alike.batch("the next batch", batch)
+        placement.check_devices(batch, home)
         parts = batch, mask
         if source.is_whole or is_population:
             batch, mask = placement.replicate(parts, home, shared=False)

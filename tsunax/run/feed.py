@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, placement, trees
+from tsunax._core import PyTree, checks, placement, trees
 from tsunax._step.members import members_of
-from tsunax.data.batching import Batches, Data
+from tsunax.data.batching import Batches, Data, Positioned
 from tsunax.data.checks import check_batch
-from tsunax.data.cursors import Source, as_source
+from tsunax.data.cursors import Source, as_source, batches_in_epoch
 from tsunax.data.packing import Interleaved
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
@@ -121,17 +119,18 @@ class Feed:
 
     def steps_to(self, epochs: int, start: int) -> int | None:
         """The step at which so many epochs are over, if none is rejected; None if unknown."""
-        try:
-            return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
-        except TypeError:
+        length = batches_in_epoch(self.source.data)
+        if length is None:
             return None
+        return start + (epochs - self.epoch) * length - self.source.position
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
         data = self.source.data
-        is_known = isinstance(data, Data | list | tuple)  # a stream does not know its length
-        length = operator.length_hint(data, sys.maxsize) if is_known else sys.maxsize
-        if not self._ended and self._block is None and self.source.position >= length:
+        # the length of a stream is unknown, and that of another loader may be wrong
+        is_known = isinstance(innermost(data), Positioned | list | tuple)
+        is_over = is_known and self.source.position >= len(data)
+        if is_over and not self._ended and self._block is None:
             self._ended = self.source.take(1) is None
         ended, self._ended = self._ended, False
         return ended
@@ -163,7 +162,7 @@ class Feed:
             return Chunk(fused_loop.Nothing(self.size), _count(count, limit), count, 0, 0)
         if self._setting is None:
             return self._single(state, step)
-        if isinstance(data, Batches) and data.resident is not None:
+        if isinstance(data, Batches) and self._is_beside(data.resident, state):
             return self._resident(data, n, state, limit)
         if self._repeats:
             return self._one_batch(n, state, step, limit)
@@ -219,6 +218,7 @@ class Feed:
             leaves, treedef = jax.tree.flatten(self.source.next())
             size = self._known(treedef, leaves, step, 0)[0]
             feed = fused_loop.Stacked(treedef.unflatten([with_room(x[None], size) for x in leaves]))
+            placement.check_devices(feed.batches, home)
             self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
         n = min(n, self._repeated.size, self._last - epoch)
         self.source.again(n)
@@ -254,6 +254,12 @@ class Feed:
             place, self._block = self.place(), None
             self.source.restore(place)
         self._tell()
+
+    def _is_beside(self, resident: PyTree, state) -> bool:
+        """Whether arrays of data are on the devices of the state, or go there with its program."""
+        home = self._home_of(state)
+        are_there = lambda x: home is None or not x.committed or x.devices() == home.device_set
+        return resident is not None and all(map(are_there, jax.tree.leaves(resident)))
 
     def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays on the device, which the program gathers: nothing is copied."""
@@ -412,6 +418,7 @@ def place(
     `whole` on every process stays so. On one device jit places them: that is the fastest way.
     """
     count, is_on_mesh = _count(n, limit), isinstance(home, NamedSharding)
+    placement.check_devices(getattr(feed, "batches", None), home)
     if is_on_mesh and not whole and getattr(step, "masks", False):
         rows = jax.tree.leaves(feed.batches)[0].shape[1]
         if padding := -rows % placement.divisor(home, getattr(step, "accumulate", 1)):
@@ -423,6 +430,13 @@ def place(
     if is_on_mesh or is_on_device:
         return placement.put_rows((feed, count), home, axis=1, shared=False)
     return feed, count
+
+
+def place_extra(extra: Mapping[str, Any], state: PyTree) -> dict[str, Any]:
+    """Copies of a step's arguments where the state lives. Raises if JAX cannot take one."""
+    fix = "Bind it to the step instead, with functools.partial."
+    checks.check_arrays(extra, "extra", fix)
+    return placement.replicate(dict(extra), placement.state_sharding(state))
 
 
 @functools.lru_cache(maxsize=128)

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, checks, placement
+from tsunax._core import PyTree, Step
 from tsunax._core.interrupts import Interrupt
 from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
@@ -98,10 +98,7 @@ class Fit:
         """Put the step's arguments where the state lives, again if a callback changed them."""
         given, old = dict(self.options.extra), self.given
         if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
-            fix = "Bind it to the step instead, with functools.partial."
-            checks.check_arrays(given, "extra", fix)
-            home = placement.state_sharding(self.run.state)
-            self.given, self.extra = given, placement.replicate(given, home)
+            self.given, self.extra = given, feed.place_extra(given, self.run.state)
 
     def compare(self) -> None:
         """Compare the processes of the run."""

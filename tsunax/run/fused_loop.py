@@ -18,6 +18,8 @@ early after too many rejected steps in a row, since the host learns of them late
 What a `TrainStep` only reads stays outside of the loop. A function of the user's may change that,
 too (`adjust` in it, or a leaf that is not trained): such leaves go around beside the others.
 
+On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
+
 It knows nothing of epochs.
 """
 
@@ -34,7 +36,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, Function, PyTree, Scalar, Step, TreeDef, checks, placement, trees
+from tsunax._core import (
+    Extra,
+    Function,
+    PyTree,
+    Scalar,
+    Step,
+    TreeDef,
+    checks,
+    placement,
+    stable_text,
+    trees,
+)
 from tsunax._core.cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
@@ -47,6 +60,24 @@ from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
 from tsunax.step import StepInfo
+
+# Without these options XLA reads the condition of a loop back to the host before each step, and
+# only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by
+# hand on an H200, and 1.09 times with them (docs/gpu.md). The first option is XLA's default with
+# WHILE added; without the second one, a loop of one command would be too short for a graph.
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": "1",
+}  # on several GPUs a loop stays as it is: collectives are in no CUDA graph
+
+
+def _is_on_gpu(state: PyTree) -> bool:
+    """Whether the loop of a state is a program of its own, on a GPU."""
+    array = next(filter(trees.is_placed, jax.tree.leaves(state)), None)
+    if array is None or trees.is_tracing():
+        return False
+    return next(iter(array.sharding.device_set)).platform == "gpu"
 
 
 @dataclass(frozen=True)
@@ -173,8 +204,8 @@ class Fused:
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
 
-    def _compiled_on(self, shardings: placement.MeshShardings | None) -> Any:
-        step = self.step
+    def _compiled_on(self, place: tuple[placement.MeshShardings | None, bool]) -> Any:
+        (shardings, is_on_gpu), step = place, self.step
         run, mesh = self.once, shardings and shardings.replicated.mesh
         if isinstance(step, TrainStep):
             run = functools.partial(step.pure, mesh=mesh)
@@ -231,7 +262,13 @@ class Fused:
 
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
-        return jax.jit(train_steps, static_argnums=0, donate_argnums=donated, out_shardings=out)
+        return jax.jit(
+            train_steps,
+            static_argnums=0,
+            donate_argnums=donated,
+            out_shardings=out,
+            compiler_options=ONE_GRAPH if is_on_gpu else None,
+        )
 
     def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """One call of the step, as it is; of a population of `States`, for each of them."""
@@ -280,7 +317,8 @@ class Calls:
         else:
             placed = place_state(moving)
         shardings, self._moving, self._still = placed
-        self._program = loop.programs[shardings]
+        is_on_gpu = shardings is None and _is_on_gpu(self._moving)
+        self._program = loop.programs[shardings, is_on_gpu]
 
     def __call__(self, feed: PyTree, n: Any) -> Infos:
         given = self._kind, self._moving, self._still, feed, n, self._extra
@@ -386,7 +424,15 @@ def lowerable(step: Any, state: PyTree) -> Any:
     return jax.jit(convolutions.fast(call), donate_argnums=0)
 
 
+def fused(step: Any, donate: bool) -> Fused:
+    """The loop of a step. Equal steps that refer to equal values share one, and its programs.
+
+    A `TrainStep` keeps what it first referred to, as its own compiled program does.
+    """
+    is_ours = isinstance(step, TrainStep)
+    return _shared(step, donate, step.references if is_ours else stable_text.references_of(step))
+
+
 @functools.lru_cache(maxsize=32)
-def fused(step: Step, donate: bool) -> Fused:
-    """The loop of a step; equal steps share one, and so what was compiled."""
+def _shared(step: Step, donate: bool, references: stable_text.References) -> Fused:
     return Fused(step, donate)

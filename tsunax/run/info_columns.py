@@ -19,9 +19,8 @@ from tsunax.state import donated
 from tsunax.states import COUNTED, numbers_of
 from tsunax.step import StepInfo
 
-MOST_COLUMNS = (
-    1000  # of one name: of 1,000 classes or members; a matrix of them would fill the memory
-)
+# Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
+MOST_COLUMNS = 1000
 ADJUSTED = "adjusted hyperparameters"  # the key of their names in the memory of callbacks
 
 
@@ -158,10 +157,10 @@ class HeldNumbers:
         if any(x is not self._numbers.get(at) for at, x in numbers.items()):
             named = {at: x.named(None) for at, x in numbers.items()}
             adjusted = {at + name for at, x in numbers.items() for name in x.adjusted_names()}
-            adjusted |= {*self._memory.get(ADJUSTED, ())}
+            adjusted |= {*self._memory.get(ADJUSTED, {}).get("names", ())}
             values = {at + name: x for at, part in named.items() for name, x in part.items()}
             names = [name for name in values if "learning_rate" in name or name in adjusted]
             if adjusted:
-                self._memory[ADJUSTED] = sorted(adjusted)
+                self._memory[ADJUSTED] = {"names": sorted(adjusted)}
             self._numbers, self._columns = numbers, flat({name: values[name] for name in names})
         return self._columns

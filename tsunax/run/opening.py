@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from tsunax._core import PyTree, Step, StrPath, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.data import Batches
-from tsunax.errors import WrongTypeError, warn
+from tsunax.errors import CheckpointError, WrongTypeError, warn
 from tsunax.hyper import hyperparams
 from tsunax.microbatches import indivisible
 from tsunax.program import TrainStep
@@ -53,11 +54,12 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
     start = logged_step(state, restored.step or 0)
-    if restored.history is not None and not (is_in_hand and history is not None):
-        history = History.of(restored.history)
+    saved_history, memory = _parts_of_fit(restored, saver)
+    if saved_history is not None and not (is_in_hand and history is not None):
+        history = saved_history
     history = History() if history is None else history
     options.clock.go_on(history.time)
-    fitting = Fit(step, state, data, options, history, dict(restored.callbacks or {}), start)
+    fitting = Fit(step, state, data, options, history, memory, start)
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if fitting.is_resumed and not is_in_hand and restored.script is not None:
         fitting.has_ended = bool(before.get("has_ended", False))
@@ -91,6 +93,24 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     if saver is not None and restored.step is not None:
         bar.note(f"resumed from {saver.path}, step {start}")
     return fitting
+
+
+def _parts_of_fit(restored: Restored, saver: Any) -> tuple[History | None, dict[str, Any]]:
+    """The history and the memory of callbacks; CheckpointError for values of one's own loop."""
+    data, name = restored.data, "data"
+    try:
+        if data is not None:
+            _ = operator.index(data["epoch"]), operator.index(data["position"])
+        name = "callbacks"
+        callbacks = {} if restored.callbacks is None else restored.callbacks
+        memory = {key: {**x} for key, x in callbacks.items()}
+        name, saved = "history", restored.history
+        return None if saved is None else History.of(saved), memory
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what, got = f"{name} of a checkpoint", f"{trees.describe(getattr(restored, name)):.200}"
+        fix = "Restore the state with Checkpoints.restore, and give fit another path."
+        where, expected = str(saver.path / str(restored.step)), "what fit saves"
+        raise CheckpointError(what, where, got, expected, fix) from error
 
 
 def _check_last_batch(fitting: Fit, data: Any) -> None:

@@ -189,6 +189,8 @@ class Progress:
     def show(self, step: int, row: Mapping[str, float]) -> None:
         now = time.perf_counter()
         self.numbers = row or self.numbers
+        if self.total is not None and step > self.total:  # data had said a wrong length
+            self.total = None
         if step > self.step:
             self.step, self._newest = step, now - self.seconds["compile"]
             self._timed = self._timed or (self._newest, step)

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from tsunax._core import checks, trees
 from tsunax.schedules import schedule_type as t
-from tsunax.schedules.schedule_type import Length, NotNegative, Positive, Value, Wait, schedule
+from tsunax.schedules.schedule_type import (
+    Length,
+    NotNegative,
+    Positive,
+    Value,
+    Wait,
+    schedule,
+    since,
+)
 
 # ------------------------------------------------------------------------ what formulas are made of
 
@@ -22,13 +30,13 @@ def _between(a, b, u):
 
 def _ramp(step, begin, length):
     """From 0 at `begin` to 1 `length` steps later; flat before and after."""
-    return jnp.clip((step - begin) / jnp.maximum(length, 1), 0, 1)
+    return jnp.clip(since(step, begin) / jnp.maximum(length, 1), 0, 1)
 
 
 def _left(step, begin, length):
     """From 1 at `begin` to 0 `length` steps later; 1 - ramp would keep no digit near the end."""
     length = jnp.maximum(length, 1)
-    return jnp.clip((begin + length - step) / length, 0, 1)
+    return jnp.clip((length - since(step, begin)) / length, 0, 1)
 
 
 def _cosine(u):
@@ -58,14 +66,14 @@ def _through(step, points, curve="linear"):
     value = points[0][1]
     for (begin, a), (end, b) in itertools.pairwise(points):
         along = _between(a, b, bend(_ramp(step, begin, end - begin)))
-        value = jnp.where(step >= begin, along, value)
-    return jnp.where(step >= points[-1][0], points[-1][1], value)
+        value = jnp.where(since(step, begin) >= 0, along, value)
+    return jnp.where(since(step, points[-1][0]) >= 0, points[-1][1], value)
 
 
 def _warmed(step, init_value, peak_value, warmup_steps, value):
     """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `value`."""
     rise = _between(init_value, peak_value, _ramp(step, 0, warmup_steps))
-    return jnp.where(step < warmup_steps, rise, value)
+    return jnp.where(since(step, warmup_steps) < 0, rise, value)
 
 
 def _exponential(step, init_value, transition_steps, decay_rate, staircase, end_value):
@@ -153,8 +161,8 @@ def exponential_decay(
     With `staircase` (a bool) the exponent is rounded down. `decay_rate` is above 0; one above 1
     grows, to the largest float at most.
     """
-    since = step - transition_begin
-    return _exponential(since, init_value, transition_steps, decay_rate, staircase, end_value)
+    steps = since(step, transition_begin)
+    return _exponential(steps, init_value, transition_steps, decay_rate, staircase, end_value)
 
 
 @schedule
@@ -228,7 +236,7 @@ def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: 
     """
     value = init_value * jnp.ones(jnp.shape(step))
     for begin, scale in boundaries_and_scales:
-        value = jnp.where(step >= begin, _finite(value * scale), value)
+        value = jnp.where(since(step, begin) >= 0, _finite(value * scale), value)
     return value
 
 
@@ -300,8 +308,8 @@ def warmup_exponential_decay_schedule(
     The decay is `exponential_decay(peak_value, transition_steps, decay_rate, transition_begin,
     staircase, end_value)` of the steps after the warm-up.
     """
-    since = step - (warmup_steps + transition_begin)
-    decayed = _exponential(since, peak_value, transition_steps, decay_rate, staircase, end_value)
+    steps = since(since(step, warmup_steps), transition_begin)
+    decayed = _exponential(steps, peak_value, transition_steps, decay_rate, staircase, end_value)
     return _warmed(step, init_value, peak_value, warmup_steps, decayed)
 
 
@@ -349,9 +357,9 @@ def warmup_stable_decay(
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
     array([0. , 0.5, 1. , 1. , 1. , 1. , 0.5, 0. ], dtype=float32)
     """
-    stable = warmup_steps + stable_steps
-    falling = [(stable, peak_value), (stable + cooldown_steps, end_value)]
-    return _through(step, [(0, init_value), (warmup_steps, peak_value), *falling])
+    after_warmup = since(step, warmup_steps)
+    cooled = _between(peak_value, end_value, _ramp(after_warmup, stable_steps, cooldown_steps))
+    return _warmed(step, init_value, peak_value, warmup_steps, cooled)
 
 
 _wave = lambda u: 1 - jnp.abs(2 * u - 1)

@@ -93,6 +93,36 @@ class Schedule:
         return f"{self.factory.__name__}({', '.join(shown)})"
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class LargeCount:
+    """A whole number that float32 would round, as the sum of two that it holds exactly."""
+
+    high: Any
+    low: Any
+
+    def __repr__(self) -> str:
+        return repr(_joined(self))
+
+
+def _split(x: Any) -> Any:
+    """A large Python int as a `LargeCount`; anything else as it is."""
+    if type(x) is not int or not 2**24 < abs(x) <= LAST:
+        return x
+    return LargeCount(x - x % 2**16, x % 2**16)
+
+
+def _joined(x: Any) -> Any:
+    """A `LargeCount` as the int that it is, or as an int32 array; anything else as it is."""
+    if not isinstance(x, LargeCount):
+        return x
+    parts = x.high, x.low
+    return sum(parts) if isinstance(x.high, int) else sum(part.astype(np.int32) for part in parts)
+
+
+_is_number = lambda x: isinstance(x, (Schedule, LargeCount))
+
+
 def _is_same(a: Any, b: Any) -> bool:
     is_known = not (trees.is_traced(a) or trees.is_traced(b))
     return a is b or (is_known and np.array_equal(np.asarray(a), np.asarray(b)))
@@ -122,7 +152,8 @@ def _evaluate(schedule: Schedule, step):
     """The formula, compiled once for all numbers: a call has the bits that it has inside a step."""
     # XLA folds constants that it sees (a / 3 becomes a * (1 / 3)), which costs the last bit
     schedule, step = jax.lax.optimization_barrier((schedule, step))
-    given = {k: x if k == "schedule" else at(x, step) for k, x in schedule.arguments.items()}
+    given = jax.tree.map(_joined, schedule.arguments, is_leaf=_is_number)
+    given = {k: x if k == "schedule" else at(x, step) for k, x in given.items()}
     value = schedule.factory.__wrapped__(step, **given, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
     return value if value.ndim else _number_table.weak(value)
@@ -142,8 +173,14 @@ def at(piece: Any, step: ArrayLike) -> Scalar:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """A number of steps, which reaches a formula as a float, as the int that it is."""
+    """A number of steps, which reaches a formula as a float unless it is large, as an int."""
     return jnp.round(x).astype(jnp.int32)
+
+
+def since(step: jax.Array, begin: Scalar) -> jax.Array:
+    """`step - begin`, subtracted as ints: beyond 2²⁴ floats would round both."""
+    begin_step = whole(jnp.clip(begin, -LAST, LAST))
+    return (step - begin_step) + (begin_step - begin)  # the fraction, and the gradient
 
 
 # -------------------------------------------------------------------------- what an argument may be
@@ -174,7 +211,7 @@ def in_range(
             raise HyperparameterError(name, where, value, expected)
         if is_int32 and abs(value) > LAST:
             raise HyperparameterError(name, where, value, f"at most {LAST} steps")
-        return value
+        return int(value) if whole and abs(value) > 2**24 else value
 
     return check
 
@@ -262,10 +299,12 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     def factory(*args: P.args, **kwargs: P.kwargs) -> Schedule:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {name: kept_as[name](where, name, value) for name, value in bound.arguments.items()}
+        given = jax.tree.map(_joined, dict(bound.arguments), is_leaf=_is_number)
+        given = {name: kept_as[name](where, name, value) for name, value in given.items()}
         _check_order(where, given)
         static = {name: value for name, value in given.items() if isinstance(value, (bool, str))}
         numbers = {name: value for name, value in given.items() if name not in static}
+        numbers = jax.tree.map(_split, numbers, is_leaf=_is_number)
         return Schedule(factory, numbers, tuple(static.items()))
 
     factory.__signature__ = signature  # type: ignore[attr-defined]

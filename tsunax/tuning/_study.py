@@ -6,9 +6,12 @@ A trial is written when it has ended, in one line of the journal; what a kill le
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ import numpy as np
 
 from tsunax._core import durable_files
 from tsunax._core.libraries import library
-from tsunax.errors import CheckpointError, told
+from tsunax.errors import CheckpointError, SaveError, TsunaxError, told
 from tsunax.tuning import _trials, spaces
-from tsunax.tuning._trials import Cause, Trial
+from tsunax.tuning._trials import Cause, Result, Trial
 
 NAME = "optuna.journal"
 _STUDY = "tsunax"
@@ -37,14 +40,13 @@ class Journal:
         self.study, self._lock = None, None
         if folder is None:
             return
-        path = folder / NAME
+        self.path = folder / NAME
         with _refusing(folder):
             _optuna()
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = durable_files.Lock(folder, reader="ts.tuning.read(directory)")
             try:
-                _repair(path)
-                self.study = _load(path, about["mode"])
+                self.study = _load(self.path, about["mode"])
                 if (old := self.study.user_attrs.get(_KEY)) is None:
                     self.study.set_user_attr(_KEY, about)
                     durable_files.sync(folder)
@@ -56,9 +58,14 @@ class Journal:
                 raise
 
     def end(self, trial: Trial, space: Mapping[str, Any]) -> None:
-        """A trial has ended; it is on the disk when this returns."""
+        """A trial has ended; it is on the disk when this returns. Raises SaveError."""
         if self.study is not None:
-            self.study.add_trial(_frozen(trial, space))
+            try:
+                self.study.add_trial(_frozen(trial, space))
+            except Exception as error:  # Optuna's lock raises RuntimeError for some errors of disks
+                fix = f"The same command goes on with trial {trial.index}."
+                parts = str(self.path), told(error), "a journal that can be written", fix
+                raise SaveError("journal", *parts) from error
         self.trials[trial.index] = trial
 
     def close(self) -> None:
@@ -66,13 +73,14 @@ class Journal:
             self._lock.release()
 
 
-def read(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
+def read(folder: Path) -> Result:
     """What was searched in a directory, and the trials that ended."""
     with _refusing(folder):
         if not (folder / NAME).is_file():
             raise FileNotFoundError(f"no {NAME}")
         study = _load(folder / NAME)
-        return study.user_attrs[_KEY], list(_ended(study).values())
+        about = study.user_attrs[_KEY]
+        return Result(tuple(_ended(study).values()), tuple(about["space"]), about["mode"])
 
 
 @contextlib.contextmanager
@@ -80,33 +88,68 @@ def _refusing(folder: Path):
     """A block that raises CheckpointError for a journal that Optuna or we cannot read."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except TsunaxError:
+        raise
+    except Exception as error:  # a damaged journal also makes Optuna's own assertions fail
         expected = "a directory of a sweep, or a new one"
         raise CheckpointError("journal", str(folder), told(error), expected) from error
 
 
 def _load(path: Path, mode: str = "") -> Any:
+    """The study of a journal; with a mode to write to it, made if there is none yet."""
+    optuna, backends = _optuna(), _optuna(".storages.journal")
+    storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(path)))
+    names = optuna.get_all_study_names(storage)
+    if names and _STUDY not in names:
+        raise ValueError(f"a study {names[0]!r} of another program")
+    if mode:
+        _repair(path, backends.JournalFileSymlinkLock(str(path)))
+    if mode and not names:
+        return _created(study_name=_STUDY, storage=storage, direction=f"{mode}imize")
+    study = optuna.load_study(study_name=_STUDY, storage=storage)
+    directions = [direction.name for direction in study.directions]
+    # a sweep that was killed before it said what it searches has no trials
+    if _KEY not in study.user_attrs and (study.trials or directions != [f"{mode}imize".upper()]):
+        raise ValueError(f"a study {_STUDY!r} of another program")
+    return study
+
+
+def _created(**how: Any) -> Any:
+    """A new study, without Optuna's line about it on stderr."""
     optuna = _optuna()
-    backend = _optuna(".storages.journal").JournalFileBackend(str(path))
-    given = {"study_name": _STUDY, "storage": optuna.storages.JournalStorage(backend)}
-    if not mode:
-        return optuna.load_study(**given)
-    return optuna.create_study(**given, direction=f"{mode}imize", load_if_exists=True)
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
+    try:
+        return optuna.create_study(**how)
+    finally:
+        optuna.logging.set_verbosity(verbosity)
 
 
-def _repair(path: Path) -> None:
+# Seconds for which a process holds Optuna's lock at most: it appends a line, and syncs it. The lock
+# of one that was killed stays; Optuna itself waits for 30 s before it takes that away.
+_PATIENCE = 1.0
+
+
+def _repair(path: Path, lock: Any) -> None:
     """Remove what a process left that was killed while it wrote: half a line, and Optuna's lock."""
-    path.with_name(f"{NAME}.lock").unlink(missing_ok=True)
-    if path.exists():
+    link, until = path.with_name(f"{NAME}.lock"), time.monotonic() + _PATIENCE
+    while os.path.lexists(link) and time.monotonic() < until:
+        time.sleep(0.01)
+    link.unlink(missing_ok=True)
+    lock.acquire()  # a worker of Optuna's own may write meanwhile
+    try:
         with open(path, "r+b") as file:
             content = file.read()
             if not content.startswith(b"{"[: len(content)]):
                 raise ValueError(f"{content[:40]!r}, no journal of Optuna's")
-            if (whole := content.rfind(b"\n") + 1) < len(content):
+            whole = content.rfind(b"\n") + 1
+            for line in content[:whole].splitlines()[-1:]:
+                json.loads(line)  # Optuna would find its damage only when it appends
+            if whole < len(content):
                 file.truncate(whole)
                 os.fsync(file.fileno())
+    finally:
+        lock.release()
 
 
 def _raise_other(folder: Path, *abouts: dict[str, Any]) -> None:
@@ -119,19 +162,36 @@ def _raise_other(folder: Path, *abouts: dict[str, Any]) -> None:
 
 
 def _ended(study: Any) -> dict[int, Trial]:
-    found = (_trial(one) for one in study.get_trials(deepcopy=False) if one.state.is_finished())
-    return {trial.index: trial for trial in sorted(found, key=lambda trial: trial.index)}
+    """The trials that ended, by number: ours have their own, those of workers the free ones."""
+    trials = study.get_trials(deepcopy=False)
+    numbers = _numbers(study, trials)
+    ended = {numbers[one.number]: one for one in trials if one.state.is_finished()}
+    return {index: _trial(ended[index], index) for index in sorted(ended)}
 
 
-def _trial(one: Any) -> Trial:
+def _numbers(study: Any, trials: Sequence[Any]) -> dict[int, int]:
+    """The number of each trial by its number in the study, which counts them as they end.
+
+    Trials of ours have the number with which they were drawn: those of a vectorized search end in
+    another order. Trials of workers fill the gaps, but are no points of a grid.
+    """
+    said = ((one.number, one.user_attrs.get(_KEY, {})) for one in trials)
+    ours = {number: about["index"] for number, about in said if "index" in about}
+    drawn, first = {*ours.values()}, study.user_attrs.get(_KEY, {}).get("points", 0)
+    free = (i for i in itertools.count(first) if i not in drawn)
+    return {one.number: ours[one.number] if one.number in ours else next(free) for one in trials}
+
+
+def _trial(one: Any, index: int) -> Trial:
     status = {"COMPLETE": "done", "PRUNED": "pruned"}.get(one.state.name, "failed")
-    reports, said = dict(one.intermediate_values), one.user_attrs.get(_KEY)
-    if said is None:  # of a worker of Optuna's own
-        return Trial(one.number, one.params, status, one.value, reports=reports)
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+    said: dict[str, Any] = {"index": index, "values": one.params, "value": one.value, "cause": None}
+    said["metrics"] = {name: x for name, x in one.user_attrs.items() if is_number(x)}
+    said |= {"seconds": one.duration.total_seconds(), **one.user_attrs.get(_KEY, {})}
     tuples = lambda x: tuple(map(tuples, x)) if isinstance(x, list) else x
-    values = {name: tuples(x) for name, x in said["values"].items()}
-    cause = None if said["cause"] is None else Cause(*said["cause"])
-    return Trial(**{**said, "values": values, "cause": cause}, status=status, reports=reports)
+    said["values"] = {name: tuples(x) for name, x in said["values"].items()}
+    said["cause"] = None if said["cause"] is None else Cause(*said["cause"])
+    return Trial(**said, status=status, reports=dict(one.intermediate_values))
 
 
 def _frozen(trial: Trial, space: Mapping[str, Any]) -> Any:
@@ -167,8 +227,10 @@ class Search:
         sampler = sampler or (lambda seed: optuna.samplers.TPESampler(seed=seed))
         self.make = sampler if callable(sampler) else None
         how = {"sampler": None if self.make else sampler, "direction": f"{about['mode']}imize"}
-        self.study = optuna.create_study(pruner=pruner or optuna.pruners.NopPruner(), **how)
-        self.study.add_trials([_frozen(trial, space) for trial in journal.trials.values()])
+        self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **how)
+        if journal.study is not None:
+            earlier = journal.study.get_trials(deepcopy=False)
+            self.study.add_trials([one for one in earlier if one.state.is_finished()])
 
     def values(self, index: int) -> dict[str, Any]:
         if self.make is not None:  # anew, so that after a kill it proposes what it would have
@@ -220,8 +282,13 @@ def as_optuna(
             if trial.should_prune():
                 raise _optuna().TrialPruned
 
-        own = _trials.own(objective, trial.number, report)
-        metrics, value = _trials.numbers(objective(**suggested(trial, space), **own), metric)
+        values, number = suggested(trial, space), trial.number
+        study = getattr(trial, "study", None)  # a trial that is run again by hand has none
+        if study is not None and _KEY in study.user_attrs:
+            number = _numbers(study, study.get_trials(deepcopy=False))[number]
+            trial.set_user_attr(_KEY, {"values": values})
+        own = _trials.own(objective, number, report)
+        metrics, value = _trials.numbers(objective(**values, **own), metric)
         for name, x in metrics.items():
             trial.set_user_attr(name, x)
         return value

@@ -117,6 +117,7 @@ def tune(
         raise HyperparameterError("space", where, "constants alone", "an entry that varies", fix)
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
+    about |= {"points": len(points)} if backend == "grid" else {}
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(contextlib.closing(_study.Journal(folder, about)))
@@ -242,8 +243,7 @@ def read(directory: StrPath) -> Result:
 
     Raises CheckpointError for a path without a sweep.
     """
-    about, trials = _study.read(durable_files.folder_of(directory, "directory", "read()"))
-    return Result(tuple(trials), tuple(about["space"]), about["mode"])
+    return _study.read(durable_files.folder_of(directory, "directory", "read()"))
 
 
 def as_trainable(

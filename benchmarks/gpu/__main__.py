@@ -1,0 +1,3 @@
+from benchmarks.gpu.programme import main
+
+main()

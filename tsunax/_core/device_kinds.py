@@ -1,0 +1,136 @@
+"""Which device a word means: a kind such as "gpu", or "auto" for the preferred kind.
+
+A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
+TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
+the kind that `"auto"` tries first. Every function that takes a device takes it by `as_device` or
+`as_sharding`.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from tsunax._core import Device, trees
+from tsunax.errors import ConfigError, DeviceError, WrongTypeError, told, unknown, warn
+
+PLATFORMS = {  # JAX's names; mps is Apple's
+    "tpu": ("tpu",), "gpu": ("cuda", "rocm", "oneapi", "mps"), "cpu": ("cpu",),
+    "cuda": ("cuda",), "rocm": ("rocm",), "metal": ("mps",),
+}  # fmt: skip
+KINDS = ("auto", *PLATFORMS)
+PREFERENCE_FILE = ".tsunax-device"
+# JAX's exceptions for no device; the latter if JAX_PLATFORMS names no available platform
+_NO_DEVICE = (RuntimeError, AssertionError)
+_ORDER = ("tpu", "gpu", "cpu")
+
+
+def find(platform: str | None) -> list[Device]:
+    """This process's devices of a platform, or of JAX's default one; raises one of `_NO_DEVICE`."""
+    return jax.local_devices(backend=platform)
+
+
+def devices_of_kind(kind: str) -> tuple[list[Device], str]:
+    """The devices of a kind, or why there are none."""
+    for platform in PLATFORMS[kind]:
+        try:
+            if devices := find(platform):
+                return devices, ""
+        except _NO_DEVICE as error:
+            if "nitialize" in str(error):
+                return [], told(error)
+    listed = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if listed and not {kind, *PLATFORMS[kind]} & set(listed.split(",")):
+        return [], f"JAX_PLATFORMS={listed} leaves it out"
+    return [], "JAX finds none; its plugin may not be installed"
+
+
+def nearest_file() -> Path | None:
+    here = Path.cwd()
+    paths = (folder / PREFERENCE_FILE for folder in (here, *here.parents))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def preference() -> tuple[str | None, str]:
+    """The preferred kind and its source. Raises ConfigError for an unknown kind."""
+    kind, source = os.environ.get("TSUNAX_DEVICE", "").strip(), "TSUNAX_DEVICE"
+    if not kind:
+        if (path := nearest_file()) is None:
+            return None, ""
+        kind, source = path.read_text("utf-8", "replace").strip(), str(path)
+    if kind not in KINDS:
+        raise ConfigError(unknown("device", source, kind, KINDS))
+    return kind, source
+
+
+def _automatic() -> tuple[list[Device], str]:
+    """The devices of the preferred kind, or else of the first available one; and why."""
+    preferred, source = preference()
+    if preferred and preferred != "auto":
+        devices, why = devices_of_kind(preferred)
+        if devices:
+            return devices, f"{preferred} is preferred by {source}"
+        warn(f"{preferred}, preferred by {source}, is not here: {why}. Another device is used.")
+    for kind in _ORDER:
+        if devices := devices_of_kind(kind)[0]:
+            return devices, f"{kind} is the first of {', '.join(_ORDER)} that is here"
+    try:
+        return find(None), "what JAX takes by default"
+    except _NO_DEVICE as error:
+        raise DeviceError("devices", "", told(error), "a backend that starts") from error
+
+
+def check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
+    if not isinstance(kind, str):
+        raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
+    if kind not in known:
+        raise DeviceError(unknown("kind", where, kind, known))
+
+
+def devices_named(kind: Any, where: str) -> tuple[list[Device], str]:
+    check_kind(kind, where, KINDS)
+    if kind == "auto":
+        return _automatic()
+    devices, why = devices_of_kind(kind)
+    if not devices:
+        there = [f"{other} ({n})" for other in _ORDER if (n := len(devices_of_kind(other)[0]))]
+        expected = f"one that is here: {', '.join(there) or 'none is'}"
+        raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
+    return devices, f"{kind} was asked for"
+
+
+def device_number(devices: Sequence[Device], index: Any, where: str) -> Device:
+    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+        raise WrongTypeError("index", where, trees.describe(index), "an int")
+    if not 0 <= index < len(devices):
+        fix = f"There are {len(devices)}, {devices[0].platform}, counted from 0."
+        raise DeviceError("index", where, index, f"0 to {len(devices) - 1}", fix)
+    return devices[int(index)]
+
+
+def as_device(device: Any, call: str) -> Device:
+    """The device of a kind, of `(kind, number)`, or a device itself. `call` is "setup()".
+
+    Raises DeviceError for one that is unknown or not here, WrongTypeError for other things.
+    """
+    if isinstance(device, jax.Device):
+        return device
+    kind, index = device if isinstance(device, tuple) and len(device) == 2 else (device, 0)
+    if isinstance(kind, str):
+        where = f"{call[:-1]}{device!r})"
+        return device_number(devices_named(kind, where)[0], index, where)
+    is_mesh = isinstance(device, Mesh)
+    fix = "shard(state, mesh) spreads a state, prefetch(data, mesh) spreads batches over a mesh."
+    expected = "a kind or a jax.Device, or (kind, number)"
+    raise WrongTypeError("device", call, trees.describe(device), expected, fix if is_mesh else "")
+
+
+def as_sharding(device: Any, call: str) -> Sharding:
+    """The sharding on `as_device`; shardings as they are."""
+    if isinstance(device, Sharding):
+        return device
+    return SingleDeviceSharding(as_device(device, call))

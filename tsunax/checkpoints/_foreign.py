@@ -1,0 +1,114 @@
+"""The gate for files that others wrote: their bytes are judged before anything is built of them.
+
+A text or a msgpack file is looked through once, and refused if Python's objects for it could take
+more memory than four times the files and 64 MiB. Kinds of files that are often taken for another
+are named. No array is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from tsunax.checkpoints.leaves import Damaged
+from tsunax.errors import TsunaxError, told
+
+# Bytes that a description may take beyond four times its files. Of the 64 MiB that are promised
+# (SECURITY.md), the others are for what libraries hold.
+_ROOM = 48 << 20
+
+# Bytes of memory for each of these characters of JSON, measured with CPython's objects
+_JSON_COSTS = {b",": 44, b":": 40, b"{": 120, b"[": 72, b'"': 28}
+_VALUE_COST = 1000  # bytes for each value of a flax file: its object, its name and its description
+
+# By the first byte of a value of msgpack, from 0xc0 to 0xdf: the bytes of the length that follows,
+# and those of the value without it
+_LENGTHS = bytes.fromhex("00000000 010204 010204" + "00" * 15 + "010204 0204 0204")
+_FIXED = bytes.fromhex("00000000 000000 010101 0408 01020408 01020408 020305 0911" + "00" * 7)
+_MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xDD}
+_EXTENSIONS = {*range(0xC7, 0xCA), *range(0xD4, 0xD9)}
+_HEAD = 1000  # bytes of an array's shape and dtype: NumPy reads a name in quadratic time
+
+_KINDS = {
+    rb"PK\x03\x04.{26}.*\.npy": "a NumPy .npz file: np.load reads it",
+    rb"PK\x03\x04.{26}[^/]*/(data\.pkl|\.format_version|byteorder)|\x80.\x8a\x0al\xfc\x9cF\xf9":
+        "a PyTorch file: torch.load(..., weights_only=True) reads it, safetensors.torch writes it",
+    rb"PK\x03\x04": "a zip archive: unpack it first",
+    rb"\x93NUMPY": "a NumPy .npy file: np.load reads it",
+    rb"\x89HDF": "an HDF5 file, as of Keras: h5py reads it",
+    rb"\x80[\x02-\x05]": "a pickle, which could run code: nothing is unpickled here",
+    rb"version https://git-lfs": "a pointer of git-lfs, without the file: run `git lfs pull`",
+    rb"\s*(<!doctype|<html|<\?xml)": "a web page: the download needs another address or a login",
+    rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "a compressed file: unpack it first",
+    rb".{257}ustar": "a tar archive: unpack it first",
+    rb"GGUF": "a GGUF file of llama.cpp",
+    rb".{8}\{": "a safetensors file",
+    rb"\s*[{\[]": "a JSON text",
+    rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9]": "a msgpack file, as flax writes: format='flax'",
+}  # fmt: skip
+
+
+def kind_of(head: bytes, expected: str = "") -> str:
+    """The kind of a file by its first bytes, and what reads it; "" for `expected` and unknown ones.
+
+    >>> kind_of(b"version https://git-lfs.github.com/spec/v1")
+    'a pointer of git-lfs, without the file: run `git lfs pull`'
+    """
+    known = (kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512]))
+    kind = next(known, "")
+    return "" if expected and kind.startswith(expected) else kind
+
+
+@contextlib.contextmanager
+def damage_only() -> Iterator[None]:
+    """A context in which whatever a parser raises for bytes that it does not expect is Damaged."""
+    try:
+        yield
+    except (TsunaxError, Damaged, OSError):
+        raise
+    except Exception as error:
+        raise Damaged(told(error)) from None
+
+
+def check_cost(cost: int, size: int) -> int:
+    """`cost`, the bytes that a description of files of `size` bytes may take; or Damaged."""
+    if cost > 4 * size + _ROOM:
+        raise Damaged(f"a description that would take {cost >> 20} MiB, for files of {size} bytes")
+    return cost
+
+
+def check_json(text: bytes, size: int, spent: int = 0) -> int:
+    """The memory to parse a JSON text, and what is `spent` already; Damaged if it is too much."""
+    is_narrow = text.isascii() and b"\\u" not in text  # others take four bytes a character
+    marks = sum(cost * text.count(mark) for mark, cost in _JSON_COSTS.items())
+    return check_cost(spent + marks + len(text) * (2 if is_narrow else 6), size)
+
+
+def check_msgpack(content: bytes) -> None:
+    """Raise Damaged for a flax file whose values would take too much memory or time."""
+    for count, (first, start, stop) in enumerate(_values(content, 0, len(content))):
+        check_cost(count * _VALUE_COST, len(content))
+        if first in _EXTENSIONS:  # an array: shape, dtype and bytes, in msgpack again
+            for _, inside, _ in _values(content, start + 1, stop):
+                if inside > start + _HEAD:
+                    raise Damaged(f"a shape and a dtype of more than {_HEAD} bytes")
+
+
+def _values(content: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(first byte, start, stop) of each value in msgpack, containers before what is in them."""
+    pending = 1
+    while pending:
+        if pending > end - at:
+            raise Damaged("values that are cut")
+        first = content[at]
+        start, pending = at + 1, pending - 1
+        size = first & 31 if 0xA0 <= first < 0xC0 else first & 15 if first < 0xA0 else 0
+        if 0xC0 <= first < 0xE0:
+            start += _LENGTHS[first - 0xC0]
+            size = int.from_bytes(content[at + 1 : start], "big") + _FIXED[first - 0xC0]
+        is_container = first in _MAPS or first in _LISTS
+        if is_container:
+            pending += size * 2 if first in _MAPS else size
+        at = start if is_container or first < 0x80 else start + size
+        yield first, start, at
