@@ -63,8 +63,41 @@ def test_names_choose_and_share_panels():
 
 def test_x_may_be_a_column():
     figure = made().plot(names=["val/loss"], x="epoch")
-    np.testing.assert_array_equal(lines(figure.axes[0])["val/loss"][0], [0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(lines(figure.axes[0])["val/loss"][0], [1, 2, 3, 4, 5])  # at the ends of epochs
     assert figure.axes[-1].get_xlabel() == "epoch"
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_the_rows_and_events_of_an_epoch_lie_between_its_ends(every):
+    history = History()
+    for step in range(every, 1001, every):
+        history.add({"loss": 1 / step, "epoch": (step - 1) // 250}, step)
+    for step in (125, 375, 1000):
+        history.mark("adjust", step)
+    (axes,) = history.plot(x="epoch").axes
+    np.testing.assert_allclose(lines(axes)["loss"][0], np.arange(every, 1001, every) / 250, atol=every / 250)
+    assert np.all(np.diff(lines(axes)["loss"][0]) > 0)  # no vertical lines
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+    np.testing.assert_allclose(marks, [0.5, 1.5, 4], atol=every / 250)
+
+
+def test_a_number_that_jumps_is_no_ramp():
+    """At the row before the jump, where a callback adjusts it; a warm-up and a noisy number stay as they are."""
+    history, noise = History(), np.random.default_rng(0).normal(size=20)
+    for i, step in enumerate(range(100, 2001, 100)):
+        row = {"learning_rate": 0.1 if step <= 500 else 0.01, "warm/learning_rate": min(step, 400) / 400}
+        history.add(row | {"loss": noise[i], "once": float(step > 500)} | ({"cut": 0.5} if step > 700 else {}), step)
+    rate, warm, loss, once, cut = (
+        history.plot(names=[name]).axes[0].lines[0]
+        for name in ("learning_rate", "warm/learning_rate", "loss", "once", "cut")
+    )
+    steps = [*range(100, 501, 100), *range(500, 2001, 100)]
+    for line, before, after in ((rate, 0.1, 0.01), (once, 0, 1)):
+        np.testing.assert_array_equal(line.get_data(), [steps, [before] * 5 + [after] * 16])
+        marked = [steps[i] for i in line.get_markevery()]
+        assert marked == history["step"].tolist() and steps[5] == 500 and 5 not in line.get_markevery()
+    for line, name in ((warm, "warm/learning_rate"), (loss, "loss"), (cut, "cut")):
+        np.testing.assert_array_equal(line.get_data(), history.series(name))
 
 
 def test_marks():
@@ -104,6 +137,33 @@ def test_a_wide_range_is_logarithmic(values, scale):
         history.add({"loss": value}, step)
     figure = history.plot()
     assert figure.axes[0].get_yscale() == scale and figure._repr_png_()
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [
+        ([9.0, 0.3], ["0.5", "1", "2", "5"]),
+        ([2.0, 0.05], ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
+        ([100.0, 1e-5], ["0.001"]),
+    ],
+)
+def test_a_logarithmic_axis_has_labels_between_powers_of_ten(values, numbers):
+    history = History()
+    for step, value in enumerate(values):
+        history.add({"loss": value}, step)
+    (axes,) = history.plot().axes
+    format = axes.yaxis.get_major_formatter()
+    assert set(numbers) <= {format(tick) for tick in shown_ticks(axes.yaxis)}
+
+
+@pytest.mark.medium
+def test_no_legend_hides_a_point():
+    figure = made().plot(names=["loss", "val/loss", "accuracy", "learning_rate", "b1", "grad_norm"])
+    figure.draw_without_rendering()
+    legends = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
+    assert len(legends) == 1
+    for axes, legend in legends:
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 @pytest.mark.medium
@@ -224,6 +284,19 @@ def test_members_are_named_with_their_constant():
     assert (of["loss/3"].get_linestyle(), of["val/loss/3"].get_linestyle()) == ("-", "--")
     shown = [handle.get_color() for handle in legend.legend_handles[:5]]
     assert shown == [of[f"loss/{i}"].get_color() for i in range(5)]
+
+
+@pytest.mark.medium
+def test_members_are_named_with_all_of_their_constants_whatever_is_drawn():
+    history = population()
+    decay = {f"weight_decay/{i}": 0.1 * (i % 2) for i in range(5)}
+    history.add(decay, 61)
+    figure = history.plot(names=[f"loss/{i}" for i in range(5)])
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["/0  1e-05, 0", "/1  0.0001, 0.1", "/2  0.001, 0", "/3  0.01, 0.1", "/4  0.1, 0"]
+    assert legend.get_title().get_text() == "learning rate, weight decay"
+    assert figure.axes[0].get_title(loc="left") == ""
 
 
 @pytest.mark.medium

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import struct
+import subprocess
 import sys
 
 import numpy as np
@@ -242,6 +243,8 @@ class Model:
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
 def test_each_row_of_each_run_is_there_once_over_kills_resumes_and_other_runs(tmp_path, monkeypatch, kind):
     """Three runs write into one log, also at the same time; two have checkpoints."""
+    if kind == "tensorboard":
+        need("tensorboardX")
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     for seed in range(40 if kind != "tensorboard" else 8):
         folder, rng = tmp_path / str(seed), random.Random(seed)
@@ -259,6 +262,39 @@ def test_each_row_of_each_run_is_there_once_over_kills_resumes_and_other_runs(tm
             model.check()
         for run in list(model.open):
             model.end(run)
+
+
+PROCESS = """
+import random, sys
+from tsunax.run import loggers
+kind, path, run = sys.argv[1:]
+print("ready", flush=True), input()
+log, rng = getattr(loggers, kind)(path), random.Random(run)
+for step in range(1, 201):
+    if step == 1 or rng.random() < 0.05:  # a resume, and a process that was killed before
+        log.start({"run_id": run, "rows_from": step})
+    log({f"loss {rng.randint(0, 9)}": step}, step=step)
+log.close()
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_processes_may_write_into_one_file_at_the_same_time(tmp_path, kind):
+    log = Lines(kind, tmp_path)
+    run = [sys.executable, "-c", PROCESS, kind, str(log.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*run, name], **pipes) for name in "abc"]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.communicate()[0] for process in processes] == [""] * 3
+    found: dict[str, list] = {name: [] for name in "abc"}
+    for name, step, row in log.rows():
+        found[name].append(step)
+        assert list(row.values()) == [step]  # under its own name
+    assert found == {name: [*range(1, 201)] for name in "abc"}
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

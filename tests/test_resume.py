@@ -139,6 +139,15 @@ def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):
     assert last["loss"] == history.last("loss") and last["val/loss"] == 0.5
 
 
+def test_what_a_callback_logs_when_a_run_is_resumed_makes_no_second_row(tmp_path):
+    log_norm = lambda run: run.log(norm=float(jnp.sum(run.state.params["w"])))
+    for stop in (8, 16):
+        _, history = fit(tmp_path / "run", make(), stop, callbacks=log_norm, log_every=4, logger=logs_in(tmp_path))
+    assert rows_of_runs(tmp_path) == [history["step"].tolist()] == [[0, 1, 4, 8, 12, 16]]
+    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert all(line.keys() >= {"loss", "norm"} for line in lines if line.get("step", 0) > 1)
+
+
 def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypatch):
     synced, sizes, fsync, save = {}, [], os.fsync, Checkpoints._save
 

@@ -59,11 +59,13 @@ class RangeTest:
         curve = self.rates[: self.used], self.smoothed[: self.used]
         plots.draw(axes, "averaged loss", {"averaged loss": curve})
         axes.set_xscale("log")
+        plots.log_ticks(axes.xaxis, curve[0])
         found = {"steepest (returned)": self.steepest, "minimum / 10": self.tenth}
         for i, (name, rate) in enumerate(found.items(), 1):
             axes.axvline(rate, color=f"C{i}", linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
-        axes.legend(handles=axes.lines[1:], fontsize=8, edgecolor="none")
+        how: Any = {"loc": "outside upper center", "ncols": 2, "fontsize": 8, "edgecolor": "none"}
+        figure.legend(handles=axes.lines[1:], **how)
         return figure
 
 

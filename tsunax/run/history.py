@@ -238,10 +238,10 @@ class History:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
-        or a column to lay them out along ("epoch"). A constant has no panel: the line above gives
-        its value. Rejected steps are red ticks at the lower edge; other marks but evaluations
-        (thaw, restart, stop, yours) are dashed lines. Members of a population have the same color
-        in each panel, and the legend names at most sixteen of them.
+        or a column to lay them out along; with "epoch" the first one ends at 1. A constant has no
+        panel: the line above gives its value. Rejected steps are red ticks at the lower edge; other
+        marks but evaluations (thaw, restart, stop, yours) are dashed lines. Members of a population
+        have the same color in each panel, and the legend names at most sixteen of them.
 
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
         itself. MissingLibraryError without matplotlib, RowError for unknown names or no rows.

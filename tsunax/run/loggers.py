@@ -1,8 +1,9 @@
 """Loggers: where the rows of a run go.
 
 A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those
-here also have `start(settings)`, called once before the first row, and `close()`, called at the end
-of every run. Making one opens nothing, so that every process may make it and the main one use it.
+here also have `start(settings)`, called once before the first row, `sync()`, called before each
+checkpoint, and `close()`, called at the end of every run. Making one opens nothing, so that every
+process may make it and the main one use it.
 
 `csv`, `jsonl` and `tensorboard` write files, and have one contract:
 
@@ -11,8 +12,8 @@ of every run. Making one opens nothing, so that every process may make it and th
   step on are of a process that ended before it saved them: they are deleted.
 - Rows of other runs stay as they are. A file that another tool wrote is refused.
 - A row is a single write. What a killed process left of its last row is deleted.
-- `sync()` puts all rows on the disk. `fit` calls it before it saves a checkpoint, because a run
-  that resumes from the checkpoint does not write the earlier rows again.
+- `sync()` puts all rows on the disk, because a run that resumes from the checkpoint does not write
+  the earlier rows again.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ class RowLog:
     clock: Clock
     step: int = -1  # of the newest row
     told_step: int = -1  # of the row that the loggers were given last
+    resumed_row: int = -1  # the step of a row that loggers got before the run was resumed there
     # what makes the row of the newest step, if it has none
     last: tuple[Callable[[], Mapping[str, Any]], int] | None = None
     is_closed: bool = False  # whether further numbers belong to the end of the run alone
@@ -149,12 +150,14 @@ class RowLog:
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
+        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
+        row = {name: x for name, (i, x) in newest.items() if i == step}
         if closing_step != step and not is_over:
+            self.resumed_row = step if row else -1
             return False
         if numbers:  # the row of the end again, if the run ends before its next step
             self.last = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
-        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
-        self.step, run.row = step, {name: x for name, (i, x) in newest.items() if i == step}
+        self.step, run.row = step, row
         return True
 
     def close(self) -> None:
@@ -183,7 +186,7 @@ class RowLog:
         """Give the newest row to the loggers."""
         row, self.run.row = self.run.row, {}
         self.told_step = self.step if row else self.told_step
-        for logger in self.loggers if row else ():
+        for logger in self.loggers if row and self.step != self.resumed_row else ():
             with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)
 
