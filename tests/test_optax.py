@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,3 +288,11 @@ def test_an_update_is_traced_once_for_rules_that_differ_in_numbers(monkeypatch):
     for _ in range(2):  # what is refused once is refused again
         with pytest.raises(RuleError, match="scale_by_sm3"):
             ts.setup(rules.sm3(1e-3), {"w": jnp.float32(1)})
+
+
+def test_flax_writes_and_reads_the_optimizer_state_of_a_training_state():
+    state = ts.setup(rules.adam(1e-3), {"w": jnp.ones(2)})
+    state, _ = ts.update(state, {"w": jnp.ones(2)})
+    text = flax.serialization.to_bytes(state.opt_state)
+    blank = jax.tree.map(jnp.zeros_like, state.opt_state)
+    assert_trees_close(flax.serialization.from_bytes(blank, text), state.opt_state, rtol=0, atol=0)
