@@ -34,6 +34,7 @@ _HASHED = 10_000  # elements of an array on a device that is compared by its val
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
+# Operations of byte code that name a global or a module, and those that read an attribute
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
 # Code with these names may read attributes whose names it does not have.
@@ -170,9 +171,10 @@ class _Walk:
 
     def __init__(self, f: Any, is_exact: bool) -> None:
         self.is_exact, self.package = is_exact, ""
-        self.names, known = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
-        while known < len(self.names):  # what was passed by may have one of the newer names
-            known = len(self.names)
+        self.names, names_before = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
+        # An object that was passed by may have an attribute that code behind it reads.
+        while names_before < len(self.names):
+            names_before = len(self.names)
             parts = itertools.islice(self._parts(f), _VALUES)
             self.digest = hash_of("\n".join(parts).encode())
 
@@ -244,10 +246,10 @@ class _Walk:
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
             return trees.describe(x)
-        is_known = np.size(x) <= _HASHED and getattr(x, "is_fully_addressable", True)
-        is_known = (is_known or not isinstance(x, jax.Array)) and not trees.is_gone(x)
-        # a program that reads a large one keeps it, and so no other gets its id
-        return _of_array(x) if is_known else f"{trees.describe(x)} {id(x)}"
+        is_small = np.size(x) <= _HASHED and getattr(x, "is_fully_addressable", True)
+        has_values = (is_small or not isinstance(x, jax.Array)) and not trees.is_gone(x)
+        # A program that reads a large array keeps it: no other array gets its id.
+        return _of_array(x) if has_values else f"{trees.describe(x)} {id(x)}"
 
 
 def _flat(members: Mapping[str, Any], is_in: Callable[[str], bool]) -> list[Any]:

@@ -208,15 +208,15 @@ def _changed_leaves(run, at: int, state) -> list[str]:
     tree = leaves.tree_of(state)
 
     def look():
-        own, blocks = _host_copies.copied(tree, run.process)
-        by_name = {leaf.name: leaf for leaf in own}
+        described, blocks = _host_copies.copied(tree, run.process)
+        by_name = {leaf.name: leaf for leaf in described}
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
-        return (own, run.home.manifest(at)), json.dumps(_blocks.leaf_sums(hashes))
+        return (described, run.home.manifest(at)), json.dumps(_blocks.leaf_sums(hashes))
 
-    (own, manifest), words = run.together(f"restore of step {at}: leaves", look)
+    (described, manifest), words = run.together(f"restore of step {at}: leaves", look)
     sums = [json.loads(word) for word in words]
     total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
-    in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in own}
+    in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
     numbers = ["hyperparameters"] * any(".numbers" in path for path in paths)
