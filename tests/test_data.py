@@ -562,6 +562,7 @@ REFUSED = {  # a function of the argument, its path
     "evaluate": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": x}]), "batch['x'], batch 0 of epoch 0"),
     "its argument": (lambda x: ts.evaluate(SCORE, fresh(), [{"x": ROWS}], scale=corner(x)), "extra['scale']"),
     "fit": (lambda x: fit_once([{"x": x}]), "batch['x'], batch 0 of epoch 0"),
+    "value_and_grad": (lambda x: ts.value_and_grad(STEP.loss_fn)(fresh(), {"x": x}), "batch['x']"),
     "fit, later": (
         lambda x: fit_once([{"x": ROWS}, {"x": x}], steps=2),
         "batch['x'], one of batches 1 to 1 of epoch 0",

@@ -244,7 +244,8 @@ def test_devices_are_given_by_the_same_words_everywhere(name):
 
 def test_lists_of_devices():
     chosen = [CPU[0], CPU[2]]
-    assert devices([0, 2]) == devices(chosen) == chosen
+    assert devices([0, 2]) == devices(chosen) == devices([("cpu", 0), ("cpu", 2)]) == chosen
+    assert devices(("cpu", 2)) == list(ts.mesh(devices=("cpu", 2)).devices.flat) == [CPU[2]]
 
 
 def test_info():

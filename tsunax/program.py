@@ -259,8 +259,8 @@ class TrainStep:
         if more or not isinstance(state, TrainState):
             check_state(state, "step()", batch, more)
         try:
-            # eager grad and vmap trace some arrays only: the others would be donated
             check_byte_order(batch, extra)
+            # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
                 new, info = self._traced(state, batch, extra)
                 # arrays that the step only reads stay the same ones: a loop does not carry them

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from tsunax import guard
 from tsunax._core import Extra, Function, PyTree, trees
-from tsunax._core.checks import as_array
+from tsunax._core.checks import as_array, check_movable
 from tsunax._core.training_call import training_call
 from tsunax.errors import KeywordError, LossError, TsunaxError, WrongTypeError, unknown
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
@@ -126,6 +126,7 @@ class LossFn:
             out = call(keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
+                check_movable(batch, "batch")
                 state_leaves = keywords.get("model_state")
                 error.add_note(_explaining().note(self.fn, batch, error, state_leaves))
             raise

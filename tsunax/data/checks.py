@@ -64,10 +64,10 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
 
 def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, str, Any]]:
     """Each leaf with its place, and the node that it belongs to: one that is whole, or itself."""
-    at = lambda *path: trees.access_str(root, sum(path, ()))
+    access = lambda *paths: trees.access_str(root, sum(paths, ()))
     flat = lambda node, **options: jtu.tree_flatten_with_path(node, **options)[0]
     nodes = flat(batch, is_leaf=is_whole)
-    return [(node, at(path, inner), x) for path, node in nodes for inner, x in flat(node)]
+    return [(node, access(path, inner), x) for path, node in nodes for inner, x in flat(node)]
 
 
 def _lost(x: Any) -> tuple[str, str, str] | None:

@@ -181,18 +181,18 @@ def _checked(sequences: list[PyTree], length: int, where: str) -> _Records:
         raise DataError("sequences[0]", where, trees.describe(sequences[0]), expected)
     lengths = []
     for i, leaves in enumerate(records):
-        at = lambda j, i=i: f"sequences[{i}]{_paths(sequences[i])[j]}"
+        place = lambda j, i=i: f"sequences[{i}]{_paths(sequences[i])[j]}"
         for j, (x, like, is_sequence) in enumerate(zip(leaves, first, are_sequences, strict=True)):
             axis = 1 if is_sequence else 0
             facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
             if facts(x) != facts(like) or x.ndim < axis:
                 but = " but for its length" if is_sequence else ""
                 expected = f"{trees.describe(like)}{but}, as the first one"
-                raise DataError(at(j), where, trees.describe(x), expected)
+                raise DataError(place(j), where, trees.describe(x), expected)
         sizes = {len(x): j for j, x in enumerate(leaves) if are_sequences[j]}
         lengths.append(next(iter(sizes)))
         if len(sizes) > 1:
-            got = ", ".join(f"a length of {n} at {at(j)}" for n, j in sizes.items())
+            got = ", ".join(f"a length of {n} at {place(j)}" for n, j in sizes.items())
             raise DataError(f"sequences[{i}]", where, got, "one length")
         if not 0 < lengths[-1] <= length:
             got = f"a length of {lengths[-1]}"

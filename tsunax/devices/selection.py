@@ -56,6 +56,7 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
 
         devices("gpu") == jax.local_devices(backend="gpu")
         devices([0, 2]) == [devices()[0], devices()[2]]
+        devices(("gpu", 1)) == devices([("gpu", 1)]) == [devices("gpu")[1]]
 
     Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
     or has a device twice. A number is no list: `[2]` is device 2, `devices()[:2]` two devices.
@@ -69,11 +70,13 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     if not isinstance(kind, Sequence):
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
-    is_device = lambda item: isinstance(item, jax.Device)
+    if isinstance(kind, tuple) and isinstance(next(iter(kind), None), str):
+        kind = [kind]  # ("cuda", 1)
+    is_device = lambda item: isinstance(item, jax.Device | tuple)
     here = [] if all(map(is_device, kind)) else device_kinds.devices_named("auto", where)[0]
-    chosen = [
-        item if is_device(item) else device_kinds.device_number(here, item, where) for item in kind
-    ]
+    numbered = lambda index: device_kinds.device_number(here, index, where)
+    named = lambda device: device_kinds.as_device(device, "devices()")
+    chosen = [named(item) if is_device(item) else numbered(item) for item in kind]
     if not chosen or len(set(chosen)) < len(chosen):
         raise DeviceError("devices", where, f"{len(chosen)} devices", "at least one, each once")
     return chosen
