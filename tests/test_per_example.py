@@ -311,6 +311,6 @@ def test_values_that_gradients_replace_are_the_maximum_of_all_rows():
 def test_without_a_batch_there_is_no_row(batch):
     step = ts.value_and_grad(lambda params, batch: jnp.sum(params["w"] ** 2), per_example=True)
     with pytest.raises(
-        LossError, match=r"got no array, expected one with rows\. Without a batch leave out .*per_example"
+        LossError, match=r"got no arrays, expected some with rows\. Without a batch leave out .*per_example"
     ):
         step(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), batch)

@@ -323,8 +323,8 @@ def uneven(batch: PyTree) -> str:
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
     if not arrays:
-        fix = "Without a batch leave out what works by row: per_example, mask, a mesh."
-        return message("rows", "batch", "no array", "one with rows", fix)
+        fix = "Without a batch leave out what cuts it by row: accumulate, per_example, a mask."
+        return message("rows", "batch", "no arrays", "some with rows", fix)
     found = ", ".join(f"{at} {shape}" for at, shape in arrays[:4])
     return message("rows", "batch", found, "the same number in every leaf")
 
