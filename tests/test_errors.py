@@ -915,6 +915,7 @@ OTHER_WORDS = {
     "schedule, less": (lambda s, st: ts.schedules.cosine_decay_schedule(0.1), "at cosine_decay_schedule(): got missing", "'decay_steps'"),
     "name of a schedule": (lambda s, st: ts.schedules.warmup_cosine, "name at tsunax.schedules: got 'warmup_cosine'", "mean 'warmup_cosine_decay_schedule'?"),
     "name": (lambda s, st: ts.trainstep, "name at tsunax: got 'trainstep'", "mean 'train_step'?"),
+    "loss": (lambda s, st: ts.Loss.mean(X, weights=X), "argument at Loss.mean(): got 'weights', expected one of values", "mean 'where'?"),
     "linen": (lambda s, st: ts.models.linen(None, jax.random.key(0), X), "by position at linen(): got 3", "First variables = module.init(key, x)."),
     "batch size": (lambda s, st: ts.find_batch_size(s, st, BATCHES[0], mem=25), "argument at find_batch_size(): got 'mem'", "mean 'memory'?"),
     "batch size, trials": (lambda s, st: ts.find_batch_size(s, st, BATCHES[0], max_trials=25), "'max_trials', expected one of step, state, example, mode", "loss_fn does not name it either"),

@@ -580,7 +580,8 @@ def test_what_is_said_of_an_unknown_name():
     text = "number at adam(): got {!r}, expected one of learning_rate, b1, b2."
     for near in ("learning_rat", "lr"):
         assert said(near, known) == text.format(near) + " Did you mean 'learning_rate'?"
-    assert said("momentum", known, "Sorry.") == text.format("momentum") + " Sorry."
+    assert said("temperature", known, "Sorry.") == text.format("temperature") + " Sorry."
+    assert said("eta", known, "Sorry.") == text.format("eta") + " Did you mean 'learning_rate'? Sorry."
     assert said("x", []).endswith("got 'x', expected none.")
     assert said("zz", [f"n{i}" for i in range(30)]).endswith("n19, and 10 more.")
 

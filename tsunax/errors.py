@@ -207,8 +207,7 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
     "name at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
     """
     known = list(known)
-    most = 20 if len(known) <= 20 else 8
-    expected = f"one of {listed(known, most)}" if len(known) > 1 else "".join(known) or "none"
+    expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
     return message(what, where, repr(name), expected, f"{hint(name, known)} {fix}".strip())
 
 

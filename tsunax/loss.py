@@ -54,6 +54,7 @@ class Loss:
     _where: ClassVar[tuple[Any, int] | None] = None
 
     @classmethod
+    @checks.explained
     def mean(
         cls,
         values: ArrayLike,

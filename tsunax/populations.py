@@ -82,7 +82,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     return runs  # pyright: ignore[reportReturnType]
 
 
-# Programs of `population` by all that decides what they do; only the last ones are kept.
+# Programs of `population` by all that decides what they do; only the last ones used are kept.
 _PROGRAMS: dict[Any, jax.stages.Compiled] = {}
 _MOST_PROGRAMS = 16
 
@@ -101,11 +101,10 @@ def _called(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
     text = hashlib.sha256(lowered.as_text().encode()).digest()
     places = [getattr(x, "sharding", None) for x in jax.tree.leaves((keys, values))]
     program = text, *values, *places, option("jax_default_device")
-    if program not in _PROGRAMS:
-        for oldest in [*_PROGRAMS][: len(_PROGRAMS) - _MOST_PROGRAMS + 1]:
-            del _PROGRAMS[oldest]
-        _PROGRAMS[program] = lowered.compile()
-    return lowered.out_tree.unflatten(jax.tree.leaves(_PROGRAMS[program](keys, values)))
+    compiled = _PROGRAMS[program] = _PROGRAMS.pop(program, None) or lowered.compile()
+    if len(_PROGRAMS) > _MOST_PROGRAMS:
+        del _PROGRAMS[next(iter(_PROGRAMS))]
+    return lowered.out_tree.unflatten(jax.tree.leaves(compiled(keys, values)))
 
 
 def member(runs: _State, i: int) -> _State:

@@ -58,7 +58,9 @@ def lazy(
             if name.startswith("_"):
                 raise AttributeError(f"module {title!r} has no attribute {name!r}")
             errors = importlib.import_module("tsunax.errors")
-            raise AttributeError(errors.unknown("name", title, name, names))
+            raise AttributeError(
+                errors.unknown("name", title, name, errors.nearest(name, names, 8))
+            )
         module = module_of[name]
         if module == title:
             return importlib.import_module(f"{title}.{name}")

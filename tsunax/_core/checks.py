@@ -314,11 +314,14 @@ def explained(f: _F, *, fix: str = "Give the others by name.") -> _F:
     return cast(_F, call)
 
 
+_BOUND = ("self", "cls")  # arguments that Python gives
+
+
 def _names(signature: inspect.Signature) -> list[str]:
     """The names of all arguments that have one."""
     parameters = signature.parameters.values()
-    is_named = lambda p: p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
-    return [p.name for p in parameters if is_named(p)]
+    is_named = lambda p: p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    return [p.name for p in parameters if is_named(p) and p.name not in _BOUND]
 
 
 def wrong_call(
@@ -335,8 +338,9 @@ def wrong_call(
         return WrongTypeError(unknown("argument", where, wrong[0], names))
     places = [p.name for p in parameters if p.kind.name.startswith("POSITIONAL")]
     if len(args) > len(places):
-        shown = [name for name in places if name != "self"]
-        got, expected = len(args) - places.count("self"), f"{len(shown)} ({', '.join(shown)})"
+        shown = [name for name in places if name not in _BOUND]
+        got = len(args) - len(places) + len(shown)
+        expected = f"{len(shown)} ({', '.join(shown)})"
         return WrongTypeError("arguments by position", where, got, expected, fix)
     return WrongTypeError("arguments", where, str(error), ", ".join(names))
 

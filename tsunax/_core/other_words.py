@@ -61,6 +61,7 @@ _WORDS = {
     "stop": "early_stop_threshold diverge_th",
     # others
     "mask": "weights weight where sample_weight",
+    "where": "weights weight mask sample_weight",
     "data": "dp",
     "tensor": "tp mp model",
     "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",

@@ -7,6 +7,7 @@ makes such a function from a formula. The clock is `TrainState.step`; nothing he
 import inspect as _inspect
 from typing import Never as _Never
 
+from tsunax.errors import nearest as _nearest
 from tsunax.errors import unknown as _unknown
 from tsunax.schedules import catalog, combinators
 from tsunax.schedules.catalog import *  # noqa: F403
@@ -24,7 +25,7 @@ for _made in (globals()[_name] for _name in __all__ if hasattr(globals()[_name],
 
 
 def __getattr__(name: str) -> _Never:
-    raise AttributeError(_unknown("name", "tsunax.schedules", name, __all__))
+    raise AttributeError(_unknown("name", "tsunax.schedules", name, _nearest(name, __all__, 8)))
 
 
 def __dir__() -> list[str]:

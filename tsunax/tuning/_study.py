@@ -143,8 +143,8 @@ def _repair(path: Path, lock: Any) -> None:
             if not content.startswith(b"{"[: len(content)]):
                 raise ValueError(f"{content[:40]!r}, no journal of Optuna's")
             whole = content.rfind(b"\n") + 1
-            for line in content[:whole].splitlines()[-1:]:
-                json.loads(line)  # Optuna would find its damage only when it appends
+            last = content[:whole].splitlines()[-1:] or [b"{}"]
+            json.loads(last[0])  # Optuna would find its damage only when it appends
             if whole < len(content):
                 file.truncate(whole)
                 os.fsync(file.fileno())
