@@ -800,6 +800,7 @@ def test_what_orbax_saved_of_an_nnx_state(tmp_path):
     assert "nothing named 'bias2'" in error_of(lambda: restore_orbax(tmp_path / "orbax", {"bias2": jnp.ones(2)}))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore calls orbax's closed loop
 @pytest.mark.medium
 def test_mutated_files_of_others_are_read_or_refused():
     from collections import Counter
