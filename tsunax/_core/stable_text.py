@@ -34,6 +34,7 @@ _HASHED = 10_000  # elements of an array on a device that is compared by its val
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
+_LIBRARIES = ("tsunax", "jax", "optax", "flax")  # whose code is no script's, also where it is first
 # Operations of byte code that name a global or a module, and those that read an attribute
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
@@ -183,7 +184,7 @@ class _Walk:
         top = str(module).partition(".")[0]
         file = str(getattr(sys.modules.get(top), "__file__", ""))
         is_foreign = top != self.package and "-packages" in file  # site-packages, dist-packages
-        return not (is_foreign or top == "tsunax" or top in sys.stdlib_module_names)
+        return not (is_foreign or top in _LIBRARIES or top in sys.stdlib_module_names)
 
     def _parts(self, f: Any) -> Iterator[str]:
         queue, seen = collections.deque([f]), dict[int, Any]()
@@ -206,9 +207,10 @@ class _Walk:
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
-            self.package = self.package or x.__module__.partition(".")[0]
             inside = [*cells_of(x), getattr(x, "__wrapped__", None)]
-            if not self._is_read(x.__module__):
+            top = str(x.__module__).partition(".")[0]
+            self.package = self.package or (top if top not in _LIBRARIES else "")
+            if not self._is_read(top):
                 return x.__qualname__, inside
             attributes, names = _names_in(x.__code__)
             self.names |= attributes | (_READING_ANY & {*names})

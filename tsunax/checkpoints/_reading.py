@@ -61,8 +61,9 @@ def newest(
     def look():
         run.wait()
         _host_copies.check_members(leaves.tree_of(like), "restore()")
+        strangers = run.home.strangers()  # first: a writer may make the first step meanwhile
         steps = _by_metric(run) if step == "best" else run.home.steps()
-        return None, json.dumps([steps, [] if steps else run.home.strangers()])
+        return None, json.dumps([steps, [] if steps else strangers])
 
     found, strangers = json.loads(run.together("restore()", look)[1][0])
     if resume == "never":
