@@ -316,12 +316,13 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    is_pair = isinstance(data, tuple | list) and len(data) > 0 and all(map(trees.is_array, data))
-    if is_pair and isinstance(data, list):  # of batches, unless they look like inputs and targets
-        rows = {np.shape(x)[:1] for x in data}
-        is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
-            {(x.shape[1:], x.dtype) for x in data}
-        )
+    # a list of a class of its own may be a loader, which is read when its batches are needed
+    is_short = type(data) is list and len(data) in (2, 3)
+    arrays: list[Any] = [*data] if is_short or isinstance(data, tuple) else []
+    is_pair = bool(arrays) and all(map(trees.is_array, arrays))
+    if is_pair and is_short:  # of batches, unless they look like inputs and targets
+        rows = {np.shape(x)[:1] for x in arrays}
+        is_pair = len(rows) == 1 < len({(x.shape[1:], x.dtype) for x in arrays})
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
