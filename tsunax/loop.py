@@ -198,6 +198,7 @@ def fit(
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
         resume. A state that is further than the newest checkpoint goes on instead, with a warning.
+        A run that reached its goal, or that a callback stopped, is over for the same call.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
       fast_forward: whether data without a position (a list, a generator) may be read up to it.

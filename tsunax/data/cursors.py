@@ -35,14 +35,6 @@ def _next(batches: Iterator[Any]) -> Any:
         return END
 
 
-def batches_in_epoch(data: Any) -> int | None:
-    """The batches of an epoch, as data say it, or None: loaders may raise anything there."""
-    try:
-        return len(data)
-    except Exception:
-        return None
-
-
 def _shapes(batch: Any) -> Any:
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, [(np.shape(x), trees.dtype_of(x)) for x in leaves]
@@ -91,10 +83,6 @@ class Source:
         self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
         self._given, self._restored = 0, False
         self._is_ours = isinstance(data, Data)
-        # an IndexError of `__getitem__` ends the iterator of a Sequence, wherever it comes from
-        self._takes_errors_for_the_end: bool = (
-            getattr(type(data), "__iter__", 0) is Sequence.__iter__
-        )
 
     @property
     def restartable(self) -> bool:
@@ -128,9 +116,10 @@ class Source:
             if self._batches is None:
                 self._batches = iter(self.data)
             batch = _next(self._batches) if k is None else self._batches.take(k)
-            length = self._takes_errors_for_the_end and batches_in_epoch(self.data)
-            if batch is END and self.position < (length or 0):
-                batch = self.data[self.position]  # it raises the IndexError again
+            # an IndexError of `__getitem__` ends the iterator of a Sequence, wherever it comes from
+            is_sequence = batch is END and type(self.data).__iter__ is Sequence.__iter__
+            if is_sequence and self.position < len(self.data):
+                batch = self.data[self.position]  # which raises it again
         except TsunaxError:
             raise
         except Exception as error:
@@ -327,13 +316,13 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    is_plain = type(data) is list or isinstance(data, tuple)  # a user's list counts its readers
-    is_pair = is_plain and len(data) > 0 and all(map(trees.is_array, data))
-    if is_pair and isinstance(data, list):  # of batches, unless they look like inputs and targets
-        rows = {np.shape(x)[:1] for x in data}
-        is_pair = len(data) in (2, 3) and len(rows) == 1 < len(
-            {(x.shape[1:], x.dtype) for x in data}
-        )
+    # a list of a class of its own may be a loader, which is read when its batches are needed
+    is_short = type(data) is list and len(data) in (2, 3)
+    arrays: list[Any] = [*data] if is_short or isinstance(data, tuple) else []
+    is_pair = bool(arrays) and all(map(trees.is_array, arrays))
+    if is_pair and is_short:  # of batches, unless they look like inputs and targets
+        rows = {np.shape(x)[:1] for x in arrays}
+        is_pair = len(rows) == 1 < len({(x.shape[1:], x.dtype) for x in arrays})
     is_pair |= hasattr(data, "_fields")  # a NamedTuple is one batch
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end

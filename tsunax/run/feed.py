@@ -16,7 +16,7 @@ from tsunax._core import PyTree, placement, trees
 from tsunax._step.members import members_of
 from tsunax.data.batching import Batches, Data, Positioned
 from tsunax.data.checks import check_batch
-from tsunax.data.cursors import Source, as_source, batches_in_epoch
+from tsunax.data.cursors import Source, as_source
 from tsunax.data.packing import Interleaved
 from tsunax.data.prefetching import Prefetched
 from tsunax.errors import DataError, StateError, warn
@@ -119,10 +119,10 @@ class Feed:
 
     def steps_to(self, epochs: int, start: int) -> int | None:
         """The step at which so many epochs are over, if none is rejected; None if unknown."""
-        length = batches_in_epoch(self.source.data)
-        if length is None:
+        try:
+            return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
+        except Exception:  # a loader may raise anything there
             return None
-        return start + (epochs - self.epoch) * length - self.source.position
 
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
