@@ -417,6 +417,28 @@ def test_a_step_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch, 
     assert sorted(os.listdir(tmp_path)) == ["4", "tsunax.lock"]
 
 
+@pytest.mark.parametrize("store", ON_A_DISK)
+def test_what_cannot_be_tidied_up_keeps_no_run_from_starting(tmp_path, monkeypatch, store):
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        checkpoints.save(make().replace(step=2))
+    if store == "files":
+        shutil.copytree(tmp_path / "2", tmp_path / ".tsunax-old-2-0123abcd")
+    else:
+        (tmp_path / "3").mkdir()
+        (tmp_path / "3.unfinished").write_text("x")
+
+    def refuse(path, *more):
+        raise PermissionError(13, "not allowed")
+
+    monkeypatch.setattr(durable_files, "remove", refuse)
+    monkeypatch.setattr(_orbax_home.OrbaxHome, "_remove", refuse)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(make()).step == 2
+        checkpoints.save(make().replace(step=4))
+        with pytest.warns(UserWarning, match=r"could not be deleted: PermissionError"):
+            checkpoints.wait()
+
+
 def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
     run_of({"path": tmp_path / "orbax", "store": "orbax"}, [make()])
     run_of({"path": tmp_path / "files"}, [make()])

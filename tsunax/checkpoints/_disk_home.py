@@ -123,4 +123,5 @@ class DiskHome(CheckpointHome):
             elif (folder / MANIFEST).is_file() and not os.path.lexists(final):
                 os.rename(folder, final)
             else:
-                durable_files.remove(folder, KNOWN)
+                with self.deleting(step):
+                    durable_files.remove(folder, KNOWN)

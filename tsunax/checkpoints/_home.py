@@ -91,8 +91,8 @@ class CheckpointHome:
     # ----------------------------------------------------------------------- the same in every home
 
     @contextlib.contextmanager
-    def deleting(self, step: int) -> Iterator[None]:
-        """A deletion after a save. If it fails, the save has not: `undeleted` gets a warning."""
+    def deleting(self, step: int | str) -> Iterator[None]:
+        """A deletion beside a save. If it fails, the save has not: `undeleted` gets a warning."""
         try:
             yield
         except Exception as error:  # OSError, and those of libraries for buckets

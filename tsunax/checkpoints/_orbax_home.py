@@ -259,7 +259,8 @@ class OrbaxHome(CheckpointHome):
     def tidy(self) -> None:
         for name in self.names(self.path):
             if _STEP.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
-                self._remove(name.removesuffix(UNFINISHED))
+                with self.deleting(name):
+                    self._remove(name.removesuffix(UNFINISHED))
 
     def _mark(self, name: str) -> None:
         self.write_file(self.path / (name + UNFINISHED), b"This directory is not whole.\n")
