@@ -145,8 +145,8 @@ def thawed_flags(state: Any) -> list[jax.Array] | None:
     none = lambda words: [words[0] == 0] * n
     some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
     # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
-    # the flag into them, its place is a constant, and no two leaves can share a kernel. On other
-    # devices a cond may wait for the host.
+    # the flag into them, its place is a constant, and no two leaves can share a kernel. A GPU
+    # runs a cond within its CUDA graph, but has no such kernels to share.
     apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
     return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
 
