@@ -301,7 +301,7 @@ class Checkpoints:
           step: this one and no other; or "best", by `keep_best` among those that are there.
           partial: a pattern over the params: restore only these; everything else stays as in
             `like`.
-          cast: let floats be restored in another float dtype.
+          cast: let floats be restored in another float dtype, and integers that fit in another.
           resume: "auto" starts afresh (`step` None, `like` itself) if there is nothing at all;
             "must", and "auto" with `params_only`, raises then; "never" raises if there is a
             checkpoint.
