@@ -1197,3 +1197,26 @@ def test_torch():
     got = [*as_source(prefetch(loader, jax.devices()[0]))]
     assert [batch[1].tolist() for batch in got] == [[0, 1], [2, 3], [4]] and got[0][0].shape == (2, 2)
     assert_same(batches({"x": x}, 2), [{"x": np.asarray(x[i : i + 2])} for i in (0, 2, 4)])
+
+
+def test_a_file_in_memory_stays_on_the_disk_beside_an_array_on_a_device(tmp_path):
+    """A memory map may be larger than the device, and than the machine's memory."""
+    rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(20, 3))
+    placed = jax.device_put(np.arange(20), jax.devices()[1])
+    data = ts.batches((rows, placed), 10)
+    assert data.resident is None and next(iter(data))[0].shape == (10, 3)
+
+
+class LoaderWithFields:
+    _fields = ("x",)  # as of a dataset that names its columns
+
+    def __iter__(self):
+        return iter([np.ones((2, 3), np.float32)] * 3)
+
+
+def test_loaders_that_look_like_one_batch():
+    assert next(as_source(LoaderWithFields()).data.__iter__()).shape == (2, 3)
+    buckets = [np.zeros((8, 128), np.int32), np.zeros((8, 64), np.int32)]  # batches of two lengths
+    assert as_source(buckets).take(8).shape == (1, 8, 128)
+    with pytest.raises(WrongTypeError, match="expected an iterable of batches"):
+        as_source([np.zeros((8, 3), np.float32), np.zeros(8, np.int32)])

@@ -952,3 +952,12 @@ def test_links_out_of_a_directory_are_refused(orbax_dirs, tmp_path, kind):
     shutil.copytree(tmp_path / "good", folder)
     as_links(folder, tmp_path / "hub" / "blobs")  # as Hugging Face's cache
     assert_trees_equal(read(folder), expected)
+
+
+def test_the_length_of_a_header_is_no_sign_of_a_pickle(tmp_path):
+    """A header of 640 bytes begins with the bytes of a pickle of protocol 2."""
+    text = b"{" + b" " * 639
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError) as error:
+        exchange.restore(tmp_path / "x.safetensors", {"w": jnp.ones(2)})
+    assert "pickle" not in str(error.value)

@@ -381,6 +381,9 @@ def test_what_a_run_leaves_before_its_first_checkpoint_lets_it_start_again(tmp_p
     for name in (".tsunax-tmp-3-0123abcd", "3"):
         (tmp_path / name).mkdir()
     (tmp_path / "3.unfinished").write_text("x")
+    for name in ("config.json", "README.md", "tb/events.out.tfevents.1.host", "logs/rows.csv", "wandb/latest"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
     if store == "files":
         os.rmdir(tmp_path / "3")
     for given in ({"read_only": True}, {}):

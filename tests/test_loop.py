@@ -17,6 +17,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
+from tsunax._core import stable_text
 from tsunax._core.stable_text import words_of
 from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
@@ -236,6 +237,79 @@ def test_a_new_step_reads_the_numbers_of_now_and_an_equal_one_compiles_nothing(c
         write(1.0)
 
 
+class Trainer:
+    """Its methods are the loss and the step; they read one of its attributes, and others change."""
+
+    def __init__(self):
+        self.scale, self.epoch, self.losses = 1.0, 0, []
+
+    def loss(self, params, x):
+        return self.scale * jnp.mean((x * params["w"]) ** 2)
+
+    def step(self, state, x):
+        return state + self.scale * jnp.sum(x), jnp.sum(x)
+
+
+def test_what_a_method_does_not_read_may_change():
+    trainer, x = Trainer(), np.ones(2, np.float32)
+    ends = []
+    for scale in (1.0, 1.0, 2.0, 2.0):
+        trainer.scale, trainer.epoch = scale, trainer.epoch + 1
+        trainer.losses.append(trainer.epoch)
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(())})
+        with count_compiles() as compiles:
+            state, _ = fit(ts.train_step(trainer.loss), state, [x], steps=1)
+            total, _ = run_steps(trainer.step, jnp.zeros(()), x[None])
+        ends.append((float(state.params["w"]), float(total), compiles.compiled.count("train_steps")))
+    assert ends == [
+        (pytest.approx(0.8), 2.0, 2), (pytest.approx(0.8), 2.0, 0),
+        (pytest.approx(0.6), 4.0, 2), (pytest.approx(0.6), 4.0, 0),
+    ]  # fmt: skip
+
+
+class Config:
+    def __init__(self, values):
+        self.values = values
+
+    def __getattr__(self, name):
+        return self.__dict__["values"][name]  # KeyError where Python expects AttributeError
+
+
+def test_an_object_that_cannot_be_looked_at_is_equal_to_no_other():
+    config, x = Config({"beta": 1.0}), np.ones(2, np.float32)
+    loss_fn = lambda params, x: config.beta * jnp.mean(x * params["w"])
+    for beta in (1.0, 5.0):
+        config.values["beta"] = beta
+        state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(())})
+        assert float(fit(ts.train_step(loss_fn), state, [x], steps=1)[0].params["w"]) == -beta
+
+
+def test_an_average_reads_the_numbers_of_now():
+    x, averages = np.ones(2, np.float32), []
+    decay = lambda step: SETTINGS["beta"] * jnp.ones(())
+    loss_of = lambda params, x: jnp.mean(x * params["w"])
+    try:
+        for SETTINGS["beta"] in (0.5, 0.25):
+            make = lambda: ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(())}, ema=decay)
+            state, _ = fit(ts.train_step(loss_of), make(), [x] * 2, steps=2)
+            expected, step = make(), ts.train_step(loss_of)
+            for _ in range(2):
+                expected, _ = step(expected, x)
+            averages += [float(ts.averaged(s).params["w"]) for s in (state, expected)]
+    finally:
+        SETTINGS["beta"] = 1.0
+    assert averages[::2] == pytest.approx(averages[1::2], rel=1e-6) and averages[0] != averages[2]
+
+
+def test_large_arrays_that_code_refers_to_are_not_read_whole(monkeypatch):
+    rows, sizes, of_array = np.zeros(4_000_000, np.float32), [], stable_text._of_array
+    monkeypatch.setattr(stable_text, "_of_array", lambda x: sizes.append(np.size(x)) or of_array(x))
+    loss_fn = lambda params, x: jnp.mean(x * params["w"]) * rows[0]
+    before = stable_text.code_of(loss_fn, is_exact=True)
+    rows[:] = 1
+    assert stable_text.code_of(loss_fn, is_exact=True) != before and max(sizes) < 20_000
+
+
 def scaled_by_settings(step):
     return SETTINGS["beta"] * jnp.ones(())
 
@@ -293,18 +367,27 @@ def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
     run = lambda: fit(ts.train_step(loss_fn, remat=True), ts.setup(RULE, init()), data, epochs=1)[0]
     expected, compiled, jit = run(), [], jax.jit
 
-    def spied_jit(*args, **options):
-        compiled.append(options.get("compiler_options"))
-        return jit(*args, **options)
+    def spied_jit(function, **options):
+        compiled.append((getattr(function, "__name__", ""), options.get("compiler_options")))
+        return jit(function, **options)
 
     fused_loop._shared.cache_clear()
     monkeypatch.setattr(fused_loop, "_is_on_gpu", lambda state: True)
     monkeypatch.setattr(jax, "jit", spied_jit)
     state = run()
-    assert compiled.count(fused_loop.ONE_GRAPH) == 1  # a CPU ignores them
+    assert compiled.count(("train_steps", fused_loop.ONE_GRAPH)) == 1  # a CPU ignores them
     assert_trees_equal(state, expected)
     monkeypatch.undo()
     assert not fused_loop._is_on_gpu(state)
+
+
+def test_an_xla_without_the_options_of_one_graph_compiles_without_them(monkeypatch):
+    fused_loop._options_of_loop.cache_clear()
+    monkeypatch.setattr(fused_loop, "ONE_GRAPH", {"xla_gpu_no_such_option": "1"})
+    assert fused_loop._options_of_loop() == {}
+    fused_loop._options_of_loop.cache_clear()
+    monkeypatch.undo()
+    assert fused_loop._options_of_loop() is fused_loop.ONE_GRAPH
 
 
 def test_options_of_the_compiler_are_for_programs_of_their_own(monkeypatch):

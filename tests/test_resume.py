@@ -987,3 +987,33 @@ def test_signals_that_come_together_save(tmp_path):
             assert at == saved and int(at) >= 4
         run.communicate("\n", timeout=60)
     assert run.returncode == 0
+
+
+KILLED_AT_THE_END = """
+import os, sys
+import jax.numpy as jnp, numpy as np, tsunax as ts
+
+goal, dies = int(sys.argv[1]), sys.argv[2] == "dies"
+saver = ts.Checkpoints("run", every=5)
+
+def evaluate(state):
+    if dies:
+        saver.wait()
+        os._exit(9)
+    return {"val": 1.0}
+
+step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+ts.fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), ts.batches(np.ones((80, 2), np.float32), 2), steps=goal,
+       evaluate=evaluate, evaluate_every=1000, log_every=5, progress=False, checkpoint=saver, logger=ts.loggers.csv("rows.csv"))
+"""
+
+
+@pytest.mark.medium
+def test_a_run_killed_in_its_last_evaluation_has_each_row_after_a_later_goal(tmp_path):
+    """The checkpoint of a goal is saved before loggers have the row that the end completes."""
+    for goal, ends, status in (("10", "dies", 9), ("20", "lives", 0)):
+        command = [sys.executable, "-W", "ignore", "-c", KILLED_AT_THE_END, goal, ends]
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == status
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == [1, 5, 10, 15, 20]

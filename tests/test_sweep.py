@@ -318,3 +318,11 @@ def test_members_are_taken_by_traced_indices():
     one, two = take(jnp.int32(1))
     assert_trees_equal(one, ts.populations.member(runs, 1))
     assert_trees_equal(two, ts.populations.select(runs, [1, 1]))
+
+
+def test_members_to_freeze_are_values_and_each_one_once():
+    runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), 3, key=0)
+    with pytest.raises(StateError, match=r"members at freeze\(\): got a traced array, expected indices with values"):
+        jax.jit(lambda members: ts.freeze(runs, "w", members=members))(jnp.array([0, 1]))
+    with pytest.raises(StateError, match="expected each index once, or a mask of bools"):
+        ts.freeze(runs, "w", members=np.array([0, 1, 0]))  # meant as a mask

@@ -176,8 +176,13 @@ def _set_frozen(state: _State, where: Where, on: bool, members: ArrayLike | None
         fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
         raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
     words, population = frozen_words(trained), jnp.shape(state.clock)[:-1]
+    if trees.is_traced(members):
+        raise StateError("members", by, "a traced array", "indices with values, or a mask")
     if members is not None:
         chosen, indices = np.zeros(population, bool), np.array(members, ndmin=1)
+        if indices.dtype != bool and len({*indices.flat}) < indices.size:
+            got, expected = trees.describe(members), "each index once, or a mask of bools"
+            raise StateError("members", by, got, expected)
         try:
             chosen[indices if indices.size else ()] = indices.size > 0
         except IndexError:

@@ -271,7 +271,7 @@ def fit(
             warn(opening.nothing_to_do(fitting))
             return run.state, run.history
         is_over = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
-        has_closing_row = fitting.log.reopen(run.step, is_over)
+        has_closing_row = fitting.log.reopen(run.step, is_over or fitting.has_open_row)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)

@@ -356,10 +356,9 @@ def setup(
     params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
-    blank, references = (
-        extra_arguments.blank(rule.init),
-        stable_text.code_of(rule.update, is_exact=True),
-    )
+    functions = rule.update, policy, average and average.schedule
+    references = " ".join(stable_text.code_of(f, is_exact=True) for f in functions)
+    blank = extra_arguments.blank(rule.init)
     plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
     seen = _seen(trained, masters, policy)

@@ -31,6 +31,9 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
 
     WrongTypeError, DataError for its dtype, StateError for a deleted one.
     """
+    is_live = lambda x: isinstance(x, jax.Array) and not trees.is_gone(x)
+    if all(map(is_live, jax.tree.leaves(tree))):  # paths of many leaves take milliseconds
+        return
     for where, leaf in trees.leaves_at(root, tree):
         check_dtype(trees.dtype_of(leaf), where)
         if not is_numeric(leaf):
@@ -334,7 +337,8 @@ def wrong_call(
 ) -> WrongTypeError:
     """The error for arguments that do not fit a signature; `error` is Python's."""
     names, parameters = _names(signature), signature.parameters.values()
-    if wrong := [name for name in keywords if name not in signature.parameters]:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if wrong := [x for x in keywords if not takes_any and x not in signature.parameters]:
         return WrongTypeError(unknown("argument", where, wrong[0], names))
     places = [p.name for p in parameters if p.kind.name.startswith("POSITIONAL")]
     if len(args) > len(places):

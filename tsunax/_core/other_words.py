@@ -46,7 +46,7 @@ _WORDS = {
     "callbacks": "callback cb hooks",
     "logger": "loggers report_to",
     "log_every": "every log_every_n_steps logging_steps log_interval",
-    "checkpoint": "ckpt_path default_root_dir output_dir checkpoint_dir save_dir",
+    "checkpoint": "ckpt_path default_root_dir output_dir checkpoint_dir save_dir save_every",
     "progress": "verbose enable_progress_bar disable_tqdm progbar",
     "dry_run": "fast_dev_run",
     "keep_last": "max_to_keep save_total_limit keep",
@@ -65,6 +65,8 @@ _WORDS = {
     "data": "dp",
     "tensor": "tp mp model",
     "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",
+    "cosine_decay_schedule": "cosine cosine_annealing CosineAnnealingLR",
+    "clip_by_global_norm": "clip_grad_norm clip_grad_norm_ clipnorm",
 }
 
 

@@ -30,7 +30,7 @@ _DEEP = 14  # objects within objects, beyond which nobody looks
 _VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
-_HASHED = 10_000  # elements of an array on a device that is compared by its values
+_HASHED = 10_000  # elements of an array that is compared by all its values; of others some are
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
@@ -105,10 +105,10 @@ def words_of(
         fields = list(getattr(x, "__dict__", {}))
     if fields or dataclasses.is_dataclass(x):
         return f"{kind}({', '.join(f'{name}={inner(getattr(x, name, None))}' for name in fields)})"
-    return _without_address(repr(x))
+    return without_address(repr(x))
 
 
-def _without_address(text: str) -> str:
+def without_address(text: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
@@ -167,7 +167,8 @@ class _Walk:
     Functions refer to their defaults, to what they close over, and to the globals and modules that
     they name; of modules, classes and objects those attributes count that any of the code reads.
     The code of Python, of tsunax and of installed packages but the function's own is not read.
-    Exact: all attributes of objects count, and arrays by value or identity instead of by shape.
+    Exact: all attributes of pytrees and dataclasses count, and arrays by value or identity instead
+    of by shape.
     """
 
     def __init__(self, f: Any, is_exact: bool) -> None:
@@ -236,22 +237,27 @@ class _Walk:
         members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
         fields = getattr(kind, "__dataclass_fields__", members)
         is_read = self._is_read(kind.__module__)
-        # library code reads attributes whose names are in no code here
-        is_whole = self.is_exact or not is_read or not _READING_ANY.isdisjoint(self.names)
+        # library code reads attributes whose names are in no code here, of pytrees as well
+        is_struct = dataclasses.is_dataclass(kind) or not jax.tree_util.all_leaves([x])
+        is_whole = not is_read or (self.is_exact and is_struct)
+        is_whole |= not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
         flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
         inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
         inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
         label = getattr(x, "__qualname__", "") if members or inside else repr(x)
-        return f"{title} {label if self.is_exact else _without_address(str(label))}", inside
+        return f"{title} {label if self.is_exact else without_address(str(label))}", inside
 
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
             return trees.describe(x)
         is_small = np.size(x) <= _HASHED and getattr(x, "is_fully_addressable", True)
-        has_values = (is_small or not isinstance(x, jax.Array)) and not trees.is_gone(x)
-        # A program that reads a large array keeps it: no other array gets its id.
-        return _of_array(x) if has_values else f"{trees.describe(x)} {id(x)}"
+        if is_small and not trees.is_gone(x):
+            return _of_array(x)
+        # A program that reads a large array keeps it: no other array gets its id. The owner of a
+        # NumPy array may refill it, which some of its elements show: to hash all takes seconds.
+        some = _of_array(x.flat[:: x.size // _HASHED]) if isinstance(x, np.ndarray) else ""
+        return f"{trees.describe(x)} {id(x)} {some}"
 
 
 def _flat(members: Mapping[str, Any], is_in: Callable[[str], bool]) -> list[Any]:
@@ -267,7 +273,7 @@ def code_of(f: Any, *, is_exact: bool = False) -> str:
     try:
         return _Walk(f, is_exact).digest
     except Exception:  # objects of any library, and their properties
-        return "unknown"
+        return f"unknown {id(f)}" if is_exact else "unknown"  # none that is equal to another's
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

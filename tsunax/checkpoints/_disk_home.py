@@ -105,11 +105,13 @@ class DiskHome(CheckpointHome):
     def drop(self, steps: Iterable[int]) -> None:
         for step in steps:
             with self.deleting(step):
-                if self._is_ours(folder := self.path / str(step)):
-                    old = durable_files.aside(self.path, "old", step)
+                is_ours = self._is_ours(folder := self.path / str(step))
+                old = durable_files.aside(self.path, "old", step)
+                if is_ours:
                     os.rename(folder, old)
+                self.known().pop(step, None)  # it has gone, even if its files cannot be removed
+                if is_ours:
                     durable_files.remove(old, KNOWN)
-                self.known().pop(step, None)
 
     def tidy(self) -> None:
         for name in sorted(os.listdir(self.path)):

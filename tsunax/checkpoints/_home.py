@@ -24,8 +24,12 @@ from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
-# A run may leave these before its first checkpoint: hidden names, its lock, and the rows of loggers
-_BEFORE = re.compile(r"\.|tsunax\.lock$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished)$")
+# A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
+# and small files of scripts, such as their settings. None of them can be a lost checkpoint.
+_EARLY_NAMES = re.compile(
+    r"\.|tsunax\.lock$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished"
+    r"|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
+)
 
 
 def sum_of(body: bytes) -> bytes:
@@ -101,7 +105,15 @@ class CheckpointHome:
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
         names = self.names(self.path)
-        return [x for x in names if not (_BEFORE.match(x) or x + UNFINISHED in names)]
+        is_known = lambda x: (
+            _EARLY_NAMES.match(x) or x + UNFINISHED in names or self._has_early_names(x)
+        )
+        return [x for x in names if not is_known(x)]
+
+    def _has_early_names(self, name: str) -> bool:
+        """Whether it is a directory in which all files have such names, and there is one."""
+        files = [x for _, _, names in os.walk(self.path / name) for x in names]
+        return bool(files) and all(map(_EARLY_NAMES.match, files))
 
     def check_is_no_checkpoint(self) -> None:
         """Raise CheckpointError within a checkpoint of either home, before a lock is written."""

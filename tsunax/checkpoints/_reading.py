@@ -106,7 +106,8 @@ def newest(
         names = trees.listed([*map(repr, strangers)], 10)
         got = f"none among {names}" if strangers else "none"
         expected = "at least one" + ": resume='must'" * (resume == "must")
-        fix = "Give the directory that has the steps in it; to start afresh, an empty one."
+        fix = "Give the directory that has the steps in it; to start afresh, an empty one, "
+        fix += "or once resume='never'."
         raise CheckpointError("checkpoints", where, got, expected, fix * bool(strangers))
     return Restored(like)
 
@@ -206,7 +207,10 @@ def later(run, at: int, state) -> Restored:
 
 def _changed_leaves(run, at: int, state) -> list[str]:
     """The leaves of a state that differ from the saved ones, by their hashes: no array is read."""
-    tree = leaves.tree_of(state)
+    tree, name = leaves.tree_of(state), f"restore of step {at}: leaves"
+    is_saved = lambda: (None, str(run.has_saved(state)))
+    if {*run.together(f"{name}, by identity", is_saved)[1]} == {"True"}:
+        return []
 
     def look():
         described, blocks = _host_copies.copied(tree, run.process)
@@ -214,7 +218,7 @@ def _changed_leaves(run, at: int, state) -> list[str]:
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
         return (described, run.home.manifest(at)), json.dumps(_blocks.leaf_sums(hashes))
 
-    (described, manifest), words = run.together(f"restore of step {at}: leaves", look)
+    (described, manifest), words = run.together(name, look)
     sums = [json.loads(word) for word in words]
     total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}

@@ -13,9 +13,12 @@ import json
 import math
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+
+import jax
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, trees
 from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing
@@ -69,6 +72,10 @@ class Best:
         known = {step: sign * found[self.metric] for step, found in metrics.items()
                  if not math.isnan(found.get(self.metric, math.nan))}  # fmt: skip
         return sorted(known, key=lambda step: (known[step], -step))[: self.k]
+
+
+def _arrays_of(state: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
 
 
 class Checkpoints:
@@ -149,6 +156,7 @@ class Checkpoints:
         self.process: int = collectives.process_index()
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
+        self._saved_arrays: list[weakref.ref[Any]] = []
         self.thread: str = ""  # its threads speak under a name of their own: there may be others
         if not read_only:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
@@ -225,6 +233,12 @@ class Checkpoints:
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, given, metrics)
+        self._saved_arrays = [weakref.ref(x) for x in _arrays_of(state)]
+
+    def has_saved(self, state: PyTree) -> bool:
+        """Whether these very arrays are those of the last save."""
+        arrays = [ref() for ref in self._saved_arrays]
+        return bool(arrays) and [*map(id, arrays)] == [*map(id, _arrays_of(state))]
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""

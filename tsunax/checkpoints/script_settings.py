@@ -99,6 +99,7 @@ def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
         if is_code and theirs.split()[0] != mine.split()[0]:  # other Pythons compile to other codes
             continue
         is_long = is_code or max(len(theirs), len(mine)) > 80 or name.startswith(("data", "key"))
-        change = "" if is_long else f" from {theirs} to {mine}"
+        code = " (code, or a value that it reads; what was compiled before keeps the old one)"
+        change = code * is_code if is_long else f" from {theirs} to {mine}"
         whose = "checkpoint" if name.startswith("key") else "script"
         yield f"{name} has changed{change}. The {whose}'s is used."

@@ -13,6 +13,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax.errors import DataError, WrongTypeError
 
+_PLAIN = {dict, list, tuple, np.ndarray}  # which are no graphs
 _NUMBERS = (np.number, np.bool_, jax.dtypes.prng_key)
 
 
@@ -32,7 +33,8 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     Traceback (most recent call last):
     tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], ...
     """
-    is_whole = lambda x: root == "batch" and is_graphs(x)  # arrays are cut into rows
+    # arrays are cut into rows
+    is_whole = lambda x: type(x) not in _PLAIN and root == "batch" and is_graphs(x)
     nodes = [] if isinstance(batch, Iterator) else _nodes_at(root, batch, is_whole)
     rows: dict[int, str] = {}
     for node, place, leaf in nodes:
@@ -67,7 +69,8 @@ def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, s
     access = lambda *paths: trees.access_str(root, sum(paths, ()))
     flat = lambda node, **options: jtu.tree_flatten_with_path(node, **options)[0]
     nodes = flat(batch, is_leaf=is_whole)
-    return [(node, access(path, inner), x) for path, node in nodes for inner, x in flat(node)]
+    leaves = lambda node: flat(node) if is_whole(node) else [((), node)]
+    return [(node, access(path, inner), x) for path, node in nodes for inner, x in leaves(node)]
 
 
 def _lost(x: Any) -> tuple[str, str, str] | None:

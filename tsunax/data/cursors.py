@@ -322,8 +322,8 @@ def as_source(data: Iterable[PyTree]) -> Source:
     is_pair = bool(arrays) and all(map(trees.is_array, arrays))
     if is_pair and is_short:  # of batches, unless they look like inputs and targets
         rows = {np.shape(x)[:1] for x in arrays}
-        is_pair = len(rows) == 1 < len({(x.shape[1:], x.dtype) for x in arrays})
-    is_pair |= hasattr(data, "_fields")  # a NamedTuple is one batch
+        is_pair = len(rows) == 1 < len({(x.ndim, x.dtype) for x in arrays})
+    is_pair |= isinstance(data, tuple) and hasattr(data, "_fields")  # a NamedTuple is one batch
     are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):

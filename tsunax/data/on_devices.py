@@ -31,7 +31,8 @@ def device_of_arrays(leaves: Sequence[PyTree]) -> Device:
     has no others. Warns of arrays on several devices, which are read back.
     """
     arrays = list(filter(trees.is_placed, leaves))
-    if not arrays or not all(map(trees.is_array, leaves)):
+    is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
+    if not arrays or not all(map(is_in_memory, leaves)):
         return None  # before JAX starts
     backend = jax.default_backend()
     on_backend = lambda x: next(iter(x.devices())).platform == backend

@@ -11,9 +11,9 @@ process is not compared.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
-import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,13 +25,12 @@ from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
 from tsunax.distributed import collectives
-from tsunax.errors import DataError, ProcessError, StateError, warn
+from tsunax.errors import DataError, ProcessError, StateError, told, warn
 from tsunax.hyper import hyperparams
 from tsunax.run.feed import Chunk, innermost
 from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory, in its text
 
 
 class Alike:
@@ -76,7 +75,8 @@ class Alike:
         if (data := self._data) is not None:
             found = dict(data.settings)
             # a process with rows of its own has them in its own order
-            if data.process[1] == 1 and data.resident is None:
+            is_local = all(x.is_fully_addressable for x in jax.tree.leaves(data.resident))
+            if data.process[1] == 1 and is_local:
                 found |= {"seed": None, "rows": None, "batches": len(data)}
                 found["rows of the last"] = data.tail_rows
             else:
@@ -110,13 +110,13 @@ class Alike:
         if not self._speaks or self._has_program:
             return
         self._has_program = True
+        what, constants = "program of loss_fn and what it refers to", []
         try:
             traced = trace(*given).jaxpr
-        except Exception:
-            return  # the call raises it, with its own words
-        text = _ADDRESS.sub("", str(traced.jaxpr))
-        what = "program of loss_fn and what it refers to"
-        things = {what: stable_text.hash_of(text.encode()), "constants": small(traced.consts)}
+            program, constants = _hash_of_program(traced.jaxpr), small(traced.consts)
+        except Exception as error:  # if all processes have it, the call raises it again
+            program = f"none: {told(error)}"
+        things = {what: program, "constants": constants}
         collectives.compare(f"the first call of {self.where}", things, collectives.LAST)
 
     def _everyone(self, place: str, value: Any) -> list[Any]:
@@ -159,6 +159,11 @@ class Alike:
         while self._speaks and found and not collectives.agree(found):
             time.sleep(1e-3)
         return found
+
+
+@functools.lru_cache(maxsize=16)  # every evaluation asks for it, and to print one takes long
+def _hash_of_program(jaxpr: Any) -> str:
+    return stable_text.hash_of(stable_text.without_address(str(jaxpr)).encode())
 
 
 def outline(f: Any) -> Any:

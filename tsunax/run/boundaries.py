@@ -109,7 +109,9 @@ class Boundaries:
         if is_end and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
         # the end comes next, at the same step: what it adds belongs to the same row
-        if is_end or not (run.stopped or options.goal.reached(run.step, run.epoch)):
+        is_over = bool(run.stopped) or options.goal.reached(run.step, run.epoch)
+        has_open_row = is_over and not is_end
+        if not has_open_row:
             log.flush()
         self.bar.show(run.step, run.metrics)
         saver = options.saver
@@ -124,7 +126,8 @@ class Boundaries:
                 self.saved = run.step, self.feed.place()
                 log.sync()
                 known = run.history.plain(), self.memory, log.numbers_at(run.step)
-                saver._save(run.state, *self.saved, *known, self.script | self.ending(is_end))
+                end = self.ending(is_end) | {"has_open_row": has_open_row}
+                saver._save(run.state, *self.saved, *known, self.script | end)
 
     def ending(self, is_end: bool) -> dict[str, Any]:
         """What a checkpoint says of the end of its run, for the same call of `fit` after it."""

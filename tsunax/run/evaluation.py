@@ -115,6 +115,7 @@ def evaluate(
         elif first is not None:
             if is_ours and any(eval_step.changes):
                 _check_carries(eval_step.carrying, state, *first, computed)
+                eval_step.changes.clear()  # it does not read them: known until it is traced again
             first = None  # the memory of a batch
         total = loss if total is None else merged(total, loss)
         if ONE_BATCH.get():

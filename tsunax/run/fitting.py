@@ -80,6 +80,7 @@ class Fit:
         self.is_resumed: bool = False  # at the step of a checkpoint
         # whether that checkpoint, or what there is in its place, has the end of a run
         self.has_ended: bool = True
+        self.has_open_row: bool = False  # whether it was saved before loggers had its row
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them

@@ -72,6 +72,16 @@ ONE_GRAPH = {
 }  # on several GPUs a loop stays as it is: collectives are in no CUDA graph
 
 
+@functools.cache
+def _options_of_loop() -> dict[str, str]:
+    """`ONE_GRAPH` if this XLA has these options: they come and go with its versions."""
+    try:
+        jax.jit(lambda x: x, compiler_options=ONE_GRAPH).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return ONE_GRAPH
+
+
 def _is_on_gpu(state: PyTree) -> bool:
     """Whether the loop of a state is a program of its own, on a GPU."""
     array = next(filter(trees.is_placed, jax.tree.leaves(state)), None)
@@ -267,7 +277,7 @@ class Fused:
             static_argnums=0,
             donate_argnums=donated,
             out_shardings=out,
-            compiler_options=ONE_GRAPH if is_on_gpu else None,
+            compiler_options=_options_of_loop() if is_on_gpu else None,
         )
 
     def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:

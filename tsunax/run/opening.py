@@ -65,6 +65,7 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
     if fitting.is_resumed and not is_in_hand and restored.script is not None:
         fitting.has_ended = bool(before.get("has_ended", False))
+        fitting.has_open_row = bool(before.get("has_open_row", False))
         match before.get("stop"):
             case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
                 fitting.run.stop(reason)
@@ -172,7 +173,7 @@ def nothing_to_do(fitting: Fit) -> str:
     """What is said of a goal that a run has reached before its first step."""
     run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
     if saver is not None and run.stopped:
-        fix = "to train on, give another goal or other callbacks"
+        fix = "to train on, change the callbacks: some remember why they stopped a run"
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"

@@ -193,8 +193,9 @@ class RowLog:
     def sync(self) -> None:
         """Put the rows on the disk: a run that resumes here does not log them again."""
         for logger in self.loggers:
-            if callable(sync := getattr(logger, "sync", None)):
-                sync()
+            if hasattr(logger, "sync"):
+                with blamed("logger", logger, self.run):
+                    logger.sync()
 
 
 def with_state(error: Any, run: Run) -> Any:
