@@ -20,7 +20,7 @@ from tsunax import testing
 from tsunax._core import stable_text
 from tsunax._core.stable_text import words_of
 from tsunax.checkpoints.saving import Best
-from tsunax.errors import DataError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
+from tsunax.errors import DataError, DeviceError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
 from tsunax.run import callbacks, fitting, fused_loop
@@ -1593,10 +1593,12 @@ def test_batches_of_a_list_may_shrink():
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.medium
 def test_batches_of_another_device():
-    there = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
-    state, _ = fit(STEP, ts.to_device(ts.setup(RULE, init()), jax.devices()[2]), there, steps=3)
+    """They are refused, as a step refuses them: a copy of each batch would be a cost that is not seen."""
+    batches = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
+    state = ts.to_device(ts.setup(RULE, init()), jax.devices()[2])
+    with pytest.raises(DeviceError, match=r"batch\[0\]"):
+        fit(STEP, state, batches, steps=3)
     assert ts.devices.device_of(state) == jax.devices()[2]
 
 
