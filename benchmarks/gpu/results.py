@@ -38,11 +38,12 @@ def write(path: Path, everything: dict) -> None:
 
 
 def rows_of(values: dict, above: str = "") -> list[tuple[str, object]]:
-    """`{"fit": {"ms": 2.0}}` as `[("fit: ms", 2.0)]`."""
+    """`{"fit": {"ms": 2.0}}` as `[("fit: ms", 2.0)]`; lists, such as lines of output, are left to the file."""
     rows: list[tuple[str, object]] = []
     for name, value in values.items():
         place = f"{above}: {name}" if above else name
-        rows += rows_of(value, place) if isinstance(value, dict) else [(place, value)]
+        if not isinstance(value, list):
+            rows += rows_of(value, place) if isinstance(value, dict) else [(place, value)]
     return rows
 
 
