@@ -244,7 +244,7 @@ class Model:
 def test_each_row_of_each_run_is_there_once_over_kills_resumes_and_other_runs(tmp_path, monkeypatch, kind):
     """Three runs write into one log, also at the same time; two have checkpoints."""
     if kind == "tensorboard":
-        need("tensorboardX")
+        need("tensorboardX"), need("tensorboard")  # before a file is open
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     for seed in range(40 if kind != "tensorboard" else 8):
         folder, rng = tmp_path / str(seed), random.Random(seed)

@@ -53,7 +53,7 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     found = leaf[rows]
     check_casts(found, "rows")  # of a file, which may have masks
     # a slice of a tensor shares its memory
-    return np.array(found) if isinstance(rows, slice) else np.asarray(found)[back]
+    return np.asarray(found).copy() if isinstance(rows, slice) else np.asarray(found)[back]
 
 
 def as_columns(arrays: PyTree) -> PyTree:
