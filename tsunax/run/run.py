@@ -193,9 +193,9 @@ class RowLog:
     def sync(self) -> None:
         """Put the rows on the disk: a run that resumes here does not log them again."""
         for logger in self.loggers:
-            if hasattr(logger, "sync"):
+            if (sync := getattr(logger, "sync", None)) is not None:
                 with blamed("logger", logger, self.run):
-                    logger.sync()
+                    sync()
 
 
 def with_state(error: Any, run: Run) -> Any:
