@@ -27,7 +27,7 @@ from tsunax.insight import _cost
 from tsunax.run import fused_loop
 from tsunax.states import split_any
 
-from benchmarks._common import mlp_loss, note, save, table
+from benchmarks._common import mlp_loss, save, table
 from benchmarks.gpu import models
 
 PLATFORMS = {  # name: the topology of one device, of eight, and the module that compiles for it
@@ -247,10 +247,10 @@ def show(title: str, counts: dict[str, Counts]) -> None:
 def main() -> None:
     for platform, (one, eight, module) in PLATFORMS.items():
         if importlib.util.find_spec(module) is None:
-            note(f"{platform}: left out, {module} is not installed")
+            print(f"  {platform}: left out, {module} is not installed")  # its results stay those of the last time
             continue
         for name in problems():
             show(f"{platform}: {name}", programs_of(name, one))
         show(f"{platform}: one turn of the loop of fit, tiny MLP", loop_of("tiny MLP", one))
         show(f"{platform}: wide MLP, fully sharded over 8", fully_sharded(eight))
-    save("compiled")
+        save(f"compiled-{platform.lower()}")

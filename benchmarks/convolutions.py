@@ -10,7 +10,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tsunax._core.cpu.convolutions import fast
+from tsunax._cpu.convolutions import fast
 
 from benchmarks._common import interleave, ratio, save, table
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from tsunax._core.cpu.kept_sums import keep_sums
+from tsunax._cpu.kept_sums import keep_sums
 
 from benchmarks._common import save, table
 

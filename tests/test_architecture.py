@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tsunax"
 # The rooms of the first level, from the ground up: a file or a folder imports its own tier and those below it. A new
 # one is entered here before it is written.
 TIERS = {
-    0: "errors _core",
+    0: "errors _core _cpu",
     1: "metrics losses loss regularize guard precision averages reproduce rules schedules",
     2: "state states microbatches _step step program hyper",
     3: "distributed data devices",

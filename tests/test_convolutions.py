@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close, assert_trees_equal, medium_if
-from tsunax._core.cpu import convolutions, rewriting
-from tsunax._core.cpu.convolutions import fast
+from tsunax._cpu import convolutions, rewriting
+from tsunax._cpu.convolutions import fast
 
 LAST = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 FIRST = {1: ("NCW", "OIW", "NCW"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", "OIDHW", "NCDHW")}

@@ -31,6 +31,7 @@ def test_a_file_of_results_is_whole_after_every_number(tmp_path):
     tables = {table["title"]: table["rows"] for table in read(path)["shown"]}
     assert tables == {"gpt": [["steps: tsunax: ms", 25.0]], "launch": [["us", 31.5]]}
     assert list(tmp_path.iterdir()) == [path]
+    assert programme.file_of(tmp_path, "NVIDIA H200", "0.11.2").name == "gpu-nvidia-h200-jax0.11.2-2.json"
 
 
 @pytest.mark.medium

@@ -92,6 +92,7 @@ def test_injected_nan_and_inf_never_reach_a_state(accumulate, options):
     )
 
 
+@pytest.mark.several_devices
 def test_under_data_parallelism_the_verdict_is_one():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     place = lambda x, *axes: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
@@ -339,6 +340,7 @@ def test_rules_that_are_dear_or_not_alone_keep_the_selects():
     assert "case" not in text
 
 
+@pytest.mark.several_devices
 def test_devices_that_decide_differently_select():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), axis_name=())

@@ -366,6 +366,7 @@ def test_the_last_adjust_of_a_leaf_wins_however_cuts_overlap(name, adjusts):
 
 
 @pytest.mark.medium
+@pytest.mark.several_devices
 def test_a_state_on_a_mesh_is_adjusted_where_it_is():
     """The axes that `jax.make_mesh` gives are explicit from jax 0.9 on."""
     mesh = jax.make_mesh((4,), ("data",))

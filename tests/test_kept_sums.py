@@ -8,7 +8,7 @@ import tsunax as ts
 from jax import export
 from jax.extend import core
 from tests.helpers import assert_trees_equal, medium_if
-from tsunax._core.cpu import kept_sums
+from tsunax._cpu import kept_sums
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(DRAW.standard_normal((3, 128, 128)) / 12, jnp.float32), "g": jnp.ones((3, 128))}

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from tests import gpu_facts
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
 from tsunax._core import stable_text
@@ -378,7 +379,7 @@ def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
     assert compiled.count(("train_steps", fused_loop.ONE_GRAPH)) == 1  # a CPU ignores them
     assert_trees_equal(state, expected)
     monkeypatch.undo()
-    assert not fused_loop._is_on_gpu(state)
+    assert fused_loop._is_on_gpu(state) == gpu_facts.IS_GPU
 
 
 def test_an_xla_without_the_options_of_one_graph_compiles_without_them(monkeypatch):
@@ -1529,7 +1530,10 @@ def test_applied_steps_are_in_the_history_of_an_error():
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
 
 
-@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "run_epoch", "run_steps", "prefetch", "mesh"])
+ON_A_MESH = pytest.param("mesh", marks=pytest.mark.several_devices)
+
+
+@pytest.mark.parametrize("how", ["auto", 1, 3, None, "iterate", "run_epoch", "run_steps", "prefetch", ON_A_MESH])
 def test_a_loader_may_refill_its_buffer(how):
     def refilled():
         for i in range(8):
@@ -1593,6 +1597,7 @@ def test_batches_of_a_list_may_shrink():
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.several_devices
 def test_batches_of_another_device():
     """They are refused, as a step refuses them: a copy of each batch would be a cost that is not seen."""
     batches = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
@@ -1608,6 +1613,7 @@ def test_resident_data_in_a_step_of_its_own():
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_state_on_a_mesh(kind):
     """Rows are spread over its data axis, from the host and from the device, and the numbers are the same."""
@@ -1619,6 +1625,7 @@ def test_a_state_on_a_mesh(kind):
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
 
 
+@pytest.mark.several_devices
 def test_rows_that_do_not_divide_by_the_devices():
     home = jax.sharding.NamedSharding(jax.make_mesh((4,), ("data",)), jax.sharding.PartitionSpec())
     odd = ts.batches((X[:46], Y[:46]), 8)  # 46 rows: the last batch has 6

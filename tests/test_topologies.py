@@ -133,6 +133,14 @@ def test_a_state_on_a_topology_is_shapes(devices):
 
 
 @pytest.mark.medium
+def test_processes_compile_for_tpus_side_by_side(devices):
+    source = "import tsunax as ts; print(len(ts.devices.topology('v5e:2x4')))"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run([sys.executable, "-c", source], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout == "8\n", process.stderr
+
+
+@pytest.mark.medium
 def test_the_batch_size_of_a_topology(devices):
     mesh = ts.mesh(data=8, devices=devices)
     state = ts.shard(lambda: ts.setup(ts.rules.adam(1e-3), init()), mesh)
@@ -202,26 +210,41 @@ def test_without_the_plugin(monkeypatch):
 
 # What the default step moves over the bare step by hand, its kernels and megabytes of temporary memory, in a program
 # for an H100 (`python -m benchmarks compiled`): as they are today, and a little room for other versions of XLA.
-CEILINGS = {
+CEILINGS = {  # of an H100
     "tiny MLP": (1.50, 28, 0.05),
     "wide MLP": (1.60, 55, 102.0),
     "200 leaves": (1.22, 620, 0.2),
     "tables under Adagrad": (1.24, 14, 24.0),
     "GPT of 2 layers": (1.10, 165, 445.0),
 }
+CEILINGS_OF_TPU = {  # of a v5e
+    "tiny MLP": (1.22, 105, 2.0),
+    "wide MLP": (1.37, 190, 110.0),
+    "tables under Adagrad": (1.13, 80, 380.0),
+}
+
+
+def check_ceilings(name, topology, ceilings):
+    from benchmarks import compiled
+
+    with jax.numpy_rank_promotion("allow"):
+        counts = compiled.programs_of(name, topology, contenders=("by hand, bare", "tsunax"))
+    ours, bare = counts["tsunax"], counts["by hand, bare"]
+    ratio, kernels, temporary = ceilings
+    assert ours.megabytes <= ratio * bare.megabytes and ours.kernels <= kernels and ours.temporary <= temporary, counts
+    assert ours.copied == ours.callbacks == ours.conditionals == 0
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", CEILINGS)
 def test_programs_for_a_gpu_move_no_more_than_they_did(gpus, name):
-    from benchmarks import compiled
+    check_ceilings(name, "h100", CEILINGS[name])
 
-    with jax.numpy_rank_promotion("allow"):
-        counts = compiled.programs_of(name, "h100", contenders=("by hand, bare", "tsunax"))
-    ours, bare = counts["tsunax"], counts["by hand, bare"]
-    ratio, kernels, temporary = CEILINGS[name]
-    assert ours.megabytes <= ratio * bare.megabytes and ours.kernels <= kernels and ours.temporary <= temporary, counts
-    assert ours.copied == ours.callbacks == ours.conditionals == 0
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", CEILINGS_OF_TPU)
+def test_programs_for_a_tpu_move_no_more_than_they_did(devices, name):
+    check_ceilings(name, "v5e:2x4", CEILINGS_OF_TPU[name])
 
 
 @pytest.mark.medium

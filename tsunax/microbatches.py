@@ -19,7 +19,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Function, Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
-from tsunax._core.cpu import convolutions
+from tsunax._cpu import convolutions
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, rows_of, uneven
 

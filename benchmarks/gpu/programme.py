@@ -39,7 +39,7 @@ PARTS = {  # the most valuable first
     "cnn_torch": Part(20, 60, "torch_models:cnn"),
     "members": Part(15, 40, "training:members"),
     "sizes": Part(30, 80, "memory:sizes"),
-    "gpt_small": Part(40, 80, "training:gpt_small"),
+    "gpt_small": Part(60, 110, "training:gpt_small"),
     "gpt_small_torch": Part(20, 60, "torch_models:gpt_small"),
 }
 TINY_FACTOR = 8.0  # of the limits, on a CPU that others use too
@@ -94,9 +94,10 @@ def start_part(name: str, path: Path, options: argparse.Namespace, limit: float)
 
 
 def file_of(folder: Path, device: str, jax_version: str) -> Path:
-    """The file of results of a kind of device: those of two cards never replace each other."""
+    """A new file of results of a kind of device: no run replaces the parts of another one."""
     kind = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return folder / f"gpu-{kind}-jax{jax_version}.json"
+    names = (f"gpu-{kind}-jax{jax_version}{number}.json" for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def gradient_of(
         if n == 1:
             loss, grads = gradient(rows, given)
         elif whole:
-            from tsunax._core.cpu.convolutions import fast
+            from tsunax._cpu.convolutions import fast
 
             loss, grads = fast(lambda: gradient(rows, given))()  # it has loops
         else:
@@ -148,7 +148,7 @@ def _differentiated(
 
     both = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
-        from tsunax._core.cpu.kept_sums import keep_sums
+        from tsunax._cpu.kept_sums import keep_sums
 
         both = keep_sums(both)
     (_, loss), (grads, new) = both(*parts)

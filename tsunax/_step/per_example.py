@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, checks
-from tsunax._core.cpu import convolutions
+from tsunax._cpu import convolutions
 from tsunax.errors import LossError
 from tsunax.loss import Loss, rows_of
 from tsunax.microbatches import check_rows, in_turn, merged_losses

@@ -159,10 +159,12 @@ def simulate(n: int) -> None:
 
 
 # libtpu looks for the host's metadata server for minutes, and warns if it finds no TPU. The name of
-# the accelerator decides nothing here.
-_QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
+# the accelerator decides nothing here. It is loaded by one process at a time, because a TPU belongs
+# to one; but processes that only compile may run side by side.
+_COMPILING = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
 }  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def topology(name: str) -> list[Device]:
     from jax.experimental import topologies
 
     try:
-        with mock.patch.dict(os.environ, {**_QUIET, **os.environ}):
+        with mock.patch.dict(os.environ, {**_COMPILING, **os.environ}):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # of libtpu, whatever it is
         expected = f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}'

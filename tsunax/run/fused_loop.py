@@ -48,7 +48,7 @@ from tsunax._core import (
     stable_text,
     trees,
 )
-from tsunax._core.cpu import convolutions
+from tsunax._cpu import convolutions
 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
 from tsunax._step.on_mesh import masked

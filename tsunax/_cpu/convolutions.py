@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.cpu.rewriting import Equation, Jaxpr, rewritten
+from tsunax._cpu.rewriting import Equation, Jaxpr, rewritten
 
 # of the inner functions that stand for a convolution: they are not looked into again
 NAME = "convolution_in_loop"

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core.cpu.rewriting import Equation, Jaxpr, rewritten
+from tsunax._cpu.rewriting import Equation, Jaxpr, rewritten
 
 LEAST = 1 << 16  # bytes of a sum: smaller ones are computed again faster than they are kept
 # For each dtype the bits of a NaN that arithmetic never makes: no sum has them
