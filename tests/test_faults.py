@@ -132,7 +132,7 @@ def log_of_zero(grads, state, params=None):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_faults_of_the_rule(accumulate):
     """Loss and gradients are finite: what the rule makes of them is not, and the step is rejected for that."""
-    step = ts.train_step(product, accumulate=accumulate)
+    step = ts.train_step(product, accumulate=accumulate, norms="update")
     x = np.ones((6, 4), np.float32)
     state = two(optax.GradientTransformation(lambda params: (), log_of_zero))
     after, info = step(jax.tree.map(jnp.copy, state), x)

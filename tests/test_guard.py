@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, count_compiles
 from tsunax import guard
 from tsunax.errors import NonFiniteError
+from tsunax.guard import verdict
 
 ROWS, MICRO = 12, 4
 LEAVES = ("a", "b", "c")
@@ -284,44 +285,66 @@ def test_a_label_that_is_no_class_is_named(label):
 # ------------------------------------------------------------------------------------------------- where the choice is
 
 
-def test_the_update_is_judged_whether_info_has_its_norm_or_not():
+def test_a_rule_that_makes_nan_of_finite_gradients_is_rejected():
     """A schedule or a division in a rule makes NaN of finite gradients: it never reaches the params."""
     params, grads = {"a": jnp.ones(2), "unused": jnp.ones(2)}, {"a": jnp.ones(2), "unused": jnp.zeros(2)}
     late = ts.rules.sgd(lambda step: jnp.where(step < 5, 0.1, jnp.nan))
     for rule in (ts.rules.adam(0.01, eps=0.0), optax.adam(0.01, eps=0.0), late):
-        for norms in (True, False):
+        for norms in ("update", True, False):
             run = jax.jit(functools.partial(ts.update, norms=norms))
             for f in (run, functools.partial(ts.update, norms=norms)):
                 state = ts.setup(rule, params).replace(step=5)
                 after, info = f(state, grads)
-                assert not bool(info.applied) and (info.update_norm is None) == (not norms)
+                assert not bool(info.applied) and (info.update_norm is None) == (norms != "update")
                 assert_trees_equal(after.params, params)
                 assert_trees_equal(after.opt_state, state.opt_state)
                 assert "update that the rule made" in guard.explain(int(info.verdict), after.opt_state)
 
 
+def test_an_adjusted_number_changes_who_judges_and_compiles_nothing():
+    """With eps=0 Adam makes NaN of a gradient of zero, and a good update of another one."""
+    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
+    state, zero, one = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}), np.zeros((2, 3)), np.ones((2, 3))
+    state, _ = step(state, one)
+    state = ts.adjust(state, eps=0.0)
+    with count_compiles() as compiles:
+        fresh = ts.adjust(ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}), eps=0.0)
+        before = np.asarray(fresh.params["w"])
+        fresh, info = step(fresh, zero)
+        assert int(info.verdict) == 2 * 4 + 1 and int(fresh.rejected) == 1
+        np.testing.assert_array_equal(fresh.params["w"], before)
+        state, info = step(state, one)
+        assert bool(info.applied)
+    assert compiles.compiled.count("train_step") == 0
+
+
 def test_both_ways_to_choose_have_the_same_bits():
-    """A cond that runs the rule again, for small leaves on a CPU, and a select for each array."""
+    """A cond on a CPU, a select for each array elsewhere, and either with a judged update."""
     loss_fn = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) @ params["v"])
     params = {"w": jnp.ones((8, 4)) / 3, "v": jnp.ones(4) / 7}
     x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
 
-    def run(small):
+    def run(rule, selects=False, **options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(guard, "BYTES", small)
-            step, state, infos = ts.train_step(loss_fn), ts.setup(ts.rules.adamw(0.01), params, ema=0.9), []
+            if selects:
+                patch.setattr(verdict, "is_over_mesh", lambda x: True)
+            step, state, infos = ts.train_step(loss_fn, **options), ts.setup(rule, params, ema=0.9), []
             text = step.lower(state, x).as_text()
             for bad in (0, 0, 1, 0):
                 state, info = step(state, x * np.float32(np.nan) if bad else x)
                 infos.append((info.loss, info.verdict, info.grad_norm))
         return state, infos, "case" in text
 
-    few, many = run(1 << 14), run(0)
-    assert few[2] and not many[2]
-    assert_trees_equal(few[:2], many[:2])
+    for rule in (ts.rules.adamw(0.01), optax.adamw(0.01)):
+        *cond, has_cond = run(rule)
+        *select, _ = run(rule, selects=True)
+        *judged, judged_has_cond = run(rule, norms="update")
+        assert has_cond and not judged_has_cond
+        assert_trees_equal(cond, select)
+        assert_trees_equal(cond, judged)
 
 
-def test_rules_that_are_dear_or_not_alone_keep_the_selects():
+def test_unknown_rules_run_once_and_are_judged_by_their_update():
     def callback(updates, state, params=None):
         calls.append(1)
         shape = jax.ShapeDtypeStruct((), jnp.float32)

@@ -43,7 +43,7 @@ def test_the_loss_function_sees_the_policy_and_nobody_else(dtype):
 
     state = start(precision=dtype, model_state={"m": jnp.zeros(2)}, ema=0.9)
     batch = {"x": X, "y": np.arange(8)}
-    after, info = ts.train_step(fn, donate=False)(state, batch)
+    after, info = ts.train_step(fn, donate=False, norms="update")(state, batch)
     ts.eval_step(fn)(state, batch)
     assert seen[True] == {"w": dtype, "n": "int32", "x": dtype, "y": "int32", "m": "float32"}
     assert seen[False] == seen[True] | {"w": "float32", "x": "float32"}

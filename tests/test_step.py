@@ -311,7 +311,7 @@ def test_info_says_what_happened():
     state, batch = ts.setup(ts.rules.adam(1e-2), make_params()), make_batch()
     value, grads = jax.value_and_grad(loss_fn)(state.params, batch)
     updates, _ = optax.adam(1e-2).update(grads, optax.adam(1e-2).init(state.params), state.params)
-    _, info = ts.train_step(loss_fn)(state, batch)
+    _, info = ts.train_step(loss_fn, norms="update")(state, batch)
     assert bool(info.applied) and float(info.weight) == ROWS
     np.testing.assert_allclose(info.loss, value, rtol=1e-6)
     np.testing.assert_allclose(info.grad_norm, optax.tree.norm(grads), rtol=1e-6)

@@ -28,7 +28,7 @@ from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.loss import Loss
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
-from tsunax.step import StepInfo, update_unchecked
+from tsunax.step import StepInfo, check_norms, update_unchecked
 
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
@@ -162,14 +162,15 @@ class TrainStep:
     on_nonfinite: str = "skip"
     donate: bool = True
     remat: bool | str | Function | None = None
-    norms: bool = True
+    norms: bool | str = True
     axis_name: AxisName = None
     at_once: int | None = None
     per_example: bool | Function = False
     noise_scale: bool = False
 
     def __post_init__(self) -> None:
-        checks.check_flags("train_step()", donate=self.donate, norms=self.norms)
+        checks.check_flags("train_step()", donate=self.donate)
+        check_norms(self.norms, "train_step()")
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self.gradient  # the errors of all others belong here, not into the first call
@@ -320,7 +321,7 @@ def train_step(
     on_nonfinite: str = "skip",
     donate: bool = True,
     remat: bool | str | Function | None = None,
-    norms: bool = True,
+    norms: bool | str = True,
     axis_name: AxisName = None,
     at_once: int | None = None,
     per_example: bool | Function = False,

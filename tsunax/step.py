@@ -25,13 +25,14 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
+from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
-from tsunax.state import TrainState, assemble, base, check_state, split, trained_part, with_rest
+from tsunax.state import TrainState, base, check_state, split, trained_part, with_part, with_rest
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
@@ -126,7 +127,7 @@ def update(
     loss: Loss | Maybe = None,
     model_state: PyTree = None,
     on_nonfinite: str = "skip",
-    norms: bool = True,
+    norms: bool | str = True,
     **extra: Any,
 ) -> tuple[TrainState, StepInfo]:
     """The second half of a step: verdict, rule, frozen leaves, clock.
@@ -158,10 +159,16 @@ def update(
     """
     check_state(state, "update()", grads)
     checks.check_choice(on_nonfinite, "update()", "on_nonfinite", guard.POLICIES)
-    checks.check_flags("update()", norms=norms)
+    check_norms(norms, "update()")
     if extra:
         _errors().check_extra(state, extra)
     return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
+
+
+def check_norms(norms: object, where: str) -> None:
+    """Raise for what does not say which norms an info has."""
+    if norms != "update":
+        checks.check_flags(where, norms=norms)
 
 
 def update_unchecked(
@@ -170,7 +177,7 @@ def update_unchecked(
     loss: Loss | Maybe,
     model_state: PyTree,
     on_nonfinite: str,
-    norms: bool,
+    norms: bool | str,
     extra: Extra,
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
@@ -185,15 +192,15 @@ def update_unchecked(
     value = None if loss.total is None else loss.compute()
     thawed = thawed_flags(state)
     grads = _without_frozen(grads, thawed)
-    measures = norms or on_nonfinite != "ignore"
+    is_judged = on_nonfinite != "ignore"
     grad_norm = None
-    if measures or any(map(trees.is_offloaded, jax.tree.leaves(state))):
+    if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
         grad_norm = guard.global_norm(_mean(grads, trained_part(state)))
     given, state = state, trees.on_device(state, after=grad_norm)
 
-    def applied() -> tuple[TrainState, PyTree, Any]:
-        """The state if the step is taken, the rule's updates, and whether the call moves params."""
-        updates, opt_state = _ruled(state, grads, value, loss.weight, extra)
+    def applied() -> tuple[dict[str, Any], PyTree, Any]:
+        """The fields that an applied step changes, its updates, and whether they move params."""
+        updates, opt_state = _ruled(state, grads, grad_norm, value, loss.weight, extra)
         emitted = guard.emitted(opt_state)
         opt_state = number_table.hoist_like(opt_state, state.numbers)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
@@ -207,23 +214,70 @@ def update_unchecked(
         new = _with_unmoved(state, new, thawed, emitted)
         if (replaced := loss.overwritten) is not None:
             new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
-        return new, updates, emitted
+        return _changed_fields(new, state), updates, emitted
 
-    once = state.plan.overwritten is not None
-    trained = jax.tree.leaves(trained_part(state))
-    (new, updates, emitted), again = guard.candidate(applied, trained, state, once=once)
-    update_norm = guard.global_norm(_without_frozen(updates, thawed)) if measures else None
-    verdict = None
-    if on_nonfinite != "ignore":
-        judged: Any = update_norm
-        if loss.overwritten is not None:  # it is in no norm
-            judged = judged + guard.global_norm(loss.overwritten)
-        verdict = guard.judge(value, grad_norm, state.calls, new.opt_state, judged)
-        new = _chosen(verdict == 0, new, state, again)
-        new = _recorded(state, new, verdict, emitted, loss)
-    shown = (grad_norm, update_norm) if norms else (None, None)
+    excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
+    verdict = update_norm = is_certain = None
+    if is_judged and norms != "update" and trees.is_tracing():
+        is_certain = certainty(state, grads, loss.weight)[0]
+    if is_certain is None:
+        fields, updates, emitted = applied()
+        if is_judged or norms == "update":
+            update_norm = _update_norm(fields, _without_frozen(updates, thawed))
+        if is_judged:
+            verdict = _verdict(state, value, grad_norm, fields, update_norm, loss)
+            fields = guard.choose(verdict == 0, fields, _fields_like(fields, state))
+    else:
+        applied = jax.jit(applied)  # It is traced once, although several branches call it.
+        shapes, _, emits = jax.eval_shape(applied)
+        fields = applied()[0] if guard.reports(state.opt_state) else {}
+        norm = None
+        if not isinstance(is_certain, bool):
+            norm = jax.lax.cond(is_certain, lambda: jnp.zeros((), jnp.float32), excess)
+        verdict = _verdict(state, value, grad_norm, fields, norm, loss)
+        old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)
+        fields, emitted = guard.decide(verdict == 0, lambda: applied()[::2], old)
+    new = _recorded(state, _with_fields(state, fields), verdict, emitted, loss)
+    shown = grad_norm if norms else None, update_norm if norms == "update" else None
     new = trees.offloaded_like(new, given)
     return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
+
+
+def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
+    """The fields that an applied step alone changes, of params the part that moves."""
+    moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
+    fields = {name: getattr(new, name) for name in moving if name != "params"}
+    fields = {name: x for name, x in fields.items() if x is not getattr(old, name)}
+    return {**fields, "params": split(new)[0][0]}
+
+
+def _fields_like(fields: Extra, state: TrainState) -> dict[str, Any]:
+    """The same fields of another state."""
+    rest = {name: getattr(state, name) for name in fields if name != "params"}
+    return {**rest, "params": split(state)[0][0]}
+
+
+def _with_fields(state: TrainState, fields: Extra) -> TrainState:
+    """The state with these fields."""
+    params = with_part(fields["params"], state.params, state.plan.moving)
+    return dataclasses.replace(state, **{**fields, "params": params})
+
+
+def _update_norm(fields: Extra, updates: PyTree) -> jax.Array:
+    """The norm of the updates, infinite if they make a float16 parameter infinite."""
+    norm = guard.global_norm(updates)
+    small = [x for x in jax.tree.leaves(fields["params"]) if x.dtype == jnp.float16]
+    return jnp.where(jnp.isfinite(guard.global_norm(small)), norm, jnp.inf) if small else norm
+
+
+def _verdict(
+    state: TrainState, value: Any, grad_norm: Any, fields: Extra, update_norm: Any, loss: Loss
+) -> jax.Array:
+    if loss.overwritten is not None:  # It is in no norm.
+        norm = guard.global_norm(loss.overwritten)
+        update_norm = norm if update_norm is None else update_norm + norm
+    opt_state = fields.get("opt_state", ())
+    return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
 
 
 def _info(
@@ -292,7 +346,7 @@ def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
 
 
 def _ruled(
-    state: TrainState, grads: PyTree, value: jax.Array | None, weight: Scalar, extra: Extra
+    state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule."""
     params, precision = base(state), state.plan.precision
@@ -302,6 +356,8 @@ def _ruled(
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
+    if mean is grads and getattr(state.plan.update, "begins_with_norm", False):
+        given["grad_norm"] = grad_norm
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
@@ -375,20 +431,12 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
     return dataclasses.replace(new, **fields)
 
 
-def _chosen(take: jax.Array, new: TrainState, old: TrainState, again: Any) -> TrainState:
-    """Choose between the new state and the old one, for all that a step changes."""
-    moving, still = split(new)
-    rerun = None if again is None else lambda: split(again()[0])[0]
-    moving = guard.between(take, moving, split(old)[0], rerun)
-    return assemble((type(new), new.plan), moving, still)
-
-
 def _recorded(
-    old: TrainState, new: TrainState, verdict: jax.Array, emitted: jax.Array | None, loss: Loss
+    old: TrainState, new: TrainState, verdict: Any, emitted: Any, loss: Loss
 ) -> TrainState:
     """`new` with what the guard records of every call, applied or not: counts and loss scale."""
     new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
-    if old.loss_scale is None:
+    if verdict is None or old.loss_scale is None:
         return new
     applied = verdict == 0 if emitted is None else (verdict == 0) & emitted
     overflowed = guard.overflowed(verdict)

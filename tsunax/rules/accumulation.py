@@ -38,6 +38,10 @@ class Window:
     emitted: Scalar  # bool: whether the last call was the last one of its window
 
 
+# The sum of gradients with a finite norm is finite up to this weight.
+MOST_WEIGHT = 2.0**60
+
+
 def _is_window(x) -> bool:
     return isinstance(x, Window)
 
@@ -114,6 +118,11 @@ class Gather:
         sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
         count = state.count + due.astype(jnp.int32)
         return updates, Window(inner, sums, value, total, calls, count, due)
+
+    def bounded(self, seen: Any, state: Window, bounds: list[Any]) -> list[Any]:
+        weight = 1.0 if seen.weight is None else seen.weight
+        seen.need(state.weight + weight <= MOST_WEIGHT)
+        return seen.walk(self.update, state.inner, [(seen.flat(b, c), 0.0) for b, c in bounds])
 
 
 def accumulate(

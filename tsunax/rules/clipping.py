@@ -29,6 +29,11 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
     return as_rule(lambda params: optax.EmptyState(), update)
 
 
+def _norm_of(updates, *, outside=0.0, grad_norm=None, **_):
+    """The norm of all gradients: as the verdict has it, or with the squares of other groups."""
+    return jnp.sqrt(sum(square_sums(updates)) + outside) if grad_norm is None else grad_norm
+
+
 def _clip(max_delta: optax.ScalarOrSchedule):
     """Clamp each element of the gradient, `g ← min(max(g, -max_delta), max_delta)`; NaN stays NaN.
 
@@ -40,8 +45,11 @@ def _clip(max_delta: optax.ScalarOrSchedule):
     Array([ 0.5, -1. ], dtype=float32)
     """
     bound = as_scalar(max_delta)
-    clip = lambda g: jnp.clip(g, -bound, bound)
-    return _stateless(lambda updates, params, **_: jax.tree.map(clip, updates))
+
+    def clip(updates, params, **_):
+        return jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
+
+    return _stateless(clip)
 
 
 def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
@@ -58,8 +66,8 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """
     bound = as_scalar(max_norm)
 
-    def clip(updates, params, *, outside=0.0, **_):
-        norm = jnp.sqrt(sum(square_sums(updates)) + outside)
+    def clip(updates, params, **extra):
+        norm = _norm_of(updates, **extra)
         small = (norm < bound) | (norm == 0)  # a schedule may bring the bound to 0
         one = lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound)
         return jax.tree.map(one, updates)
@@ -190,8 +198,8 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     def init(params):
         return SpikeState(jnp.zeros((4, 2), jnp.float32))
 
-    def update(updates, state, params=None, *, value=0.0, outside=0.0, **_):
-        norm = jnp.sqrt(sum(square_sums(updates)) + outside)
+    def update(updates, state, params=None, *, value=0.0, **extra):
+        norm = _norm_of(updates, **extra)
         now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, seen, _ = state.band
         distance = now - centre
@@ -206,6 +214,8 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
     return as_rule(init, update)
 
 
+# First in a chain, they get the norm that the verdict has.
+OF_NORM = _clip_by_global_norm, _reject_spikes
 clip: Final = live(_clip)
 clip_by_global_norm: Final = live(_clip_by_global_norm)
 clip_by_norm: Final = live(_clip_by_norm, static=("p", "throw"))

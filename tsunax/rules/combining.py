@@ -17,9 +17,11 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
+from tsunax.rules.clipping import OF_NORM
 from tsunax.rules.extra_arguments import Init, as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.leaf_owners import owners_in
+from tsunax.rules.live_rules import LiveUpdate
 
 
 def _chain_init(inits, params):
@@ -29,6 +31,12 @@ def _chain_init(inits, params):
 @dataclass(frozen=True)
 class _ChainUpdate:
     updates: tuple[Callable, ...]
+
+    @property
+    def begins_with_norm(self) -> bool:
+        """Whether the first rule uses the norm of the gradient."""
+        first = next(iter(self.updates), None)
+        return isinstance(first, LiveUpdate) and first.live.factory in OF_NORM
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # only for the window at the end of the chain
@@ -40,7 +48,13 @@ class _ChainUpdate:
             new.append(state)
             # it was the norm of gradients in the other groups: later rules get other updates
             extra.pop("outside", None)
+            extra.pop("grad_norm", None)
         return grads, tuple(new)
+
+    def bounded(self, seen, states, bounds):
+        for update, state in zip(self.updates, states, strict=True):
+            bounds = seen.walk(update, state, bounds)
+        return bounds
 
 
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -136,6 +150,10 @@ class _PartitionUpdate:
             out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(grads), out), PartitionState(inner)
 
+    def bounded(self, seen, state, bounds):
+        parts = zip(self.patterns, self.updates, strict=True)
+        return [x for name, f in parts for x in seen.walk(f, state.inner[name], bounds)]
+
 
 def _for_part(f, params, mine, is_gradient: bool):
     """A function of all leaves as one of the leaves of a group, the others fixed."""
@@ -190,6 +208,9 @@ class _SkipZeroUpdate:
         updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
         owners = owners_in(self.init, state, grads)
         return updates, choose([o is None or moves[o] for o in owners], new, state)
+
+    def bounded(self, seen, state, bounds):
+        return seen.walk(self.update, state, bounds)
 
 
 def _without_window(init: Function, params: PyTree) -> PyTree:

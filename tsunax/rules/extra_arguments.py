@@ -40,6 +40,9 @@ class PlainUpdate:
         given = {name: extra[name] for name in self.takes if name in extra}
         return self.update(updates, state, params, **given)
 
+    def bounded(self, seen: Any, state: PyTree, bounds: list[Any]) -> list[Any]:
+        return seen.walk(self.update, state, bounds)
+
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
     """The optax rule with this init and this update, of functions that are typed otherwise."""

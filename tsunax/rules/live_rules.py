@@ -211,6 +211,12 @@ class LiveUpdate:
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, dataclasses.replace(state, inner=inner, extra=counters, count=count)
 
+    def bounded(self, seen: Any, state: LiveState, bounds: list[Any]) -> list[Any]:
+        table: Any = state.table
+        groups = (self.live.read(table[:, i], state.count) for i in range(state.groups))
+        rules = map(self.live.build, groups)
+        return [x for tx in rules for x in seen.walk(tx.update, state.inner, bounds, tx.init)]
+
 
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
 

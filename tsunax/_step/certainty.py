@@ -1,0 +1,39 @@
+"""Who judges a step: its loss and gradient alone, or also the update that its rule makes."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+from typing import Any
+
+import jax
+
+from tsunax import guard
+from tsunax._core import PyTree, Scalar, trees
+from tsunax.rules import number_table, update_bounds
+from tsunax.state import TrainState, base, trained_part
+
+# The dtype whose range each of them has.
+RANGES = {
+    **{name: name for name in ("float32", "float64")},
+    **{"bfloat16": "float32", "complex64": "float32", "complex128": "float64"},
+}
+
+
+def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, str]:
+    """Whether a finite gradient makes a finite update, or `(None, reason)` if that is not known.
+
+    True, or a traced bool if it depends on live numbers.
+    """
+    seen = jax.tree.leaves((trained_part(state), base(state), grads, state.opt_state))
+    kinds = {RANGES.get(str(x.dtype), "") for x in seen if trees.is_inexact(x)}
+    if len(kinds) > 1 or "" in kinds:
+        return None, "float16, or dtypes of several ranges"
+    opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    norm, (kind,) = lambda: guard.global_norm(base(state)), kinds
+    try:
+        found = update_bounds.certain(state.plan.update, opt_state, kind, weight, norm)
+    except update_bounds.Undeclared as error:
+        return None, f"{error} may make an infinite update of a finite gradient"
+    if not isinstance(found, bool):
+        is_spread = any(map(guard.is_over_mesh, seen))
+        return (None, "live numbers, over a mesh") if is_spread else (found, "")
+    return (True, "") if found else (None, "its numbers, such as an eps of 0")

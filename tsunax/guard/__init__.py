@@ -1,0 +1,47 @@
+"""The guard of a step: one verdict on its numbers, and one choice between two states.
+
+`norms` takes the norm of a tree, `verdict` judges and chooses, `windows` counts the calls, also
+those that only gather a gradient.
+"""
+
+from tsunax.guard.norms import SMALL, excess, global_norm, is_over_mesh, square_sums, tracing
+from tsunax.guard.verdict import (
+    GOT,
+    POLICIES,
+    RuleReport,
+    choose,
+    decide,
+    explain,
+    in_batch,
+    is_of_loss,
+    judge,
+    locate,
+    overflowed,
+    reports,
+)
+from tsunax.guard.windows import LIMIT, count, emitted, with_gathered
+
+__all__ = [
+    "GOT",
+    "LIMIT",
+    "POLICIES",
+    "SMALL",
+    "RuleReport",
+    "choose",
+    "count",
+    "decide",
+    "emitted",
+    "excess",
+    "explain",
+    "global_norm",
+    "in_batch",
+    "is_of_loss",
+    "is_over_mesh",
+    "judge",
+    "locate",
+    "overflowed",
+    "reports",
+    "square_sums",
+    "tracing",
+    "with_gathered",
+]

@@ -1,0 +1,91 @@
+"""L2 norms of trees, in float32 whatever the dtypes of their leaves."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+import contextlib
+import contextvars
+import functools
+from collections import defaultdict
+from collections.abc import Generator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from tsunax._core import PyTree
+
+# A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six
+# small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements are
+# therefore summed as one vector: a copy of at most 64 KiB each, for one reduction instead of one
+# per leaf. Larger leaves are summed where they lie. So are all leaves of a program over a mesh: to
+# join shards that lie on different devices, the devices would have to talk.
+
+SMALL = 1 << 14  # elements
+LARGEST = 2.0**64  # its square is beyond float32
+
+
+_over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", default=False)
+
+
+@contextlib.contextmanager
+def tracing(over_mesh: bool) -> Generator[None, None, None]:
+    """A context that says whether the program traced in it is one over a mesh."""
+    before = _over_mesh.set(over_mesh)
+    try:
+        yield
+    finally:
+        _over_mesh.reset(before)
+
+
+def is_over_mesh(x: ArrayLike) -> bool:
+    """Whether an array belongs to a program over a mesh: its type says so, or the context."""
+    return _over_mesh.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
+
+
+def _square_sum(x: ArrayLike) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+        x = x.astype(jnp.float32)
+    squares = jnp.square(x.real)
+    return jnp.sum(squares + jnp.square(x.imag) if jnp.iscomplexobj(x) else squares)
+
+
+def square_sums(tree: PyTree) -> list[jax.Array]:
+    """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
+    return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _joined(tree: PyTree) -> list[jax.Array]:
+    """The large leaves of a tree, and one vector of all small ones of each dtype."""
+    large, small = [], defaultdict(list)
+    for x in map(jnp.asarray, jax.tree.leaves(tree)):
+        if x.size > SMALL or is_over_mesh(x):
+            large.append(x)
+        else:
+            small[x.dtype].append(x.ravel())
+    return large + [jnp.concatenate(xs) if len(xs) > 1 else xs[0] for xs in small.values()]
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`.
+
+    Float32 whatever the dtypes of the leaves, float64 if any is.
+    """
+    sums = square_sums(_joined(tree)) or [jnp.zeros((), jnp.float32)]
+    dtype = np.result_type(*(s.dtype for s in sums))
+    return jnp.sqrt(sum(s.astype(dtype) for s in sums))
+
+
+def excess(tree: PyTree) -> jax.Array:
+    """0 if every element has a square in float32, else NaN if one is NaN, or infinity.
+
+    A reduction of two results: XLA:CPU needs memory for the operands of one with one result.
+    """
+    either = lambda a, b: (a[0] | b[0], a[1] | b[1])
+    found = []
+    for x in _joined(tree):
+        operands = ~(jnp.abs(x) < LARGEST), x != x
+        found.append(jax.lax.reduce(operands, (False, False), either, range(x.ndim)))
+    is_large, is_nan = functools.reduce(either, found)
+    return jnp.where(is_large, jnp.where(is_nan, jnp.nan, jnp.inf), 0.0).astype(jnp.float32)

@@ -1,0 +1,161 @@
+"""One verdict per step, and one choice: was everything finite, and which of two states goes on.
+
+A verdict is one int32 computed inside the step: 0 if the step is applied, -1 if it only gathered
+its gradient, else twice the place of the first value that is not finite, plus one if it is NaN.
+The places are the loss, the norm of the gradient, the clock, what rules report, and the norm of
+the update. The verdict is part of the info, so that no step waits for the device; `explain` turns
+it into words on the host. It does not say which leaf of the gradient was bad, because a map of
+200 leaves would cost every step what only a bad one needs: `locate` looks at the gradients again.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from tsunax._core import Maybe, PyTree, Scalar, trees
+from tsunax.guard.norms import is_over_mesh, square_sums
+from tsunax.guard.windows import LIMIT
+
+POLICIES = ("skip", "raise", "ignore", "drop")
+GOT = "got {}"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RuleReport:
+    """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
+
+    values: jax.Array  # f32 of shape (n,)
+    # a text for each, with path and shape; "{}" stands for "nan" or "inf"
+    whats: tuple[str, ...] = field(metadata={"static": True})
+
+
+def _is_report(x: object) -> bool:
+    return isinstance(x, RuleReport) or hasattr(type(x), "whats")  # a state of a rule that reports
+
+
+def reports(opt_state: PyTree) -> list[Any]:
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
+
+
+_LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4  # places; the update has the one after the reports
+
+
+def judge(
+    loss: Maybe, grad_norm: Maybe, calls: jax.Array, opt_state: PyTree, update_norm: Maybe = None
+) -> jax.Array:
+    """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
+
+    The order of the places is: loss, gradient, clock, reports, update.
+    """
+    verdict, place = jnp.where(calls < LIMIT, LIMIT, 2 * _CLOCK), _REPORTS
+    for report in reports(opt_state):
+        n = len(report.whats)
+        codes = _code(report.values, np.arange(place, place + n))
+        verdict = jnp.minimum(verdict, jnp.min(codes, initial=LIMIT))
+        place += n
+    for i, value in ((_LOSS, loss), (_GRADIENT, grad_norm), (place, update_norm)):
+        if value is not None:
+            verdict = jnp.minimum(verdict, _code(value, i))
+    return jnp.where(verdict == LIMIT, 0, verdict)
+
+
+def _code(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
+    """LIMIT if the value at this place is finite, else the verdict that it leads to."""
+    code = jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value))
+    return code.astype(jnp.int32)
+
+
+def overflowed(verdict: Scalar) -> Scalar:
+    """Whether the loss or the gradient was not finite, rather than a value reported by a rule."""
+    return (verdict > 0) & (verdict < 2 * _CLOCK)
+
+
+def is_of_loss(verdict: Scalar) -> Scalar:
+    """Whether the loss was not finite."""
+    return (verdict > 0) & (verdict < 2 * _GRADIENT)
+
+
+def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
+    """A verdict in words; given the gradients, with the leaf that was not finite."""
+    if verdict <= 0:
+        return "applied" if verdict == 0 else "gathered"
+    place, is_nan = divmod(int(verdict), 2)
+    norm = "gradient norm" if grads is None else locate(grads)
+    places = [f"loss: {GOT}", f"{norm}: {GOT}", f"clock, at its limit of {LIMIT} calls"]
+    places += [what for report in reports(opt_state) for what in report.whats]
+    places += [f"update that the rule made of finite gradients: {GOT}"]
+    return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
+
+
+def locate(grads: PyTree) -> str:
+    """The first gradient leaf that is not finite, or overflows when squared."""
+    squares = square_sums(grads)
+    for (at, leaf), square in zip(trees.leaves_at("params", grads), squares, strict=True):
+        if not bool(jnp.isfinite(square)):
+            what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
+            return f"{what} of {at}, shape {jnp.shape(leaf)}"
+    return "gradient norm"
+
+
+def in_batch(batch: PyTree) -> str:
+    """The first leaf of a batch that is not finite, in words; "" if all are finite."""
+    for at, leaf in trees.leaves_at("batch", batch):
+        bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
+        if count := int(jnp.sum(bad)):
+            first = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), np.shape(leaf))]
+            found = f"{at} has {count} of {np.size(leaf)} not finite"
+            return f"{found}, the first at {first}" if first else found
+    return ""
+
+
+# The choice between two states
+
+
+def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
+    """Leaf by leaf `new` if `take` is true, else `old`, in the dtypes of `new` as in plain optax.
+
+    `take` is one scalar bool, or a list with one for each leaf. Selects, never multiplies: 0 · NaN
+    is NaN.
+    """
+    new, treedef = jax.tree.flatten(new)
+    old = treedef.flatten_up_to(old)
+    take = take if isinstance(take, list) else [take] * len(new)
+
+    def one(flag: Any, n: Any, o: Any):
+        if n is o or flag is True:
+            return n
+        host, (n, o) = n, trees.on_device((n, o))
+        o = o if o.dtype == n.dtype else o.astype(n.dtype)
+        return trees.offloaded_like(jnp.where(flag, n, o), host)
+
+    return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
+
+
+def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
+    """The result of `applied()` if `take` is true, else `old`, which has the same structure.
+
+    On a CPU only the branch that is taken runs: a `lax.cond`, with the memory and the time of a
+    step without a verdict. Other devices select, because XLA fuses their selects into the update.
+    So do devices of a mesh, for whom a collective must not be behind a condition, and devices
+    inside `shard_map` that may decide differently. Under `vmap` the cond is a select by itself.
+    """
+    selected = lambda: choose(take, applied(), old)
+    if not trees.is_tracing() or any(map(is_over_mesh, jax.tree.leaves((take, old)))):
+        return selected()
+    if trees.manual_axes():
+        from tsunax._core import axes
+
+        if axes.varying(take):
+            return selected()
+    as_new = lambda n, o: jnp.asarray(o, n.dtype)
+    rejected = lambda: jax.tree.map(as_new, jax.eval_shape(applied), old)
+    cond = lambda: jax.lax.cond(take, applied, rejected)
+    return jax.lax.platform_dependent(cpu=cond, default=selected)

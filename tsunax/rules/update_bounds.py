@@ -1,0 +1,199 @@
+"""Which rules make finite updates of finite gradients, by bounds on their updates.
+
+A step whose rule does so is judged before the rule runs: by its loss and by the norm of its
+gradient. A finite norm in float32 bounds every element of the gradient by 2^64, and so every
+average of gradients. Each rule below says how it changes such a bound, from its numbers, which it
+reads in the closure of its update: floats of a plain optax rule, live numbers of a live one. A rule
+that is not here has no bound, and its steps are judged by their update.
+
+A bound is a pair `(b, c)`: each update is `c · p` plus at most `b`, where p is its parameter and
+`c` the decay, if there is any. Params stay finite if `c` is between -1 and 0 and `b` is below half
+of the distance between the two largest numbers of their dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tsunax._core import Function, PyTree, Scalar, trees
+from tsunax.rules.number_table import as_scalar
+
+# Of the dtype that is computed with: the largest element of a tree whose norm is finite, and the
+# largest update that cannot make a finite parameter infinite.
+LARGEST = {"float32": (2.0**64, 2.0**103), "float64": (2.0**512, 2.0**970)}
+BELOW_ONE = 1 - 2.0**-20  # Averages with a longer memory than this are judged by their update.
+LONGEST = 2.0**20  # so many gradients add up in a trace with such a decay
+TINY = 2.0**-126  # smaller numbers may be flushed to zero
+
+
+class Undeclared(Exception):
+    """The rule whose updates have no bound, in words."""
+
+
+@dataclass
+class Survey:
+    """A walk through a rule and its state, and the conditions on numbers that it collects."""
+
+    largest: float  # element of a gradient with a finite norm
+    limit: float  # of an update
+    weight: Scalar  # of this call
+    params_norm: Function  # () -> the norm of the params
+    conditions: list[Any] = field(default_factory=list)
+
+    def need(self, *conditions: Any) -> None:
+        self.conditions += conditions
+
+    def flat(self, b: Scalar, c: Scalar) -> Scalar:
+        """The bound of updates that a rule takes as they are, decay included."""
+        if _is_static(c, 0):
+            return b
+        self.need(self.params_norm() <= self.largest)
+        return b + abs(c) * self.largest
+
+    def walk(self, update: Any, state: Any, bounds: list[Any], init: Any = None) -> list[Any]:
+        """The bounds of a rule's updates from those of the updates that it is given."""
+        if hasattr(type(update), "bounded"):  # a rule of ours that is made of rules
+            return update.bounded(self, state, bounds)
+        numbers, name = _closure(update), _factory(update)
+        if name == "with_extra_args_support":
+            return self.walk(numbers["tx"].update, state, bounds, numbers["tx"].init)
+        if name == "chain":
+            for inner, own in zip(numbers["update_fns"], state, strict=True):
+                bounds = self.walk(inner, own, bounds)
+            return bounds
+        if name == "masked" and "inner" in numbers:
+            inner = numbers["inner"]
+            return bounds + self.walk(inner.update, state.inner_state, bounds, inner.init)
+        if name in ("_stateless", "_decay"):
+            name, numbers = _factory(numbers["f"]), _closure(numbers["f"])
+        if name not in _BOUNDS:
+            raise Undeclared(name or trees.describe_call(update))
+        numbers = _closure(init) | numbers
+        try:
+            bounds = [_BOUNDS[name](numbers, self, b, c, state) for b, c in bounds]
+        except (LookupError, TypeError, ValueError) as error:  # of another version of optax
+            raise Undeclared(name) from error
+        self.need(*(b <= self.limit for b, _ in bounds), *(abs(c) <= 1 for _, c in bounds))
+        return bounds
+
+
+def certain(update: Any, opt_state: PyTree, dtype: str, weight: Scalar, params_norm: Any) -> Any:
+    """Whether updates are finite if the gradient is: a bool, or a traced one if numbers are live.
+
+    Raises Undeclared, with the name of the rule, if there is no bound.
+    """
+    seen = Survey(*LARGEST[dtype], weight, params_norm)
+    bounds = seen.walk(update, opt_state, [(seen.largest, 0.0)])
+    seen.need(*((c >= -1) & (c <= 0) for _, c in bounds))
+    return functools.reduce(operator.and_, seen.conditions)
+
+
+def _is_static(x: Any, value: float) -> bool:
+    return isinstance(x, (int, float)) and x == value
+
+
+def _factory(update: Any) -> str:
+    """The factory of a function of optax or of ours; "" for others."""
+    if (getattr(update, "__module__", None) or "").partition(".")[0] not in ("optax", "tsunax"):
+        return ""
+    return getattr(update, "__qualname__", "").partition(".<locals>")[0]
+
+
+def _closure(f: Any) -> dict[str, Any]:
+    """The variables of its factory that a function refers to, live numbers as arrays."""
+    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
+    names = code.co_freevars if code is not None else ()
+    return {name: as_scalar(x.cell_contents) for name, x in zip(names, cells, strict=True)}
+
+
+def _over(b: Scalar, divisor: Scalar) -> Scalar:
+    return np.inf if _is_static(divisor, 0) else b / divisor
+
+
+def _is_decay(x: Scalar) -> Any:
+    return (x >= 0) & (x <= BELOW_ONE)
+
+
+def _averaged(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    """Adam and its kin: an average of gradients over a root of squares, plus eps."""
+    seen.need(_is_decay(n["b1"]), _is_decay(n["b2"]), n["eps"] >= TINY, n.get("eps_root", 0) >= 0)
+    return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), n["eps"]), 0.0
+
+
+def _rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    seen.need(_is_decay(n["decay"]), n["eps"] >= TINY, n["initial_scale"] >= 0)
+    return _over(seen.flat(b, c), n["eps"] ** 0.5 if n["eps_in_sqrt"] else n["eps"]), 0.0
+
+
+def _rss(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    seen.need(n["eps"] >= TINY)
+    return _over(seen.flat(b, c), n["eps"] ** 0.5), 0.0
+
+
+def _trace(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    seen.need(_is_decay(n["decay"]))
+    return 2 * LONGEST * seen.flat(b, c), 0.0
+
+
+def _ema(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    seen.need(_is_decay(n["decay"]))
+    return _over(seen.flat(b, c), 1 - n["decay"]), 0.0
+
+
+def _signs(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    sharpness = n.get("smooth_beta", 1.0)
+    seen.need(
+        seen.flat(b, c) * abs(sharpness) <= seen.limit,
+        *(_is_decay(n[k]) for k in ("b1", "b2") if k in n),
+    )
+    return 1.0, 0.0
+
+
+def _decayed(rate: Scalar, seen: Survey, b: Scalar, c: Scalar) -> Any:
+    if _is_static(rate, 0):
+        return b, c
+    if not _is_static(c, 0):
+        raise Undeclared("decay after decay")
+    seen.need(rate >= 0)
+    return b, rate
+
+
+def _scaled(factor: Scalar, b: Scalar, c: Scalar) -> Any:
+    return abs(factor) * b, factor * c
+
+
+def _clipped(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    (bound,) = (n[name] for name in ("bound", "max_norm", "max_delta") if name in n)
+    seen.need(bound > 0)
+    return seen.flat(b, c) + bound, 0.0
+
+
+def _at(schedule: Any, state: Any) -> Any:
+    return schedule(state.count) if callable(schedule) else schedule
+
+
+# By the names of their factories: `(numbers, survey, b, c, state) -> (b, c)`.
+_BOUNDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("scale_by_adam", "scale_by_amsgrad", "scale_by_adamax"), _averaged),
+    "scale_by_belief": _averaged,
+    "scale_by_rms": _rms,
+    "scale_by_rss": _rss,
+    "trace": _trace,
+    "ema": _ema,
+    **dict.fromkeys(("scale_by_sign", "scale_by_lion"), _signs),
+    "scale": lambda n, seen, b, c, state: _scaled(n["step_size"], b, c),
+    "scale_by_schedule": lambda n, seen, b, c, s: _scaled(n["step_size_fn"](s.count), b, c),
+    "add_decayed_weights": lambda n, seen, b, c, s: _decayed(_at(n["weight_decay"], s), seen, b, c),
+    "_add_decayed_weights": lambda n, seen, b, c, state: _decayed(n["rate"], seen, b, c),
+    "_sign_decay": lambda n, seen, b, c, state: (b + abs(n["rate"]), c),
+    **dict.fromkeys(("clip", "_clip", "clip_by_global_norm", "_clip_by_global_norm"), _clipped),
+    "identity": lambda n, seen, b, c, state: (b, c),
+    "set_to_zero": lambda n, seen, b, c, state: (0.0, 0.0),
+    "_reject_spikes": lambda n, seen, b, c, state: (b, c),
+}
