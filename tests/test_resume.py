@@ -357,6 +357,40 @@ def test_the_decay_of_an_average_is_the_scripts(tmp_path):
         checkpoints.restore(make(ema=0.9))
 
 
+INJECTED = {
+    "alone": lambda tx: tx,
+    "in a chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "of some leaves": lambda tx: ts.rules.partition({"w": tx}),
+}
+
+
+@pytest.mark.parametrize("store", ["files", "orbax"])
+@pytest.mark.parametrize("name", INJECTED)
+def test_an_injected_number_is_the_scripts_if_it_was_edited_and_else_goes_on(tmp_path, name, store):
+    """As live numbers do: one that a callback changed goes on where the script did not."""
+
+    def rates(state):
+        pairs = jax.tree_util.tree_leaves_with_path(state.opt_state)
+        return [float(x) for path, x in pairs if "'learning_rate'" in jax.tree_util.keystr(path)]
+
+    def run(steps, rate, **given):
+        tx = INJECTED[name](optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+        with Checkpoints(tmp_path / "run", store=store) as saver:
+            return fit(saver, ts.setup(tx, {"w": jnp.zeros(4)}), steps, **given)[0]
+
+    def halve(run):
+        set_to = lambda path, x: x / 2 if "'learning_rate'" in jax.tree_util.keystr(path) else x
+        if run.event == "step":
+            opt_state = jax.tree_util.tree_map_with_path(set_to, run.state.opt_state)
+            return run.state.replace(opt_state=opt_state)
+
+    assert rates(run(2, 0.5, callbacks=callbacks.every(2, halve))) == [0.25]
+    assert rates(run(3, 0.5)) == [0.25]
+    with pytest.warns(UserWarning, match=r"hyperparams\['learning_rate'\]: 0.5 then, 0.125 now: the script's"):
+        assert rates(run(4, 0.125)) == [0.125]
+    assert rates(run(5, 0.125)) == [0.125]
+
+
 def test_a_fixed_loss_scale_is_the_scripts_and_a_dynamic_one_goes_on(tmp_path):
     fit(tmp_path, make(loss_scale=8.0), 2)
     with pytest.warns(UserWarning, match=r"loss scale: 8 then, 16 now: the script's is used"):
