@@ -1,5 +1,6 @@
 """What a run that goes on takes: from its checkpoint, from the state in hand, and from the script."""
 
+import contextlib
 import csv
 import dataclasses
 import enum
@@ -124,6 +125,28 @@ def test_runs_in_one_log_keep_their_rows_when_others_resume(tmp_path):
     shutil.rmtree(tmp_path / "a")  # another run then, whose rows are no continuation
     fit(tmp_path / "a", make(), 3, logger=logs_in(tmp_path))
     assert rows_of_runs(tmp_path) == [[1, 2], [*range(1, 13)], [*range(1, 15)], [1, 2, 3]]
+
+
+def test_a_copied_directory_is_a_run_of_its_own(tmp_path):
+    """In a log that both write; in a log that was copied with it, the rows of the first are its own."""
+
+    def stopped(name, steps, at):
+        ends, folder = {} if at is None else {"callbacks": ends_at(at)}, tmp_path / name
+        with Checkpoints(folder / "run", every=3) as saver, contextlib.suppress(KeyError):
+            fit(saver, make(), steps, logger=logs_in(tmp_path) + logs_in(folder), **ends)
+
+    stopped("a", 12, 8)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    stopped("b", 8, None)  # from 6, beside the rows 7 and 8 of the other
+    assert rows_of_runs(tmp_path) == [[*range(1, 9)], [7, 8]]
+    assert rows_of_runs(tmp_path / "b") == [[*range(1, 7)], [7, 8]]
+    stopped("a", 12, None)
+    assert sorted(rows_of_runs(tmp_path)) == [[*range(1, 13)], [7, 8]]
+    assert rows_of_runs(tmp_path / "a") == [[*range(1, 13)]]
+    os.rename(tmp_path / "a", tmp_path / "c")  # the same run elsewhere
+    stopped("c", 14, None)
+    assert sorted(rows_of_runs(tmp_path)) == [[*range(1, 15)], [7, 8]]
+    assert rows_of_runs(tmp_path / "c") == [[*range(1, 15)]]
 
 
 def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):
