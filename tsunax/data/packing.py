@@ -43,7 +43,7 @@ class _Records(NamedTuple):
 
     columns: list[list[np.ndarray]]  # those of each leaf
     treedef: TreeDef  # of a record
-    are_sequences: list[bool]  # for each leaf; others are there once for a record
+    are_sequences: Sequence[bool]  # for each leaf; others are there once for a record
     lengths: list[int]  # of each record
 
 
