@@ -440,7 +440,10 @@ LOSS = r"fit\(\): resumed from step 3 in .*, but loss_fn has changed.*The script
 EDITS = {
     "accumulate": ({"step": ts.train_step(STEP.loss_fn, accumulate=2)}, r"accumulate has changed from 1 to 2\."),
     "loss": ({"step": ts.train_step(other_loss)}, LOSS),
-    "number of a loss": ({"step": weighted(2.0)}, LOSS),
+    "number of a loss": (
+        {"step": weighted(2.0)},
+        r"but `weight` of loss_fn has changed from 1.0 to 2.0\. The script's",
+    ),
     "data": ({"data": X + 1}, "data has changed"),
 }
 PAIRS = {
@@ -635,6 +638,31 @@ def test_numbers_that_no_code_reads_make_no_other_text():
         exec(source, space := {"__name__": __name__})
         texts.append(code_text(space["loss"]))
     assert texts[0] == texts[1] != texts[2]
+
+
+CACHE, CALLS, BOX = {}, 0, types.SimpleNamespace(seen=[])
+
+
+def test_what_code_fills_while_it_runs_makes_no_other_text(monkeypatch):
+    """Caches, lists and counts of calls; the values in another container, which it only reads, count."""
+    calls, count = [], 0
+
+    def loss(params, x):
+        global CALLS
+        nonlocal count
+        CALLS, count = CALLS + 1, count + 1
+        calls.append(x)
+        BOX.seen.append(x)
+        CACHE[x * 2, "key"] = CACHE.get(x, 0)
+        metrics = {}
+        metrics["scale"] = NUMBERS["scale"] * x
+        return metrics
+
+    before = code_of(loss), references_of(loss)
+    loss(None, 1.0)
+    assert code_of(loss) == before[0] and references_of(loss) != before[1]
+    monkeypatch.setitem(NUMBERS, "scale", 2.0)
+    assert code_of(loss) != before[0]
 
 
 def test_arrays_that_code_refers_to_are_compared_by_shape_in_files_and_by_value_in_a_process():
