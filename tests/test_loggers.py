@@ -186,6 +186,23 @@ class Events:
             file.write(content)
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize(("first", "steps"), [(4, [1, 2, 3]), (3, [1, 2])])
+def test_a_row_whose_end_an_editor_took_stays_if_a_checkpoint_counts_on_it(tmp_path, kind, first, steps):
+    log = Lines(kind, tmp_path)
+    logger = log.make()
+    logger.start({"run_id": "a"})
+    for step in (1, 2, 3):
+        logger({"loss": 0.5}, step=step)
+    logger.close()
+    log.path.write_bytes(log.path.read_bytes().removesuffix(b"\n"))
+    logger = log.make()
+    logger.start({"run_id": "a", "rows_from": first})
+    logger({"loss": 0.25, "accuracy": 1.0}, step=first)
+    logger.close()
+    assert [step for _, step, _ in log.rows()] == [*steps, first]
+
+
 @pytest.mark.filterwarnings("default")  # tensorboard's own
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
 def test_a_run_that_was_copied_with_its_log_goes_on_in_it(tmp_path, kind):

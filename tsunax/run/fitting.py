@@ -118,7 +118,15 @@ class Fit:
     def begin(self) -> None:
         """Hold the first boundary of the run."""
         self.boundaries.look_for_names()
+        run, is_stopped = self.run, bool(self.run.stopped)
         self.boundary(["start"])
+        if run.stopped and not is_stopped and self.is_resumed:
+            fix = (
+                "It remembers the run: to train on, give it more patience or time, or leave it out."
+            )
+            warn(
+                f"fit(): a callback stopped the run again at step {run.step}: {run.stopped}. {fix}"
+            )
 
     def has_nothing_to_do(self) -> bool:
         """Whether the run is beyond its goal, or is complete: its end was held, too."""

@@ -144,7 +144,8 @@ class _TextFile(_Log):
         """
         self.close()
         content = self.path.read_bytes() if self.path.exists() else b""
-        *lines, _ = content[: content.rfind(b"\n") + 1].decode().split("\n")
+        end = content.rfind(b"\n") + 1
+        *lines, _ = content[:end].decode().split("\n")
         # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
         beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
         is_ours = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
@@ -152,6 +153,7 @@ class _TextFile(_Log):
             got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
             fix = "Another program wrote it: give another path."
             raise SaveError(str(self.path), self._where, got, expected, fix)
+        lines.append(content[end:].decode(errors="replace"))
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:
             new = self.path.with_name(f"{self.path.name}.new")
@@ -163,7 +165,14 @@ class _TextFile(_Log):
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
-        """The whole lines of the file without rows of this run from step `first` on."""
+        """The whole lines of the file without rows of this run from step `first` on.
+
+        The last line has no end: it was cut, but for a row before `first`, which a checkpoint
+        counts on, so that it is on the disk. An editor may have taken its end.
+        """
+        row = self._row(unended := lines.pop())
+        if row and self._run_id and row[0] in self._runs and row[1] < (first or 0):
+            lines.append(unended)
         if first is None:
             return lines
         rows = ((i, self._row(line)) for i, line in enumerate(lines))
@@ -233,7 +242,7 @@ class csv(_TextFile):
             return cells.get(RUN_ID, ""), int(cells["step"])
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
-        header = next(_csv.reader(lines[:1]), [])
+        header = next(_csv.reader(lines[:-1][:1]), [])
         self._names: list[str] = header + [name for name in names if name not in header]
         lines = super()._repaired(lines, first, names)
         if self._names == header:
