@@ -81,6 +81,12 @@ def test_bad_rows_are_refused(row, error, text):
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("sign", "digits"), [(1, 400), (-1, 400), (1, 5000)])
+def test_an_int_that_no_column_can_hold_is_refused(sign, digits):
+    with pytest.raises(WrongTypeError, match=r"'x' at row: got an int of [\d,]+ bits, expected a number that float64"):
+        check_row({"x": sign * 10**digits})
+
+
 def test_names_that_people_use_are_fine():
     check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**", "1.max", "损失", "val/a.b", "..."])
 

@@ -186,6 +186,44 @@ class Events:
             file.write(content)
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize(("first", "steps"), [(4, [1, 2, 3]), (3, [1, 2])])
+def test_a_row_whose_end_an_editor_took_stays_if_a_checkpoint_counts_on_it(tmp_path, kind, first, steps):
+    log = Lines(kind, tmp_path)
+    logger = log.make()
+    logger.start({"run_id": "a"})
+    for step in (1, 2, 3):
+        logger({"loss": 0.5}, step=step)
+    logger.close()
+    log.path.write_bytes(log.path.read_bytes().removesuffix(b"\n"))
+    logger = log.make()
+    logger.start({"run_id": "a", "rows_from": first})
+    logger({"loss": 0.25, "accuracy": 1.0}, step=first)
+    logger.close()
+    assert [step for _, step, _ in log.rows()] == [*steps, first]
+
+
+@pytest.mark.filterwarnings("default")  # tensorboard's own
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+def test_a_run_that_was_copied_with_its_log_goes_on_in_it(tmp_path, kind):
+    if kind == "tensorboard":
+        need("tensorboardX"), need("tensorboard")
+    log = Events(tmp_path) if kind == "tensorboard" else Lines(kind, tmp_path)
+    for settings, steps in (
+        ({"run_id": "a"}, (1, 2, 3)),
+        ({"run_id": "other"}, (1, 2, 3)),
+        ({"run_id": "b", "copied_run": "a", "rows_from": 3}, (3, 4)),
+        ({"run_id": "b", "copied_run": "a", "rows_from": 4}, (4,)),
+    ):
+        logger = log.make()
+        logger.start(settings)
+        for step in steps:
+            logger({"loss": 0.5}, step=step)
+        logger.close()
+    rows = [(run, step) for run, step, _ in log.rows()]
+    assert sorted(rows) == [("a", 1), ("a", 2), ("b", 3), ("b", 4), *(("other", step) for step in (1, 2, 3))]
+
+
 class Model:
     """What a log has to hold: for each run the rows up to its newest checkpoint, and those since; in memory."""
 

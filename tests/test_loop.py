@@ -1053,6 +1053,10 @@ FITS = {
         dict(steps=2, callbacks=[lambda: 1]),
         r"callback at fit\(\): got <lambda>\(\), expected f\(run",
     ),
+    "loggers of a file": (
+        dict(steps=2, logger=[ts.loggers.csv("a.csv"), ts.loggers.csv("./a.csv")]),
+        r"logger at fit\(\): got several that write to .*a\.csv, expected one",
+    ),
     "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
     "history": (dict(steps=2, history={}), r"history at fit\(\): got an empty dict, expected a ts.loop.History"),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),

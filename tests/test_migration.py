@@ -228,6 +228,13 @@ def test_numbers_that_were_adjusted_go_on_and_those_that_the_script_changed_are_
 
 
 @pytest.mark.medium
+def test_an_injected_number_that_differs_from_the_new_rules_is_told():
+    inject = lambda rate: optax.inject_hyperparams(optax.adam)(learning_rate=rate)
+    state, report = ts.migrate(ts.setup(inject(0.1), {"w": jnp.ones(2)}), inject(0.3))
+    assert float(state.opt_state.hyperparams["learning_rate"]) == np.float32(0.1)
+    assert [note.partition(": ")[2] for note in report.notes] == ["0.1 then, 0.3 now; the old one goes on"]
+
+
 def test_parts_with_numbers_of_their_own_and_frozen_ones():
     state = ts.freeze(ts.adjust(trained(ts.rules.adam(0.01)), "head/**", learning_rate=0.02), "body/kernel")
     new, report = migrate(state, chain(clip, ts.rules.adam(0.01)))

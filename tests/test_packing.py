@@ -141,10 +141,22 @@ def test_labels_of_tokens_are_padded_and_packed_beside_them():
             np.testing.assert_array_equal(row[segment], np.roll(tokens[segment], -1))
 
 
-def test_records_of_one_length_are_padded_in_all_leaves_with_an_axis():
-    part = ts.data.pad([(np.arange(3), np.ones((3, 2)), 7)], [4])[4]
-    assert [x.shape for x in part.values] == [(1, 4), (1, 4, 2), (1,)]
+def test_the_leaves_that_are_sequences_are_named_where_lengths_do_not_tell():
+    """A vector of three features is no sequence, whatever the lengths of the others are."""
+    records = [{"tokens": np.arange(3), "features": np.ones(3), "label": 7}] * 2
+    part = ts.data.pad(records, [4], where="tokens")[4]
+    assert {name: x.shape for name, x in part.values.items()} == {"tokens": (2, 4), "features": (2, 3), "label": (2,)}
+    assert part.mask.tolist() == [[True] * 3 + [False]] * 2
+    part = ts.data.pad(records, [4], where=["*", "!label"])[4]
+    assert {name: x.shape for name, x in part.values.items()} == {"tokens": (2, 4), "features": (2, 4), "label": (2,)}
+    named = ts.data.pad([*records, {"tokens": np.arange(2), "features": np.ones(3), "label": 0}], [2, 4])
+    assert named[4].values["features"].shape == (2, 3)
+    text = r"arrays of 3 in every record: \['features'\], \['tokens'\], expected where=. Name the leaves"
+    with pytest.raises(DataError, match=text):
+        ts.data.pad(records, [4])
+    assert ts.data.pad([(np.arange(3), 7)], [4])[4].values[0].tolist() == [[0, 1, 2, 0]]
     assert ts.data.pad([(1, 2, 3)], [4])[4].values.tolist() == [[1, 2, 3, 0]]  # a tuple of numbers is an array
+    assert ts.data.pack([(np.arange(3), np.ones(3))], 4).values[1].tolist() == [[1, 1, 1, 0]]
 
 
 def source(shuffle=True, seed=3):

@@ -208,7 +208,7 @@ def test_a_member_of_a_population_of_runs_is_its_single_run():
     close = lambda a, b: np.testing.assert_allclose(a[1], b, 2e-5, 2e-6)
     jax.tree.map(close, many.generator.params, one.generator.params)
     np.testing.assert_allclose(history.last("critic/loss/1"), single.last("critic/loss"), 1e-5)
-    assert many.step.tolist() == [8, 8, 8] and "rejected" in history.names
+    assert many.step.tolist() == [8, 8, 8] and "rejected/2" in history.names
     assert ts.hyperparams(many)["generator/learning_rate"][2] == pytest.approx(0.03)
     assert ts.States(a=runs.generator, b=runs.critic).clock.shape == (3, 4)  # of populations: one of runs
 

@@ -100,12 +100,23 @@ def test_a_member_that_fails_fails_alone():
         return ts.setup(ts.rules.adam(1e-2), params, key=key, trainable=["w", "v"])
 
     runs = ts.population(with_scale, 3, bad=np.array([1.0, np.nan, 1.0], np.float32))
-    runs, history = ts.fit(step, runs, data(), steps=20, log_every=1, progress=False)
+    with pytest.warns(RuntimeWarning, match=r"rejected for members 1: .* 1?[01] so far"):
+        runs, history = ts.fit(step, runs, data(), steps=20, log_every=1, progress=False)
+    assert history["rejected/1"].tolist() == [*range(1, 21)] and not history["rejected/0"].any()
+    assert history.marks[0] == (1, "rejected", "members 1")
     assert runs.step.tolist() == [20, 0, 20] and runs.rejected.tolist() == [0, 20, 0]
     assert np.isnan(history["loss/1"]).all() and history["loss/0"][-1] < history["loss/0"][0]
     runs = ts.population(with_scale, 2, bad=np.full(2, np.nan, np.float32))
     with pytest.warns(RuntimeWarning, match="rejected"), pytest.raises(ts.errors.NonFiniteError, match="10 in a row"):
         ts.fit(step, runs, data(), steps=20, progress=False)
+
+
+def test_a_search_for_the_loss_scale_of_members_is_no_failure():
+    start = lambda key, w: ts.setup(ts.rules.sgd(0.1), {"w": w}, precision="float16")
+    runs = ts.population(start, 2, w=np.array([[0.0] * 4, [3.0] * 4], np.float32))
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
+    runs, history = ts.fit(step, runs, ts.batches(np.ones((16, 4), np.float32), 4), steps=6, progress=False)
+    assert history.last("rejected/1") == runs.rejected[1] > runs.rejected[0] > 0
 
 
 def test_batches_of_their_own():

@@ -707,7 +707,28 @@ def test_a_disk_that_fails_at_the_lock(optuna, tmp_path, monkeypatch, place):
     with pytest.raises(CheckpointError, match=r"journal at .*: got (OSError|RuntimeError)"):
         tune(objective, trials=4, directory=tmp_path)
     monkeypatch.undo()
-    assert len(tune(bowl, trials=4, directory=tmp_path)) == 4
+    with pytest.warns(UserWarning, match="objective has changed"):
+        assert len(tune(bowl, trials=4, directory=tmp_path)) == 4
+
+
+def test_another_objective_in_a_directory_is_told(optuna, tmp_path):
+    """Each time; one that counts its calls, or keeps what it has computed, is the same one."""
+    calls, known, options = [], {}, {"space": {"x": spaces.uniform(0, 1)}, "directory": tmp_path}
+
+    def objective(x, scale=1.0):
+        calls.append(x)
+        known[x] = known.get(x, x * scale)
+        return known[x]
+
+    tune(objective, trials=2, **options)
+    tune(objective, trials=3, **options)
+    for scale in (2.0, 3.0):
+        objective.__defaults__ = (scale,)
+        with pytest.warns(
+            UserWarning, match=r"tune\(\): objective has changed .* Earlier trials in .* of the other one"
+        ):
+            tune(objective, trials=4, **options)
+    assert len(calls) == 4
 
 
 def test_a_worker_that_holds_the_lock_is_waited_for(optuna, tmp_path, monkeypatch):

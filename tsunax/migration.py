@@ -235,6 +235,10 @@ def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Notes) -> 
     report["kept"] += [slot.name for i, slot in slots.items() if i in found]
     report["new"] += [slot.name for i, slot in slots.items() if i not in found]
     report["dropped"] += [s.name for s in old if id(s) not in used and s.kind not in kinds]
+    for i, slot in found.items():
+        if slot.what.endswith("]") and not np.array_equal(slot.value, slots[i].value):
+            values = state_facts.then_and_now(slot.value, slots[i].value)
+            report["notes"].append(f"{slot.what}: {values}; the old one goes on")
     return treedef.unflatten(leaves)
 
 

@@ -25,6 +25,7 @@ from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
+LOCK_BYTES = 1 << 15  # of its text at most: paths of 4,096 bytes, each written as six
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # one letter is a drive; a Path loses the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
@@ -198,6 +199,7 @@ class Lock:
         self.pid: int = os.getpid()
         self.text: str = ""  # of the file: to open it again, and close it, would drop the lock
         self.run_id: str = ""  # of the run whose directory it is, from its first process on
+        self.origin: tuple[str, str] = "", ""  # run and directory that this one was copied from
         self._fd: int | None = None
         if not is_mine:  # of several processes the first one has it for all
             return
@@ -205,9 +207,12 @@ class Lock:
         try:
             self._take(folder, reader)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            new = f"{now[:10]}-{secrets.token_hex(4)}"
-            self.run_id = str(self._about().get("run_id", new))[:40]
-            self._put({"pid": self.pid, "since": now, "run_id": self.run_id})
+            about, new = self._about(), f"{now[:10]}-{secrets.token_hex(4)}"
+            self.run_id = str(about.get("run_id", new))[:40]
+            if self._is_copy(about):
+                self.origin, self.run_id = (self.run_id, about["folder"]), new
+            self._folder = str(folder)
+            self._put(pid=self.pid, since=now)
         except BaseException:
             self.close()
             raise
@@ -238,12 +243,24 @@ class Lock:
     def _about(self) -> dict[str, Any]:
         """What the file says; nothing if it is empty or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return dict(json.loads(os.pread(self._fd, 400, 0)))  # type: ignore[arg-type]
+            return dict(json.loads(os.pread(self._fd, LOCK_BYTES, 0)))  # type: ignore[arg-type]
         return {}
 
-    def _put(self, about: dict[str, Any]) -> None:
+    def _is_copy(self, about: dict[str, Any]) -> bool:
+        """Whether the run that the file names has its directory elsewhere; one that moved has not.
+
+        A copy is a run of its own: its rows in a log must not replace those of the first one.
+        """
         assert self._fd is not None
-        self.text = json.dumps(about)
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            lock = Path(about["folder"], LOCK)
+            is_this = os.path.samestat(os.fstat(self._fd), os.stat(lock))
+            return not is_this and json.loads(read(lock, LOCK_BYTES))["run_id"] == about["run_id"]
+        return False
+
+    def _put(self, **about: Any) -> None:
+        assert self._fd is not None
+        self.text = json.dumps({**about, "run_id": self.run_id, "folder": self._folder})
         os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
         os.fsync(self._fd)  # for those who read it on other hosts
 
@@ -264,5 +281,5 @@ class Lock:
     def release(self) -> None:
         if self._fd is not None and os.getpid() == self.pid:
             with contextlib.suppress(OSError):
-                self._put({"run_id": self.run_id})
+                self._put()
         self.close()

@@ -29,6 +29,7 @@ from tsunax._core import trees
 _DEEP = 14  # objects within objects, beyond which nobody looks
 _VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_CHANGING = (int, float, list, dict, set, collections.deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
 _HASHED = 10_000  # elements of an array that is compared by all its values; of others some are
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
@@ -40,6 +41,8 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
 # Code with these names may read attributes whose names it does not have.
 _READING_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple"}
+# What fills a container while it runs: a cache, or a list of calls, is no value of a script.
+_FILLING = {*"append appendleft add update setdefault pop popleft extend insert clear".split()}
 _UNCALLED = "__eq__ __repr__ __hash__ __str__ __lt__ __le__ __gt__ __ge__ __getstate__".split()
 
 
@@ -114,19 +117,19 @@ def without_address(text: str) -> str:
 
 def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool) -> str:
     if not code:
-        kept = [text for text in map(inner, cells_of(f)) if text not in ("#", "None")]
+        kept = [text for text in map(inner, cells_of(f).values()) if text not in ("#", "None")]
         return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(kept)})" if kept else "")
-    kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f)]
+    kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f).values()]
     text = inner([x for x in kept if x is not None])
     return f"{f.__qualname__} {hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
 
 
-def cells_of(f: Any) -> list[Any]:
-    """The values that a function closes over."""
-    found = []
-    for cell in getattr(f, "__closure__", None) or ():
+def cells_of(f: Any) -> dict[str, Any]:
+    """The values that a function closes over, by name."""
+    found = {}
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
-            found.append(cell.cell_contents)
+            found[name] = cell.cell_contents
     return found
 
 
@@ -150,15 +153,25 @@ def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The attributes that code may read, and the globals and modules that it names."""
-    lines = [(line.opname, line.argval) for line in dis.get_instructions(code)]
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], frozenset[str]]:
+    """The attributes that code may read, the globals and modules that it names, what it changes."""
+    instructions = list(dis.get_instructions(code))
+    lines = [(line.opname, line.argval) for line in instructions]
+    # `cache[key] = x` and `cache.append(x)` begin where the code of `cache` does
+    begins = lambda line: line.positions and (line.positions.lineno, line.positions.col_offset)
+    fills = lambda line: line.opname.endswith("E_SUBSCR") or line.argval in _FILLING
+    places = {begins(line) for line in instructions if fills(line)} - {None, (None, None)}
+    loads = (line for line in instructions if begins(line) in places and "LOAD_" in line.opname)
+    changed = {str(line.argval) for line in loads if "FAST" not in line.opname} - _FILLING
+    changed |= {x for operation, x in lines if operation == "STORE_GLOBAL"}
+    changed |= {x for operation, x in lines if operation == "STORE_DEREF" and x in code.co_freevars}
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     attributes = {x for operation, x in lines if operation.startswith(_ATTRIBUTES)}
     attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     names = [x for operation, x in lines if operation in _GLOBALS]
-    names += [x for _, inner_names in inner for x in inner_names]
-    return frozenset(attributes.union(*(x for x, _ in inner))), tuple(names)
+    names += [x for _, inner_names, _ in inner for x in inner_names]
+    union = lambda own, i: frozenset(own.union(*(found[i] for found in inner)))
+    return union(attributes, 0), tuple(names), union(changed, 2)
 
 
 class _Walk:
@@ -174,9 +187,11 @@ class _Walk:
     def __init__(self, f: Any, is_exact: bool) -> None:
         self.is_exact, self.package = is_exact, ""
         self.names, names_before = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
+        self.changed: set[str] = set()  # names of what the code itself changes
+        self.values: dict[str, str] = {}  # numbers and short strings by name, to say what differs
         # An object that was passed by may have an attribute that code behind it reads.
-        while names_before < len(self.names):
-            names_before = len(self.names)
+        while names_before < len(self.names) + len(self.changed):
+            names_before = len(self.names) + len(self.changed)
             parts = itertools.islice(self._parts(f), _VALUES)
             self.digest = hash_of("\n".join(parts).encode())
 
@@ -208,30 +223,35 @@ class _Walk:
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
-            inside = [*cells_of(x), getattr(x, "__wrapped__", None)]
+            inside = [*self._given("", cells_of(x)), getattr(x, "__wrapped__", None)]
             top = str(x.__module__).partition(".")[0]
             self.package = self.package or (top if top not in _LIBRARIES else "")
             if not self._is_read(top):
                 return x.__qualname__, inside
-            attributes, names = _names_in(x.__code__)
+            attributes, names, changed = _names_in(x.__code__)
             self.names |= attributes | (_READING_ANY & {*names})
-            inside += [x.__globals__.get(name, sys.modules.get(name)) for name in names]
+            self.changed |= changed
+            read = {name: x.__globals__.get(name, sys.modules.get(name)) for name in names}
+            inside += self._given("", read)
             text = f"{x.__qualname__} {hash_of_code(x.__code__, x.__doc__)}"
-            return text, [*inside, x.__defaults__, x.__kwdefaults__]
+            named = x.__code__.co_varnames[: x.__code__.co_argcount]
+            defaults = dict(zip(reversed(named), reversed(x.__defaults__ or ()), strict=False))
+            return text, [*inside, *self._given("", defaults | (x.__kwdefaults__ or {}))]
         if isinstance(x, Mapping | list | tuple | Set):
             flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
             flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
             return f"{title} {len(x)}", flat if self.is_exact or len(x) <= _LISTED else ()
         if isinstance(x, types.ModuleType):
             is_read = self._is_read(x.__name__)
-            return x.__name__, _flat(vars(x), lambda name: is_read and name in self.names)
+            read = {name: vars(x)[name] for name in sorted(self.names & {*vars(x)}) if is_read}
+            return x.__name__, self._given(f"{x.__name__}.", read)
         if isinstance(x, type):
             read = [c for c in x.__mro__ if self._is_read(c.__module__)]
             members = {name: y for c in reversed(read) for name, y in vars(c).items()}
             called = {name for name, y in members.items() if isinstance(y, types.FunctionType)
                       and name[:2] == "__" and name not in _UNCALLED}  # fmt: skip
-            is_in = lambda name: name in self.names or name in called
-            return f"{x.__module__}.{x.__qualname__}", _flat(members, is_in)
+            given = {name: members[name] for name in sorted((self.names | called) & {*members})}
+            return f"{x.__module__}.{x.__qualname__}", self._given(f"{x.__name__}.", given)
         slots = (getattr(c, "__slots__", ()) for c in kind.__mro__)
         names = [n for s in slots for n in ([s] if isinstance(s, str) else s) if n[:2] != "__"]
         members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
@@ -242,11 +262,23 @@ class _Walk:
         is_whole = not is_read or (self.is_exact and is_struct)
         is_whole |= not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
-        flat = _flat(members, lambda name: name in self.names or (is_whole and name in fields))
+        names = (self.names | {*(fields if is_whole else ())}) & {*members}
+        flat = self._given(f"{kind.__name__}.", {name: members[name] for name in sorted(names)})
         inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
         inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
         label = getattr(x, "__qualname__", "") if members or inside else repr(x)
         return f"{title} {label if self.is_exact else without_address(str(label))}", inside
+
+    def _given(self, owner: str, values: Mapping[str, Any]) -> list[Any]:
+        """Names and values, without numbers and contents that the code changes while it runs."""
+        found: list[Any] = []
+        for name, x in values.items():
+            if name in self.changed and isinstance(x, _CHANGING) and not self.is_exact:
+                x = type(x)
+            elif isinstance(x, bool | int | float | str) and len(repr(x)) <= 40:
+                self.values[owner + name] = repr(x)
+            found += name, x
+        return found
 
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
@@ -260,20 +292,23 @@ class _Walk:
         return f"{trees.describe(x)} {id(x)} {some}"
 
 
-def _flat(members: Mapping[str, Any], is_in: Callable[[str], bool]) -> list[Any]:
-    return [y for name in sorted(filter(is_in, members)) for y in (name, members[name])]
-
-
 def code_of(f: Any, *, is_exact: bool = False) -> str:
     """A hash of the code of a function, or a step, and of what it refers to.
 
     The same in every process; if it `is_exact`, it is equal in this process only where a trace of
     the function gives the same program.
     """
+    digest = code_and_values(f, is_exact)[0]
+    return f"unknown {id(f)}" if is_exact and digest == "unknown" else digest  # equal to no other
+
+
+def code_and_values(f: Any, is_exact: bool = False) -> tuple[str, dict[str, str]]:
+    """`code_of`, and the numbers and short strings among what the code refers to, by name."""
     try:
-        return _Walk(f, is_exact).digest
+        walk = _Walk(f, is_exact)
     except Exception:  # objects of any library, and their properties
-        return f"unknown {id(f)}" if is_exact else "unknown"  # none that is equal to another's
+        return "unknown", {}
+    return walk.digest, walk.values
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

@@ -367,6 +367,8 @@ def describe(x: Any) -> str:
         return "None"
     if isinstance(x, type):
         return f"the class {x.__name__}"
+    if isinstance(x, int) and x.bit_length() > 200:  # Python refuses to print 4,300 digits
+        return f"an int of {x.bit_length():,} bits"
     if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         return f"{str(x) if isinstance(x, np.generic) else repr(x):.60} ({kind})"
     if (dtype := dtype_of(x)) is not None:

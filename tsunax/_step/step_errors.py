@@ -165,15 +165,13 @@ def _again(step, gradient: Any) -> Any:
     return jax.jit(look)
 
 
-def is_searching(state: TrainState, info: Any, verdict: int) -> bool:
-    """Whether a rejected step only lowered a dynamic loss scale, which is no failure."""
+def is_searching(state: TrainState, info: Any, verdict: Any) -> Any:
+    """Whether a rejected step, or that of each member, only lowered a dynamic loss scale."""
     scale = state.loss_scale
-    if scale is None or info.loss_scale is None:
+    if scale is None or info.loss_scale is None or not scale.dynamic:
         return False
-    if not (scale.dynamic and guard.overflowed(verdict)):
-        return False
-    counted = info.weight != 0 or (info.dropped is not None and info.dropped != 0)
-    return bool(info.loss_scale > scale.floor and counted)
+    counted = (info.weight != 0) | (info.dropped is not None and info.dropped != 0)
+    return guard.overflowed(verdict) & (info.loss_scale > scale.floor) & counted
 
 
 def other_tree(grads: Any, params: Any) -> StateError:

@@ -75,6 +75,12 @@ class RestoreRequest:
                     alone[(*path, f".{name}", ".rate")] = title, then
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
                 alone[(*path, ".loss_scale", ".scale")] = "loss scale", handed and handed["scale"]
+            for below, _ in state_facts.injected_numbers(s):
+                name = show("", below)
+                # without the value of the script's start, nobody can tell an edit from a change
+                if handed and name in handed["injected"]:
+                    title = show("", (*path, *below)).lstrip(".")
+                    alone[(*path, *below)] = title, handed["injected"][name]
             found += _fact_differences(manifest.states[path], facts, path)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in mine.states} - saved.keys()

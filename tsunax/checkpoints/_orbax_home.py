@@ -384,7 +384,7 @@ class _Mark:
 
     def __init__(self, home: BucketHome, is_first: bool):
         self.home, self.pid, self.text, self.run_id = home, os.getpid(), "", str(home.path)
-        self.file = home.path / durable_files.LOCK
+        self.file, self.origin = home.path / durable_files.LOCK, ("", "")
         if is_first:
             if before := home.lock_text():
                 text = "that run, if it goes on, is refused at its next save"

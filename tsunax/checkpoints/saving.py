@@ -200,6 +200,15 @@ class Checkpoints:
         """A name of the run, the same whenever it is resumed; "" for what may not write."""
         return self._lock.run_id if self._lock is not None else ""
 
+    def copied_run(self, log: Any) -> dict[str, str]:
+        """`{"copied_run": its name}`, the run whose directory and log were copied for this one."""
+        run_id, folder = ("", "") if self._lock is None else self._lock.origin
+        if not run_id or not os.path.exists(log):
+            return {}
+        twin = os.path.normpath(os.path.join(folder, os.path.relpath(log, self.path)))
+        is_copied = os.path.exists(twin) and not os.path.samefile(twin, log)
+        return {"copied_run": run_id} if is_copied else {}
+
     # --------------------------------------------------------------------------------------- saving
 
     def due(self, step: int) -> bool:

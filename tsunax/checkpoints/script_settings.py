@@ -22,12 +22,19 @@ from tsunax.state import TrainState
 __all__ = []
 
 
+_OF_LOSS = " of loss_fn"
+_MOST_VALUES = 200  # that are saved by name, so that a warning can say which one was edited
+_CODE = "loss_fn", "objective", "the schedule of ", "a function of the rule"  # names of code texts
+
+
 def script_of(
     step: Any, state: PyTree, data: Iterable[PyTree] | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Calls and numbers of a script's states, and the rest of what it gives as texts."""
     states = list(leaves.tree_of(state).states.values())
-    found: dict[str, str] = {"loss_fn": code_text(getattr(step, "loss_fn", step))}
+    code, values = stable_text.code_and_values(getattr(step, "loss_fn", step))
+    values = list(values.items())[:_MOST_VALUES]
+    found = {f"`{name}`{_OF_LOSS}": text for name, text in values} | {"loss_fn": _of_python(code)}
     if hasattr(step, "accumulate"):
         found["accumulate"] = str(step.accumulate)
     for i, s in enumerate(states):
@@ -81,7 +88,11 @@ def _some_rows(data) -> str | None:
 
 def code_text(f: object) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to."""
-    return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
+    return _of_python(stable_text.code_of(f))
+
+
+def _of_python(code: str) -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {code}"
 
 
 def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
@@ -92,10 +103,11 @@ def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
         if not isinstance(theirs, str) or theirs == mine:
             continue
         is_known = any(x.startswith(("rule", "the schedule of ")) for x in changed)
-        if name.startswith("a function of the rule") and is_known:
+        is_known &= name.startswith("a function of the rule")
+        if is_known or (name == "loss_fn" and any(x.endswith(_OF_LOSS) for x in changed)):
             continue  # it has been said what has changed in them
         changed.append(name)
-        is_code = name.startswith(("loss_fn", "the schedule of ", "a function of the rule"))
+        is_code = name.startswith(_CODE)
         if is_code and theirs.split()[0] != mine.split()[0]:  # other Pythons compile to other codes
             continue
         is_long = is_code or max(len(theirs), len(mine)) > 80 or name.startswith(("data", "key"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -105,7 +105,15 @@ def given_of(state: TrainState) -> dict[str, Any]:
         "values": [] if numbers is None else plain(numbers.values),
         "rates": {name: plain(average.rate) for name, average in averages_of(state).items()},
         "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
+        "injected": {leaves.show("", path): plain(x) for path, x in injected_numbers(state)},
     }
+
+
+def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
+    """The numbers that `optax.inject_hyperparams` keeps among the arrays of the optimizer."""
+    for path, x in leaves.tree_of(state.opt_state).leaves:
+        if ".hyperparams" in path[-2:-1]:
+            yield (".opt_state", *path), x
 
 
 def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
@@ -121,7 +129,9 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
             number = lambda y: None if y is None else np.asarray(y, np.float32)
             rates = {name: number(rate) for name, rate in x["rates"].items()}
             scale = number(x["scale"])
+            injected = {name: np.asarray(y) for name, y in x.get("injected", {}).items()}
             out[path] = {"columns": columns, "values": values, "rates": rates, "scale": scale}
+            out[path]["injected"] = injected
         return out
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}

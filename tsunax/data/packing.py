@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import PyTree, TreeDef, checks, trees
+from tsunax._core import PyTree, TreeDef, Where, checks, patterns, trees
 from tsunax.data import order
 from tsunax.data.batching import Batches, Positioned
 from tsunax.errors import DataError, WrongTypeError, told
@@ -41,9 +41,9 @@ class Padded(NamedTuple):
 class _Records(NamedTuple):
     """Sequences as arrays."""
 
-    leaves: list[list[np.ndarray]]  # those of each record
+    columns: list[list[np.ndarray]]  # those of each leaf
     treedef: TreeDef  # of a record
-    are_sequences: list[bool]  # for each leaf; others are there once for a record
+    are_sequences: Sequence[bool]  # for each leaf; others are there once for a record
     lengths: list[int]  # of each record
 
 
@@ -87,34 +87,37 @@ def pack(sequences: Sequence[PyTree], length: int) -> Packed:
             if not rows.setdefault(left, []):
                 bisect.insort(rooms, left)
             rows[left].append(row)
-    empty = lambda x: np.zeros((len(counts), length, *x.shape[1:]), x.dtype)
-    values = list(map(empty, records.leaves[0]))
+    empty = lambda x: np.zeros((len(counts), length, *x[0].shape[1:]), x[0].dtype)
+    values = list(map(empty, records.columns))
     segments, positions = np.zeros((2, len(counts), length), np.int32)
-    for n, leaves, (row, begin, segment) in zip(
-        records.lengths, records.leaves, places, strict=True
-    ):
+    pairs, count = list(zip(values, records.columns, strict=True)), np.arange(length)
+    for i, (n, (row, begin, segment)) in enumerate(zip(records.lengths, places, strict=True)):
         part = row, slice(begin, begin + n)
-        segments[part], positions[part] = segment, np.arange(n)
-        for out, x in zip(values, leaves, strict=True):
-            out[part] = x
+        segments[part], positions[part] = segment, count[:n]
+        for out, column in pairs:
+            out[part] = column[i]
     return Packed(records.treedef.unflatten(values), segments, positions)
 
 
-def pad(sequences: Sequence[PyTree], lengths: Sequence[int]) -> dict[int, Padded]:
+def pad(
+    sequences: Sequence[PyTree], lengths: Sequence[int], *, where: Where | None = None
+) -> dict[int, Padded]:
     """Pad `sequences` to the least of `lengths` that holds them: `{length: Padded}`.
 
     For `interleave`: `[batches(x, 4096 // n) for n, x in pad(texts, [64, 128, 256]).items()]` has
     about as many tokens in each batch. Lengths that no sequence needs are left out.
 
     Each sequence is an array or a list, or a record of several: a dict, or a tuple such as
-    `(tokens, label)`. Leaves whose lengths differ between records are padded, and need the same
-    length within a record; other leaves are there once for a record. If no length differs, all
-    leaves that have an axis are padded.
+    `(tokens, label)`. `where` is a pattern for the leaves that are sequences, for example
+    `["tokens", "mask"]`: they are padded, and have one length within a record. Other leaves are
+    there once for a record. Without it, sequences are the leaves whose lengths differ between
+    records. If no length differs, the one leaf with an axis is; of several, give `where`.
 
     Rows are in the order of `sequences`, and `indices` are their numbers there, also in shuffled
     batches: `results[batch.indices] = predictions` puts results in the order of the sequences.
 
-    Raises DataError as `pack`.
+    Raises DataError as `pack`, and if only `where` can tell; PatternError for a `where` without a
+    leaf.
 
     >>> {n: x.values.tolist() for n, x in pad([[1, 2, 3], [4], [5, 6]], [2, 4]).items()}
     {2: [[4, 0], [5, 6]], 4: [[1, 2, 3, 0]]}
@@ -123,17 +126,24 @@ def pad(sequences: Sequence[PyTree], lengths: Sequence[int]) -> dict[int, Padded
     ([[[4, 0], [5, 6]], [1, 1]], [1, 2])
     """
     lengths = sorted(np.ravel(lengths).tolist())
-    records = _checked(list(sequences), lengths[-1] if lengths else 0, "pad()")
+    sequences = list(sequences)
+    records = _checked(sequences, lengths[-1] if lengths else 0, "pad()", where)
+    if where is None and sum(records.are_sequences) > 1 and len({*records.lengths}) == 1:
+        named = zip(_paths(sequences[0]), records.are_sequences, strict=True)
+        known = ", ".join(path for path, is_sequence in named if is_sequence)
+        got = f"arrays of {records.lengths[0]} in every record: {known}"
+        expected, fix = "where=", "Name the leaves that are sequences: where='tokens'."
+        raise DataError("sequences", "pad()", got, expected, fix)
     parts: dict[int, list[int]] = {n: [] for n in lengths}
     for i, n in enumerate(records.lengths):
-        parts[lengths[np.searchsorted(lengths, n)]].append(i)
+        parts[lengths[bisect.bisect_left(lengths, n)]].append(i)
     return {n: _padded(records, part, n) for n, part in parts.items() if part}
 
 
 def _padded(records: _Records, part: list[int], length: int) -> Padded:
-    columns = zip(*(records.leaves[i] for i in part), strict=True)
     values = []
-    for is_sequence, column in zip(records.are_sequences, columns, strict=True):
+    for is_sequence, column in zip(records.are_sequences, records.columns, strict=True):
+        column = [column[i] for i in part]
         if not is_sequence:
             values.append(np.stack(column))
             continue
@@ -157,47 +167,60 @@ def _paths(record: PyTree) -> list[str]:
     return [trees.access_str("", path) for path, _ in keyed]
 
 
-def _checked(sequences: list[PyTree], length: int, where: str) -> _Records:
+def _checked(
+    sequences: list[PyTree], length: int, call: str, where: Where | None = None
+) -> _Records:
     if not sequences:
-        raise DataError("sequences", where, "none", "one at least")
-    structure, records = jax.tree.structure(sequences[0], is_leaf=_is_array), []
+        raise DataError("sequences", call, "none", "one at least")
+    structure = jax.tree.structure(sequences[0], is_leaf=_is_array)
+    columns: list[list[np.ndarray]] = [[] for _ in range(structure.num_leaves)]
+    is_array = jtu.treedef_is_leaf(structure)
     for i, x in enumerate(sequences):
-        leaves, treedef = jax.tree.flatten(x, is_leaf=_is_array)
-        if treedef != structure:
-            expected = f"{trees.describe(sequences[0])}, as the first one"
-            raise DataError(f"sequences[{i}]", where, trees.describe(x), expected)
+        leaves = [x]
+        # to flatten an array costs more than all else that is done with it here
+        if not is_array or not isinstance(x, np.ndarray | list):
+            leaves, treedef = jax.tree.flatten(x, is_leaf=_is_array)
+            if treedef != structure:
+                expected = f"{trees.describe(sequences[0])}, as the first one"
+                raise DataError(f"sequences[{i}]", call, trees.describe(x), expected)
         try:
-            records.append(list(map(np.asarray, leaves)))
+            for column, leaf in zip(columns, leaves, strict=True):
+                column.append(np.asarray(leaf))
         except ValueError as error:
             fix = "Give several arrays of a record in a dict or a tuple."
-            raise DataError(f"sequences[{i}]", where, told(error), "arrays", fix) from error
-    first = records[0]
-    differ = lambda column: len({x.shape[:1] for x in column}) > 1
-    are_sequences = list(map(differ, zip(*records, strict=True)))
-    if not any(are_sequences):
+            raise DataError(f"sequences[{i}]", call, told(error), "arrays", fix) from error
+    place = lambda i, j: f"sequences[{i}]{_paths(sequences[i])[j]}"
+    first = [column[0] for column in columns]
+    are_sequences = [len({x.shape[:1] for x in column}) > 1 for column in columns]
+    if where is not None:
+        are_sequences = patterns.select(where, structure.unflatten(first), call)
+    elif not any(are_sequences):
         are_sequences = [x.ndim > 0 for x in first]
     if not any(are_sequences):
         expected = "an array with a first axis"
-        raise DataError("sequences[0]", where, trees.describe(sequences[0]), expected)
-    lengths = []
-    for i, leaves in enumerate(records):
-        place = lambda j, i=i: f"sequences[{i}]{_paths(sequences[i])[j]}"
-        for j, (x, like, is_sequence) in enumerate(zip(leaves, first, are_sequences, strict=True)):
-            axis = 1 if is_sequence else 0
-            facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
-            if facts(x) != facts(like) or x.ndim < axis:
-                but = " but for its length" if is_sequence else ""
-                expected = f"{trees.describe(like)}{but}, as the first one"
-                raise DataError(place(j), where, trees.describe(x), expected)
-        sizes = {len(x): j for j, x in enumerate(leaves) if are_sequences[j]}
-        lengths.append(next(iter(sizes)))
-        if len(sizes) > 1:
-            got = ", ".join(f"a length of {n} at {place(j)}" for n, j in sizes.items())
-            raise DataError(f"sequences[{i}]", where, got, "one length")
-        if not 0 < lengths[-1] <= length:
-            got = f"a length of {lengths[-1]}"
-            raise DataError(f"sequences[{i}]", where, got, f"1 to {length}", "Cut it.")
-    return _Records(records, structure, are_sequences, lengths)
+        raise DataError("sequences[0]", call, trees.describe(sequences[0]), expected)
+    for j, (column, is_sequence) in enumerate(zip(columns, are_sequences, strict=True)):
+        axis = 1 if is_sequence else 0
+        facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
+        if len(set(map(facts, column))) > 1 or column[0].ndim < axis:
+            like = facts(column[0])
+            i = next(i for i, x in enumerate(column) if facts(x) != like or x.ndim < axis)
+            but = " but for its length" if is_sequence else ""
+            expected = f"{trees.describe(column[0])}{but}, as the first one"
+            raise DataError(place(i, j), call, trees.describe(column[i]), expected)
+    numbers = [j for j, is_sequence in enumerate(are_sequences) if is_sequence]
+    lengths, *others = [[len(x) for x in columns[j]] for j in numbers]
+    if any(x != lengths for x in others):
+        i = next(
+            i for i, sizes in enumerate(zip(lengths, *others, strict=True)) if len({*sizes}) > 1
+        )
+        got = ", ".join(f"a length of {len(columns[j][i])} at {place(i, j)}" for j in numbers)
+        raise DataError(f"sequences[{i}]", call, got, "one length")
+    if not (min(lengths) > 0 and max(lengths) <= length):
+        i = next(i for i, n in enumerate(lengths) if not 0 < n <= length)
+        got = f"a length of {lengths[i]}"
+        raise DataError(f"sequences[{i}]", call, got, f"1 to {length}", "Cut it.")
+    return _Records(columns, structure, are_sequences, lengths)
 
 
 class Interleaved(Positioned):

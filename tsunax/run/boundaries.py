@@ -176,7 +176,8 @@ class Boundaries:
         found = self.alike.numbers(f"evaluate at step {run.step}", self.evaluated_row())
         self.evaluated, self.agreed = run.step, frozenset(found)
         self.log.add(found, run.step)
-        run.history.mark("evaluate", run.step)
+        if not self.log.is_closed:  # a run that continues does not have the one of its end
+            run.history.mark("evaluate", run.step)
         self.bar.note(f"step {run.step}: " + ", ".join(progress.summary(found, "{:.6g}".format)))
 
     def call_back(self, name: str, callback: Function) -> None:

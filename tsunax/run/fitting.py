@@ -118,7 +118,15 @@ class Fit:
     def begin(self) -> None:
         """Hold the first boundary of the run."""
         self.boundaries.look_for_names()
+        run, is_stopped = self.run, bool(self.run.stopped)
         self.boundary(["start"])
+        if run.stopped and not is_stopped and self.is_resumed:
+            fix = (
+                "It remembers the run: to train on, give it more patience or time, or leave it out."
+            )
+            warn(
+                f"fit(): a callback stopped the run again at step {run.step}: {run.stopped}. {fix}"
+            )
 
     def has_nothing_to_do(self) -> bool:
         """Whether the run is beyond its goal, or is complete: its end was held, too."""
@@ -284,23 +292,28 @@ class Fit:
         """Give the numbers of these steps to history, loggers and progress: every `log_every`."""
         run, every, rejections = self.run, self.options.log_every, self.rejections
         epochs = feed.epochs_of(chunks)
-        verdicts = info_columns.verdicts(infos, len(epochs))
+        by_member = info_columns.verdicts(infos, len(epochs))
+        verdicts = np.min(by_member, 1)  # a call is rejected if all members reject it
+        if not rejections.is_population:
+            by_member = verdicts[:, None]
         # of one state its clock counts, else every call does
         is_told = isinstance(infos, fused_loop.Told)
         is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
-        rejected = rejections.count + np.cumsum(verdicts > 0)
+        rejected = rejections.by_member + np.cumsum(by_member > 0, 0)
         self.gathered += float(np.mean(verdicts < 0)) * len(epochs)
-        fatal = rejections.note(verdicts, steps, chunks, infos, self.extra)
+        fatal = rejections.note(by_member, steps, chunks, infos, self.extra)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named
+        columns["epoch"] = epochs
+        rejected_calls = rejected if rejections.is_population else rejected[:, 0]
+        columns |= info_columns.by_element("rejected", rejected_calls)
         large = {name: np.shape(x)[1] for name, x in columns.items() if np.ndim(x) > 1}
         for name, size in large.items() if run.info is None else ():
             why = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
             warn(f"fit(): {name!r} gets no column: it has {why}. Reduce it in the metric.")
         columns = {name: x for name, x in columns.items() if name not in large}
-        columns |= {"epoch": epochs, "rejected": rejected}
         rates = self.rates(columns, infos)
         held = self.held.of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held}
@@ -330,7 +343,7 @@ class Fit:
             if is_one and int(now[0]) != run.step:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
-        rejections.count = int(rejected[n - 1])
+        rejections.by_member = rejected[n - 1]
         if len(due):
             self.boundaries.look_for_watched(is_end=False)
         self.boundaries.bar.show(run.step, run.metrics)

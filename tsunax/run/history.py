@@ -341,8 +341,9 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     if not isinstance(row, Mapping):
         raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
-    plain = (float, int)
-    return {name: x if type(x) in plain else _number(name, x, where) for name, x in row.items()}
+    # an int of Python has any size, and a column is float64
+    is_plain = lambda x: type(x) is float or (type(x) is int and abs(x) < 1 << 1023)
+    return {name: x if is_plain(x) else _number(name, x, where) for name, x in row.items()}
 
 
 def _number(name: str, x: Any, where: str) -> float:
@@ -353,7 +354,8 @@ def _number(name: str, x: Any, where: str) -> float:
     value: Any = np.asarray(x) if is_array else None
     is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     if value is None or not is_a(np.floating, np.integer, np.bool_):
-        raise WrongTypeError(repr(name), where, trees.describe(x), "a number")
+        expected = "a number" + " that float64 can hold" * isinstance(x, int)
+        raise WrongTypeError(repr(name), where, trees.describe(x), expected)
     if value.ndim:
         fix = "Reduce it, or log its parts."
         raise RowError(repr(name), where, trees.describe(x), "one number", fix)

@@ -58,15 +58,18 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
 
 
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
-    """int32 (n,): what the guards of all steps in these infos said; above 0 where one rejected."""
+    """int32 (n, members): what the guards of n steps said of each; above 0 if one rejected it.
+
+    One column for what is no population, and for parts with other numbers of members.
+    """
     if isinstance(infos, fused_loop.Told):  # the clock of the run says it
-        return np.min(infos.clock[..., 3].reshape(n, -1), 1)
+        return np.reshape(infos.clock[..., 3], (n, -1))
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
-    found = [np.asarray(x.verdict) for x in parts if x.verdict is not None]
-    # of a population a call is rejected where all members reject it
-    found = [x if x.ndim == 1 else np.min(x.reshape(len(x), -1), 1) for x in found]
-    return functools.reduce(np.maximum, found) if found else np.zeros(n, np.int32)
+    found = [np.reshape(x.verdict, (n, -1)) for x in parts if x.verdict is not None]
+    if len({x.shape[1] for x in found} - {1}) > 1:
+        found = [np.min(x, 1, keepdims=True) for x in found]
+    return functools.reduce(np.maximum, found) if found else np.zeros((n, 1), np.int32)
 
 
 def own_names(infos: PyTree) -> list[str]:
@@ -89,7 +92,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
             if (name := f"{name}/rejected") in found:
                 got, fix = "a name that fit reserves", "Rename the metric."
                 raise RowError(repr(name), "step", got, "another name", fix)
-            found[name] = np.min(np.reshape(x, (len(x), -1)), 1)  # of a population, by all
+            found |= by_element(name, x)
         yield from found.items()
         return
     if isinstance(infos, StepInfo):
@@ -107,15 +110,16 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     else:
         found = {"loss": infos}
     for name, x in found.items():
-        if x is None:
-            continue
-        flat = np.reshape(x, (len(x), -1))
-        if np.ndim(x) == 1:
-            yield name, x
-        elif flat.shape[1] > MOST_COLUMNS:
-            yield name, flat
-        else:  # a metric for each class
-            yield from ((f"{name}/{i}", column) for i, column in enumerate(flat.T))
+        if x is not None:
+            yield from by_element(name, x).items()
+
+
+def by_element(name: str, x: Any) -> dict[str, Any]:
+    """A column for each element of a metric by class, or by member; too many stay one array."""
+    flat = np.reshape(x, (len(x), -1))
+    if np.ndim(x) == 1 or flat.shape[1] > MOST_COLUMNS:
+        return {name: x if np.ndim(x) == 1 else flat}
+    return {f"{name}/{i}": column for i, column in enumerate(flat.T)}
 
 
 def counts_of(state: PyTree) -> np.ndarray:

@@ -53,8 +53,13 @@ class _Log:
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             raise WrongTypeError("path", self._where, trees.describe(path), "a str or Path")
         self.path: Path = Path(os.path.realpath(durable_files.local(path, "path", self._where)))
-        self._run_id: str = ""
+        self._name_run({})
         self._file: Any = None
+
+    def _name_run(self, settings: Mapping[str, Any]) -> None:
+        self._run_id: str = str(settings.get(RUN_ID, ""))
+        # whose rows are this run's: also those of the run that it was copied from, with the log
+        self._runs: set[str] = {self._run_id, str(settings.get("copied_run", self._run_id))}
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -98,7 +103,7 @@ class _TextFile(_Log):
         Raises SaveError for a path that cannot be written, and for a file of another tool.
         """
         self.close()
-        self._run_id = str(settings.get(RUN_ID, ""))
+        self._name_run(settings)
         with self._ready(settings.get("rows_from")):
             self._note(settings)
 
@@ -139,7 +144,8 @@ class _TextFile(_Log):
         """
         self.close()
         content = self.path.read_bytes() if self.path.exists() else b""
-        *lines, _ = content[: content.rfind(b"\n") + 1].decode().split("\n")
+        end = content.rfind(b"\n") + 1
+        *lines, _ = content[:end].decode().split("\n")
         # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
         beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
         is_ours = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
@@ -147,6 +153,7 @@ class _TextFile(_Log):
             got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
             fix = "Another program wrote it: give another path."
             raise SaveError(str(self.path), self._where, got, expected, fix)
+        lines.append(content[end:].decode(errors="replace"))
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:
             new = self.path.with_name(f"{self.path.name}.new")
@@ -158,11 +165,18 @@ class _TextFile(_Log):
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
-        """The whole lines of the file without rows of this run from step `first` on."""
+        """The whole lines of the file without rows of this run from step `first` on.
+
+        The last line has no end: it was cut, but for a row before `first`, which a checkpoint
+        counts on, so that it is on the disk. An editor may have taken its end.
+        """
+        row = self._row(unended := lines.pop())
+        if row and self._run_id and row[0] in self._runs and row[1] < (first or 0):
+            lines.append(unended)
         if first is None:
             return lines
         rows = ((i, self._row(line)) for i, line in enumerate(lines))
-        own = [(i, row[1]) for i, row in rows if row is not None and row[0] == self._run_id]
+        own = [(i, row[1]) for i, row in rows if row is not None and row[0] in self._runs]
         if not self._run_id:
             starts = [n for n, ((_, a), (_, b)) in enumerate(itertools.pairwise(own), 1) if b <= a]
             own = own[max(starts, default=0) :]
@@ -228,7 +242,7 @@ class csv(_TextFile):
             return cells.get(RUN_ID, ""), int(cells["step"])
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
-        header = next(_csv.reader(lines[:1]), [])
+        header = next(_csv.reader(lines[:-1][:1]), [])
         self._names: list[str] = header + [name for name in names if name not in header]
         lines = super()._repaired(lines, first, names)
         if self._names == header:
@@ -301,10 +315,11 @@ class tensorboard(_Log):
         those of all runs in the directory. Raises SaveError for a path that cannot be written.
         """
         self.close()
-        self._run_id, first = str(settings.get(RUN_ID, "")), settings.get("rows_from")
+        self._name_run(settings)
+        first = settings.get("rows_from")
         with self._writing():
             if self._run_id and first is not None:
-                for path in self.path.glob(f"*{self._suffix}"):
+                for path in itertools.chain(*(self.path.glob(f"*{x}") for x in self._suffixes)):
                     self._cut(path, first)
             self._open()
             if first is not None and not self._run_id:
@@ -323,15 +338,16 @@ class tensorboard(_Log):
             self._put(step=step, summary=self._summaries.Summary(value=scalars))
 
     @property
-    def _suffix(self) -> str:
-        """The end of the names of the run's event files."""
-        return f".{re.sub(r'[^A-Za-z0-9_-]', '_', self._run_id)}.tsunax"
+    def _suffixes(self) -> list[str]:
+        """The ends of the names of the run's event files; those of its own come first."""
+        runs = sorted(self._runs, key=lambda run: run != self._run_id)
+        return [f".{re.sub(r'[^A-Za-z0-9_-]', '_', run)}.tsunax" for run in runs]
 
     def _open(self) -> None:
         """A new event file: a process of this run that has not ended yet may have another."""
         self.path.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
-        self._file = open(self.path / f"{name}{self._suffix}", "xb", buffering=0)  # noqa: SIM115
+        self._file = open(self.path / f"{name}{self._suffixes[0]}", "xb", buffering=0)  # noqa: SIM115
         self._put(file_version="brain.Event:2")
 
     def _put(self, **fields: Any) -> None:

@@ -133,7 +133,7 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
         raise indivisible(data.tail_rows, step.accumulate, which)
 
 
-def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
+def settings(fitting: Fit, has_closing_row: bool, log: Any) -> dict[str, Any]:
     """What a logger is told at the start; for `has_closing_row` see `RowLog.reopen`."""
     step, state, start = fitting.step, fitting.run.state, fitting.run.step
     found = {"goal": str(fitting.options.goal), "start": start}
@@ -143,6 +143,7 @@ def settings(fitting: Fit, has_closing_row: bool) -> dict[str, Any]:
         # rows from there on are of a process that ended before it saved them; and the row that only
         # an end has. A row of step 0 is made again by a run that begins
         found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not has_closing_row)}
+        found |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
     for at, s in training_states(state).items():
@@ -161,7 +162,7 @@ def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
             if hasattr(logger, "close"):
                 stack.callback(logger.close)
             if hasattr(logger, "start"):
-                logger.start(settings(fitting, has_closing_row))
+                logger.start(settings(fitting, has_closing_row, getattr(logger, "path", "")))
         try:
             yield
         except BaseException as error:

@@ -111,6 +111,9 @@ class Options:
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
         for f in self.callbacks:
             checks.check_takes("callback", where, f, "f(run)", None)
+        files = [str(f.path) for f in self.loggers if hasattr(f, "path")]
+        if twice := [path for path in files if files.count(path) > 1]:
+            raise WrongTypeError("logger", where, f"several that write to {twice[0]}", "one")
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
         if jax.process_index():

@@ -182,7 +182,8 @@ class Progress:
         names = [x for x in self.numbers if x.split("/")[0] not in LEFT_OUT and not is_aside(x)]
         names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
         found = summary({name: self.numbers[name] for name in names})
-        if rejected := self.numbers.get("rejected"):
+        counts = (x for name, x in self.numbers.items() if name.split("/")[0] == "rejected")
+        if rejected := sum(counts):
             found.append(f"rejected {rejected:,.0f}")
         return "  ".join(found)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import PyTree, Step
+from tsunax._core import PyTree, Step, trees
 from tsunax._step import step_errors
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
@@ -31,7 +31,8 @@ class Rejections:
         self.run: Run = run
         self.max_bad: int = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
         counts = np.atleast_2d(counts_of(state))
-        self.count: int = int(np.min(counts[:, 2]))  # of calls whose step was rejected
+        self.by_member: np.ndarray = counts[:, 2]  # calls whose step was rejected
+        self.count: int = int(np.max(self.by_member))  # of calls that any member rejected
         self.in_a_row: int = 0
         self.calls: int = most_calls(state)  # of the state before the calls that were not read
         self.is_population: bool = members_of(state) is not None
@@ -67,31 +68,40 @@ class Rejections:
         extra: Mapping[str, Any],
     ) -> int | None:
         """Mark rejected calls, warn of the first, the tenth, ...; which one was one too many."""
-        run, count = self.run, self.count
+        run = self.run
         if not np.any(verdicts > 0):
             self.in_a_row = 0
             return None
-        for i, verdict in enumerate(verdicts):
-            if verdict <= 0:
+        for i, by_member in enumerate(verdicts > 0):
+            if not np.all(by_member):
                 self.in_a_row = 0
+            if not np.any(by_member):
                 continue
-            parts = self._rejected_parts(jax.tree.map(lambda x, i=i: x[i], infos))
-            count += 1
-            run.history.mark("rejected", int(steps[i]))
-            if parts and all(step_errors.is_searching(s, x, x.verdict) for _, s, x in parts):
+            names = trees.listed([str(at) for at in np.flatnonzero(by_member)], 8)
+            members = "" if np.all(by_member) else f" for members {names}"
+            info = jax.tree.map(lambda x, i=i: x[i], infos)
+            parts = self._rejected_parts(info)
+            self.count += 1
+            run.history.mark("rejected", int(steps[i]), members.removeprefix(" for "))
+            searches: Any = [step_errors.is_searching(s, x, x.verdict) for _, s, x in parts]
+            if self.is_population and isinstance(info, StepInfo):
+                searches = step_errors.is_searching(run.state, info, info.verdict) | ~by_member
+            if len(searches) and all(searches):
                 continue  # for its loss scale
-            self.in_a_row += 1
-            if count in (1, 10, 100, 1000, 10_000, 100_000) and self.max_bad > 1:
+            self.in_a_row += not members
+            raises = self.max_bad == 1 and not members
+            if self.count in (1, 10, 100, 1000, 10_000, 100_000) and not raises:
                 why, loss = _why(parts) or "a loss or gradient is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
                 at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
-                what = f"{at} was rejected{loss}: {why}"
+                what = f"{at} was rejected{loss}{members}: {why}"
                 if self._has_batch(infos):
                     (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
                     what += step_errors.about_batch(self.step, state, info, batch, extra)
-                whose = "the state" if isinstance(run.state, TrainState) else "what was rejected"
-                warn(f"{what}. {count} so far; {whose} is as it was.", RuntimeWarning)
+                is_whole = isinstance(run.state, TrainState) and not members
+                whose = "the state" if is_whole else "what was rejected"
+                warn(f"{what}. {self.count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None

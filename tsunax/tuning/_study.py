@@ -19,6 +19,7 @@ import numpy as np
 
 from tsunax._core import durable_files
 from tsunax._core.libraries import library
+from tsunax.checkpoints import script_settings
 from tsunax.errors import CheckpointError, SaveError, TsunaxError, told
 from tsunax.tuning import _trials, spaces
 from tsunax.tuning._trials import Cause, Result, Trial
@@ -26,6 +27,7 @@ from tsunax.tuning._trials import Cause, Result, Trial
 NAME = "optuna.journal"
 _STUDY = "tsunax"
 _KEY = "tsunax"  # of what is ours in the attributes of a study and of a trial
+OBJECTIVE = "objective"  # the only fact of a sweep that may change: a warning tells
 
 
 def _optuna(part: str = "") -> Any:
@@ -37,7 +39,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, about: dict[str, Any]):
         self.trials: dict[int, Trial] = {}
-        self.study, self._lock = None, None
+        self.study, self._lock, self.edits = None, None, list[str]()
         if folder is None:
             return
         self.path = folder / NAME
@@ -50,8 +52,10 @@ class Journal:
                 if (old := self.study.user_attrs.get(_KEY)) is None:
                     self.study.set_user_attr(_KEY, about)
                     durable_files.sync(folder)
-                elif old != about:
+                elif {**old, OBJECTIVE: ""} != {**about, OBJECTIVE: ""}:
                     _raise_other(folder, old, about)
+                else:
+                    self.edits = [*script_settings.edits(old, {OBJECTIVE: about[OBJECTIVE]})]
                 self.trials = _ended(self.study)
             except BaseException:
                 self.close()

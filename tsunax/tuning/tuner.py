@@ -21,6 +21,7 @@ import numpy as np
 
 from tsunax._core import StrPath, checks, durable_files, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
+from tsunax.checkpoints import script_settings
 from tsunax.distributed import collectives
 from tsunax.distributed.ray import library as ray_library
 from tsunax.errors import HyperparameterError, ProcessError, WrongTypeError, unknown, warn
@@ -76,7 +77,8 @@ def tune(
         agree in all other values. `trial` is then an array, too, and it returns an array or a dict
         of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where Optuna's journal of the trials is kept, `optuna.journal` (extra `tune`). The
-        same command goes on after whatever ended it, also with more trials.
+        same command goes on after whatever ended it, also with more trials; a warning says if
+        the code of the objective, or a value that it reads, has changed since.
 
     A trial that raises, or returns no finite number, has failed, with a `cause`, and the others go
     on. Ctrl-C ends the sweep with KeyboardInterrupt, which has the `result` so far (in a notebook
@@ -119,9 +121,12 @@ def tune(
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     about |= {"points": len(points)} if backend == "grid" else {}
+    about[_study.OBJECTIVE] = script_settings.code_text(objective)
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(contextlib.closing(_study.Journal(folder, about)))
+        for note in journal.edits:
+            warn(f"tune(): {note} Earlier trials in {directory} are of the other one.")
         proposed = lambda: _study.Search(space, about, pruner, sampler, journal)
         search = proposed() if backend == "optuna" else None
         bar = _progress.progress(progress, trials, unit="trial")
