@@ -597,6 +597,9 @@ STATE = [
     row(0, "adjust one of three to NaN", lambda: ts.adjust(three(), b1=np.array([0, NAN, 0])), HyperparameterError, "got nan"),
     row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError, "b1 at adam()", "the function <lambda>"),
     row(0, "adjust None", lambda: ts.adjust(good(), b1=None), HyperparameterError, "b1 at adam()", "None", "no schedule"),
+    row(0, "adjust nothing", lambda: ts.adjust(good()), HyperparameterError, "values at adjust()", "got none", "learning_rate=0.01"),
+    row(0, "adjust_at nothing", lambda: ts.callbacks.adjust_at(3), HyperparameterError, "values at adjust_at()", "adjust_at(3, lea"),
+    row(0, "adjust_at nothing of a part", lambda: ts.callbacks.adjust_at(3, "head"), HyperparameterError, "values at adjust_at()"),
     row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "0.001 (float)", "a pattern"),
     row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError, "live", "ts.rules.live("),
     row(
@@ -1026,7 +1029,6 @@ ACCEPTED = {
     "a chain of none": lambda: setup(rule=rules.chain()),
     "everything frozen": lambda: ts.freeze(setup(), "**"),
     "thaw of what was never frozen": lambda: ts.thaw(good()),
-    "adjust of nothing": lambda: ts.adjust(good()),
     "grads in bfloat16": lambda: ts.update(setup(), cast(jnp.bfloat16)),
     "grads of the full tree": lambda: ts.update(setup(trainable="head/**"), GRADS),
     "a loss with raw metrics": lambda: ts.update(setup(), GRADS, loss=ts.Loss(3.0, 2, {"acc": 0.5})),

@@ -285,7 +285,8 @@ class plateau(Watching):
 
 def _rates(state, where) -> tuple[Any, dict[str, float]]:
     """The state with a cut at `where`, and the learning rates of those leaves by flat name."""
-    state = adjust(state, where)
+    is_whole = isinstance(where, str) and where == "**"
+    state = state if is_whole else adjust(state, where)
     before = hyperparams(state)
     other = 1 + 2 * max(x for x in before.values() if isinstance(x, float))
     after = hyperparams(adjust(state, where, learning_rate=other))  # who moves is meant
@@ -343,9 +344,13 @@ def freeze_at(step: int, where: Where) -> At:
 def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     """`ts.adjust(state, where, **values)` at a step.
 
-    The first values of a part of the params compile once more. Raises as `At`.
+    The first values of a part of the params compile once more. Raises as `At`, and
+    HyperparameterError without values.
 
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)
     """
+    if not values:
+        fix = f"Name them: adjust_at({step!r}, learning_rate=0.01)."
+        raise HyperparameterError("values", "adjust_at()", "none", "at least one", fix)
     return At(step, adjust, where, values)
