@@ -71,9 +71,9 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or
     the names do, `adjust(run, **hyperparams(other))`.
 
-    Raises HyperparameterError for an unknown name (with the known ones), a value out of range, a
-    name that a chain repeats, or neither a value nor a subtree; PatternError if `where` matches
-    nothing; WrongTypeError for a number as `where` and a function as a value.
+    Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
+    name that a chain repeats; PatternError if `where` matches nothing; WrongTypeError for a number
+    as `where` and a function as a value.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"body": jnp.ones(2), "head": jnp.ones(2)})
@@ -84,9 +84,6 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     if checks.is_real(where):
         got, fix = trees.describe(where), f"Name the value: learning_rate={where}."
         raise WrongTypeError("where", "adjust()", got, "a pattern", fix)
-    if not values and isinstance(where, str) and where == "**":
-        got, fix = "none", "Name them: adjust(state, learning_rate=0.01)."
-        raise HyperparameterError("values", "adjust()", got, "at least one", fix)
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
     check_values(state, "adjust()", where)

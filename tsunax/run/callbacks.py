@@ -285,8 +285,7 @@ class plateau(Watching):
 
 def _rates(state, where) -> tuple[Any, dict[str, float]]:
     """The state with a cut at `where`, and the learning rates of those leaves by flat name."""
-    is_whole = isinstance(where, str) and where == "**"
-    state = state if is_whole else adjust(state, where)
+    state = adjust(state, where)
     before = hyperparams(state)
     other = 1 + 2 * max(x for x in before.values() if isinstance(x, float))
     after = hyperparams(adjust(state, where, learning_rate=other))  # who moves is meant
@@ -350,7 +349,8 @@ def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)
     """
+    change = At(step, adjust, where, values)
     if not values:
-        fix = f"Name them: adjust_at({step!r}, learning_rate=0.01)."
+        fix = f"Name them: adjust_at({step}, learning_rate=0.01)."
         raise HyperparameterError("values", "adjust_at()", "none", "at least one", fix)
-    return At(step, adjust, where, values)
+    return change
