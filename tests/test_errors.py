@@ -669,8 +669,47 @@ CALLS = [
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
     row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError, "where at Loss.mean()", "complex", "a mask, or real weights"),
     row(0, "complex weights", lambda: ts.metrics.Mean.of(X, 1j * np.ones(8)), LossError, "where at Mean.of()", "complex"),
+    *(
+        row(0, f"fit {name}", lambda name=name: fit(**{name: 1}), WrongTypeError, f"argument at fit(): got '{name}'", text)
+        for name, text in {
+            "max_grad_norm": "The rule clips: ts.rules.chain(ts.rules.clip_by_global_norm(1.0), rule).",
+            "steps_per_epoch": "An epoch is one pass over the data: give steps=.",
+            "lr": "The rule has it: ts.rules.adam(1e-3)",
+            "device": 'ts.setup(..., device="gpu").',
+            "temp": "history, extra.",
+        }.items()
+    ),
+    row(0, "early_stopping monitor", lambda: ts.callbacks.early_stopping(monitor="loss"), WrongTypeError, "'monitor'", "mean 'metric'?"),
+    row(0, "every without a function", lambda: ts.callbacks.every(3), WrongTypeError, "arguments at every()", "'fn', expected n, fn"),
+    row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError, "'temp'", "expected step. loss_fn does"),
     row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError, "weight at loss_fn", "1j (complex)", "one number"),
 ]  # fmt: skip
+
+
+MISSING_NAMES = {  # what is asked for, and what to write instead
+    (ts.losses, "mse"): "name at tsunax.losses: got 'mse', expected one of .* Did you mean 'squared_error'?",
+    (ts.losses, "BCEWithLogitsLoss"): "Did you mean 'sigmoid_binary_cross_entropy'?",
+    (ts.losses, "CrossEntropyLoss"): "Did you mean 'softmax_cross_entropy_with_integer_labels'?",
+    (ts.metrics, "F1Score"): "Did you mean 'F1'?",
+    (ts.callbacks, "EarlyStopping"): "name at tsunax.callbacks: got 'EarlyStopping', .*Did you mean 'early_stopping'?",
+    (ts.callbacks, "ModelCheckpoint"): r"Give ts.fit\(..., checkpoint=path\)",
+    (ts.loggers, "wandb"): "A logger is a function .*: logger=wandb.log.",
+    (ts.rules, "SGD"): "expected one of sgd, .*Did you mean 'sgd'?",
+    (ts.schedules, "warmup_cosine"): "Did you mean 'warmup_cosine_decay_schedule'?",
+    (ts, "Trainer"): r"Write state, history = ts.fit\(step, state, data, epochs=10\).",
+    (ts.TrainState, "create"): r"name at TrainState: got 'create', .*Write state = ts.setup\(rule, params\).",
+    (ts.TrainState, "parms"): "Did you mean 'params'?",
+    (good(), "apply_gradients"): r"Write state, info = ts.update\(state, grads\).",
+    (good(), "rejectd"): "Did you mean 'rejected'?",
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), MISSING_NAMES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_name_of_another_library_is_missing(owner, name):
+    with pytest.raises(AttributeError, match=MISSING_NAMES[owner, name].replace("?", "[?]")):
+        getattr(owner, name)
+    with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
+        owner.__wrapped__  # noqa: B018
 
 
 def unnamed(p, x):

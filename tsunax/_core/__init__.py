@@ -55,12 +55,7 @@ def lazy(
             warnings.warn(told, DeprecationWarning, stacklevel=2)
             return load(new)
         if name not in module_of:
-            if name.startswith("_"):
-                raise AttributeError(f"module {title!r} has no attribute {name!r}")
-            errors = importlib.import_module("tsunax.errors")
-            raise AttributeError(
-                errors.unknown("name", title, name, errors.nearest(name, names, 8))
-            )
+            importlib.import_module("tsunax.errors").missing_name(title, names)(name)
         module = module_of[name]
         if module == title:
             return importlib.import_module(f"{title}.{name}")

@@ -293,6 +293,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------ restoring
 
+    @checks.explained
     def restore(
         self,
         like: PyTree,
