@@ -518,6 +518,8 @@ STATE = [
     row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "float32[3]"),
     row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "float32[3]"),
     row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError, "grads['encoder']['bias']", "complex64"),
+    row(90, "grads big-endian", lambda: ts.update(good(), tree(np.ones(3, ">f4"), 1.0)), StateError, "grads['encoder']['bias']", ">f4[3]"),
+    row(90, "grads longdouble", lambda: ts.update(good(), tree(np.ones(3, np.longdouble), 1.0)), StateError, "grads['encoder']['bias']"),
     row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError, "grads['encoder']['bias']", "'x' (str)"),
     row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError, "['encoder']['bias']"),
     row(90, "at of other shape", lambda: ts.value_and_grad(loss_fn)(good(), X, at=wider()), StateError, "float32[3,5]", "trainable"),
@@ -679,6 +681,8 @@ CALLS = [
             "temp": "history, extra.",
         }.items()
     ),
+    row(0, "fit steps an array", lambda: fit(steps=good().step + 3), WrongTypeError, "steps at fit(): got int32[]", "Write steps=int(...)."),
+    row(0, "every in epochs", lambda: ts.Checkpoints("never", every="2 epochs"), WrongTypeError, "got '2 epochs'", "after every epoch"),
     row(0, "early_stopping monitor", lambda: ts.callbacks.early_stopping(monitor="loss"), WrongTypeError, "'monitor'", "mean 'metric'?"),
     row(0, "every without a function", lambda: ts.callbacks.every(3), WrongTypeError, "arguments at every()", "'fn', expected n, fn"),
     row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError, "'temp'", "expected step. loss_fn does"),

@@ -300,7 +300,7 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     return trees.on_device(found[name].params)
 
 
-@checks.explained
+@checks.naming_arguments
 def setup(
     rule: optax.GradientTransformation,
     params: PyTree,

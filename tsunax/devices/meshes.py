@@ -36,7 +36,7 @@ T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
 
 
-@checks.explained
+@checks.naming_arguments
 def mesh(
     data: int = -1,
     fsdp: int = 1,
@@ -79,7 +79,7 @@ def mesh(
     return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
 
 
-@checks.explained
+@checks.naming_arguments
 def shard(
     state: T,
     mesh: Mesh | Device,
@@ -158,7 +158,8 @@ def _as_mesh(place: Any) -> Any:
     """The mesh of a device, or of the devices of a kind; others as they are."""
     if device_kinds.is_one_device(place):
         return mesh(devices=[device_kinds.as_device(place, "shard()")])
-    return mesh(devices=place) if isinstance(place, str) else place
+    is_kind = isinstance(place, str) and place.lower() in device_kinds.KINDS
+    return mesh(devices=place) if is_kind else place
 
 
 def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str | None]:
@@ -206,7 +207,7 @@ def _put_at(tree, where):
         return placement.put(tree, where)
 
     def one(x, sharding):  # each process has all of it, and gives its own part
-        bits = placement.unshared(trees.on_host(x))
+        bits = placement.with_numpy_copied(trees.on_host(x))
         made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
         return (
             jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if trees.is_key(x) else made

@@ -125,7 +125,7 @@ def _line(known: dict[int, float], pair: list[int]) -> Callable[[int], float] | 
     return lambda n: known[a] + slope * (n - a)
 
 
-@checks.explained
+@checks.naming_arguments
 def find_batch_size(
     step: Function,
     state: PyTree,
@@ -186,7 +186,7 @@ def find_batch_size(
     return _found("batch size", *how)
 
 
-@checks.explained
+@checks.naming_arguments
 def find_accumulation(
     step: TrainStep,
     state: PyTree,

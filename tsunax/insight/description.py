@@ -89,7 +89,7 @@ class Description:
         return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
-@checks.explained
+@checks.naming_arguments
 def describe(
     step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
 ) -> Description:

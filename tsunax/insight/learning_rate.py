@@ -100,7 +100,7 @@ class _Ramp:
         return low * jnp.exp(slope * (place - first).astype(jnp.float32))
 
 
-@checks.explained
+@checks.naming_arguments
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,

@@ -34,7 +34,7 @@ globals()["__getattr__"] = missing_name("tsunax.callbacks", __all__)
 def _value(cls: type[_T]) -> type[_T]:
     """A frozen dataclass whose errors of wrong arguments name the right ones."""
     made: Any = dataclass(frozen=True)(cls)
-    made.__init__ = checks.explained(made.__init__)
+    made.__init__ = checks.naming_arguments(made.__init__)
     return made
 
 

@@ -29,7 +29,7 @@ from tsunax.state import TrainState
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
 
 
-@checks.explained
+@checks.naming_arguments
 def evaluate(
     eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
 ) -> dict[str, float]:

@@ -112,19 +112,17 @@ class _TextFile(_Log):
     @contextlib.contextmanager
     def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
-        with self._writing():
+        with self._writing(), contextlib.ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                with contextlib.suppress(ImportError, OSError):  # not every system has such locks
-                    import fcntl
+            with contextlib.suppress(ImportError, OSError):  # not every system has such locks
+                import fcntl
 
-                    fcntl.flock(folder, fcntl.LOCK_EX)
-                if not self._is_whole():
-                    self._open(first)
-                yield
-            finally:
-                os.close(folder)
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if not self._is_whole():
+                self._open(first)
+            yield
 
     def _is_whole(self) -> bool:
         """Whether the open file still has this path, and its last line has an end."""
