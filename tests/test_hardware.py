@@ -523,20 +523,27 @@ TAKERS = {
 
 @pytest.mark.parametrize("name", TAKERS)
 def test_jax_is_given_copies_of_a_users_memory(name, monkeypatch):
-    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it."""
-    w, seen = np.ones(64, np.float32), []
+    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it.
+
+    So JAX is given a copy, or the call waits for what JAX makes of the memory.
+    """
+    w, seen, finished = np.ones(64, np.float32), [], []
 
     def spy(call):
         def spied(x, *args, **options):
-            seen.extend(leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
-            return call(x, *args, **options)
+            result = call(x, *args, **options)
+            seen.extend((leaf, result) for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
+            return result
 
         return spied
 
     for module, function in ((jax, "device_put"), (jnp, "array"), (jnp, "asarray")):
         monkeypatch.setattr(module, function, spy(getattr(module, function)))
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: finished.append(x) or wait(x))
     TAKERS[name](w)
-    assert seen and not any(np.shares_memory(x, w) for x in seen)
+    shared = [result for x, result in seen if np.shares_memory(x, w)]
+    assert seen and all(any(result is x for x in finished) for result in shared)
 
 
 def test_only_an_accelerator_is_asked_to_copy_to_the_host_ahead(monkeypatch):

@@ -82,6 +82,7 @@ _WORDS = {
     "mask": "weights weight where sample_weight",
     "where": "weights weight mask sample_weight",
     "data": "dp",
+    "gpu": "AMDGPU nvidia",
     "tensor": "tp mp model",
     "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",
     "cosine_decay_schedule": "cosine cosine_annealing CosineAnnealingLR",
