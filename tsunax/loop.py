@@ -10,7 +10,6 @@ All of them give the same numbers.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
 
 import contextlib
 import functools

@@ -11,8 +11,6 @@ shape: nothing is broadcast, and another shape raises LossError. 0·log 0 is 0, 
 finite wherever the value is.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ Inside a step there are plain pytrees only; the library's own module exists whil
 adapter imports its library when it is called. Of states it reads `params` and `model_state`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -118,13 +118,13 @@ def wide_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def own(x):
+def own(x: Any) -> Any:
     """A copy of an array, without a weak type; other leaves stay as they are."""
     is_numpy = isinstance(x, np.ndarray)  # which `strong` copies
     return strong(x if is_numpy else jnp.array(x, copy=True)) if _is_number(x) else x
 
 
-def strong(x):
+def strong(x: Any) -> Any:
     """An array without a weak type, which would come back strong and compile the step twice.
 
     NumPy's are copied, and the copy has ended: a transfer to a device may read NumPy's memory after

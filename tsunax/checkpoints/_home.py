@@ -5,8 +5,6 @@ disk or in a bucket. Leaves are compared and verified by the callers, with the h
 manifest. One run writes, others read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

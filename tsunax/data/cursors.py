@@ -4,8 +4,6 @@ Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and
 other libraries, whose state is found by duck type.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import traceback

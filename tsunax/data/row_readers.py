@@ -1,7 +1,5 @@
 """Where rows come from: arrays in memory and in files, and records one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ chooses a `PartitionSpec` for each parameter, and for its moments, averages and 
 step keeps these shardings, and spreads the rows of batches (`_core/placement.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 The words for devices are in `_core/device_kinds.py`, because everything takes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -5,8 +5,6 @@
 XLA lays out all memory of a program before it runs, and reports its size.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

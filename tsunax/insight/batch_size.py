@@ -4,8 +4,6 @@ size, report = find_batch_size(step, state, example)
 n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math

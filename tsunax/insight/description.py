@@ -3,8 +3,6 @@
 describe(step, state, batch)   compiles, executes nothing
 """
 
-from __future__ import annotations
-
 import textwrap
 import timeit
 import warnings

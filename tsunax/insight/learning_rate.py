@@ -3,8 +3,6 @@
 The state, its key and the place of the data are afterwards what they were, bit by bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

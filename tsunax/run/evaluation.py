@@ -1,7 +1,5 @@
 """The mean loss and metrics of a state over whole data sets: sums and weights, divided once."""
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 from collections.abc import Iterable, Mapping
