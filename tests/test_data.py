@@ -456,6 +456,11 @@ class _Odd(_Dataset):
         return self.records[i]
 
 
+class _Ending(_Dataset):
+    def __getitem__(self, i):
+        raise StopIteration
+
+
 class _Columns(dict):
     """As the arrays of an .npz file: a mapping of which JAX does not know."""
 
@@ -463,9 +468,12 @@ class _Columns(dict):
 RECORDS = {
     "shapes": (
         lambda: _Odd([{"x": np.ones(2)}, {"x": np.ones(3)}]),
-        "records: got ValueError all input arrays must have the same shape, expected trees of arrays and numbers",
+        "data at record 1: got ValueError all input arrays must have the same shape, expected a tree of arrays and "
+        "numbers like record 0.",
     ),
-    "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "records: got ValueError"),
+    "structure": (lambda: _Odd([{"x": 1}, {"z": 1}]), "data at record 1: got ValueError"),
+    "error": (lambda: _Odd({0: 1.0}, n=2), "data at record 1: got KeyError 1, expected a record."),
+    "end": (lambda: _Ending(), "data at record 0: got StopIteration, expected a record."),
     "None": (lambda: _Odd([None, None]), "record: got None, expected a tree of arrays and numbers"),
     "stream": (
         lambda: generator(3),
@@ -491,6 +499,29 @@ def test_wrong_records(name):
     with pytest.raises(DataError) as raised:
         next(iter(batches(make(), 2)))
     assert str(raised.value).startswith(text)
+
+
+def test_typed_keys_are_data():
+    keys = jax.random.split(jax.random.key(0), 8)
+    bits = np.asarray(jax.random.key_data(keys))
+    records = _Odd([{"key": key, "x": 1.0} for key in keys])
+    for make in (lambda **o: batches({"key": keys}, 3, **o), lambda **o: batches(records, 3, **o)):
+        for options in ({}, {"shuffle": True, "seed": 1}):
+            expected = epochs_of(batches({"key": bits}, 3, **options), 2)
+            found = [jax.random.key_data(batch["key"]) for batch in epochs_of(make(**options), 2)]
+            assert_same([{"key": np.asarray(x)} for x in found], expected)
+    noise = lambda params, batch: jnp.mean((params["w"] - jax.vmap(jax.random.normal)(batch["key"])) ** 2)
+    step, rule = ts.train_step(noise), ts.rules.sgd(0.1)
+    state = ts.setup(rule, {"w": jnp.zeros(())})
+    for i in (0, 4, 0):
+        state, _ = step(state, {"key": keys[i : i + 4]})
+    for data in (
+        batches({"key": keys}, 4),
+        prefetch(batches({"key": keys}, 4)),
+        batches({"key": keys}, 4, device=True),
+    ):
+        found, _ = ts.fit(step, ts.setup(rule, {"w": jnp.zeros(())}), data, steps=3, progress=False)
+        assert_trees_equal(found.params, state.params)
 
 
 def test_a_series_of_pandas_is_no_array_of_labels():
@@ -1034,6 +1065,22 @@ def raising():
     yield
 
 
+class _Short:
+    """An iterator with a length that ends before it."""
+
+    def __init__(self):
+        self.batches = generator(3)
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 MESSAGES = {
     "empty": (lambda: drain([]), "data at epoch 0: got no batch at all, expected at least one"),
     "empty generator": (lambda: drain(generator(0)), "data at epoch 0: got no batch at all, expected at least one"),
@@ -1041,6 +1088,10 @@ MESSAGES = {
         lambda: drain(generator(3)),
         "data at epoch 1: got a generator that is used up after 3 batches, expected data that can be iterated again. "
         "A generator can be read once: give a list, ts.batches(...) or a grain dataset",
+    ),
+    "shorter than it says": (
+        lambda: drain(_Short()),
+        "data at epoch 1: got a _Short that is used up after 3 batches (its length is 5), expected data that can be ite",
     ),
     "no state": (
         lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),

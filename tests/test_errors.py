@@ -518,6 +518,8 @@ STATE = [
     row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "float32[3]"),
     row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "float32[3]"),
     row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError, "grads['encoder']['bias']", "complex64"),
+    row(90, "grads big-endian", lambda: ts.update(good(), tree(np.ones(3, ">f4"), 1.0)), StateError, "grads['encoder']['bias']", ">f4[3]"),
+    row(90, "grads longdouble", lambda: ts.update(good(), tree(np.ones(3, np.longdouble), 1.0)), StateError, "grads['encoder']['bias']"),
     row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError, "grads['encoder']['bias']", "'x' (str)"),
     row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError, "['encoder']['bias']"),
     row(90, "at of other shape", lambda: ts.value_and_grad(loss_fn)(good(), X, at=wider()), StateError, "float32[3,5]", "trainable"),
@@ -597,6 +599,8 @@ STATE = [
     row(0, "adjust one of three to NaN", lambda: ts.adjust(three(), b1=np.array([0, NAN, 0])), HyperparameterError, "got nan"),
     row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError, "b1 at adam()", "the function <lambda>"),
     row(0, "adjust None", lambda: ts.adjust(good(), b1=None), HyperparameterError, "b1 at adam()", "None", "no schedule"),
+    row(0, "adjust_at nothing", lambda: ts.callbacks.adjust_at(3), HyperparameterError, "values at adjust_at()", "adjust_at(3, lea"),
+    row(0, "adjust_at nothing of a part", lambda: ts.callbacks.adjust_at(3, "head"), HyperparameterError, "values at adjust_at()"),
     row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "0.001 (float)", "a pattern"),
     row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError, "live", "ts.rules.live("),
     row(
@@ -667,8 +671,49 @@ CALLS = [
     row(0, "average an array", lambda: ts.metrics.Precision.of(np.arange(2), np.arange(2), average=NAMES), LossError, "average at Precision.of()", "<U5[2]", "'macro'"),
     row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError, "where at Loss.mean()", "complex", "a mask, or real weights"),
     row(0, "complex weights", lambda: ts.metrics.Mean.of(X, 1j * np.ones(8)), LossError, "where at Mean.of()", "complex"),
+    *(
+        row(0, f"fit {name}", lambda name=name: fit(**{name: 1}), WrongTypeError, f"argument at fit(): got '{name}'", text)
+        for name, text in {
+            "max_grad_norm": "The rule clips: ts.rules.chain(ts.rules.clip_by_global_norm(1.0), rule).",
+            "steps_per_epoch": "An epoch is one pass over the data: give steps=.",
+            "lr": "The rule has it: ts.rules.adam(1e-3)",
+            "device": 'ts.setup(..., device="gpu").',
+            "temp": "history, extra.",
+        }.items()
+    ),
+    row(0, "fit steps an array", lambda: fit(steps=good().step + 3), WrongTypeError, "steps at fit(): got int32[]", "Write steps=int(...)."),
+    row(0, "every in epochs", lambda: ts.Checkpoints("never", every="2 epochs"), WrongTypeError, "got '2 epochs'", "after every epoch"),
+    row(0, "early_stopping monitor", lambda: ts.callbacks.early_stopping(monitor="loss"), WrongTypeError, "'monitor'", "mean 'metric'?"),
+    row(0, "every without a function", lambda: ts.callbacks.every(3), WrongTypeError, "arguments at every()", "'fn', expected n, fn"),
+    row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError, "'temp'", "expected step. loss_fn does"),
     row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError, "weight at loss_fn", "1j (complex)", "one number"),
 ]  # fmt: skip
+
+
+MISSING_NAMES = {  # what is asked for, and what to write instead
+    (ts.losses, "mse"): "name at tsunax.losses: got 'mse', expected one of .* Did you mean 'squared_error'?",
+    (ts.losses, "BCEWithLogitsLoss"): "Did you mean 'sigmoid_binary_cross_entropy'?",
+    (ts.losses, "CrossEntropyLoss"): "Did you mean 'softmax_cross_entropy_with_integer_labels'?",
+    (ts.metrics, "F1Score"): "Did you mean 'F1'?",
+    (ts.callbacks, "EarlyStopping"): "name at tsunax.callbacks: got 'EarlyStopping', .*Did you mean 'early_stopping'?",
+    (ts.callbacks, "ModelCheckpoint"): r"Give ts.fit\(..., checkpoint=path\)",
+    (ts.loggers, "wandb"): "A logger is a function .*: logger=wandb.log.",
+    (ts.rules, "SGD"): "expected one of sgd, .*Did you mean 'sgd'?",
+    (ts.schedules, "warmup_cosine"): "Did you mean 'warmup_cosine_decay_schedule'?",
+    (ts, "Trainer"): r"Write state, history = ts.fit\(step, state, data, epochs=10\).",
+    (ts.TrainState, "create"): r"name at TrainState: got 'create', .*Write state = ts.setup\(rule, params\).",
+    (ts.TrainState, "parms"): "Did you mean 'params'?",
+    (good(), "apply_gradients"): r"Write state, info = ts.update\(state, grads\).",
+    (good(), "rejectd"): "Did you mean 'rejected'?",
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), MISSING_NAMES, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_name_of_another_library_is_missing(owner, name):
+    with pytest.raises(AttributeError, match=MISSING_NAMES[owner, name].replace("?", "[?]")):
+        getattr(owner, name)
+    with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
+        owner.__wrapped__  # noqa: B018
 
 
 def unnamed(p, x):

@@ -117,11 +117,11 @@ def test_a_state_is_made_of_each_field_once():
     fields = dict(state.__dict__)
     assert_trees_equal(TrainState(**fields), state)
     wrong = {
-        "numbers, opt_state, params, parms": lambda: TrainState(parms=1),
-        "average, frozen": lambda: TrainState(clock=state.clock),
-        "params, parms": lambda: TrainState(**{"parms" if k == "params" else k: x for k, x in fields.items()}),
-        "parms": lambda: dataclasses.replace(state, parms=1),
-        "lag": lambda: Lagged(**fields),
+        "field at TrainState.*: got 'parms', .* Did you mean 'params'": lambda: TrainState(parms=1),
+        "got none for average, frozen, .*opt_state, params, plan,": lambda: TrainState(clock=state.clock),
+        "got 'parms', ": lambda: TrainState(**{"parms" if k == "params" else k: x for k, x in fields.items()}),
+        "got 'parms', exp": lambda: dataclasses.replace(state, parms=1),
+        "fields at Lagged.*: got none for lag, expected each field once": lambda: Lagged(**fields),
     }
     for names, make in wrong.items():
         with pytest.raises(TypeError, match=names) as caught:

@@ -190,6 +190,10 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
         (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
         (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
         (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
+        (lambda: device("cuba:1"), DeviceError, "kind at device('cuba:1'): got 'cuba', expected one of auto, tpu"),
+        (lambda: device("cpu:8"), DeviceError, "index at device('cpu:8'): got 8, expected 0 to 7"),
+        (lambda: device("cpu:one"), DeviceError, "kind at device('cpu:one'): got 'cpu:one', expected one of auto"),
+        (lambda: device("cpu:1", 2), DeviceError, "kind at device('cpu:1', 2): got 'cpu:1', expected one of auto"),
         (lambda: device("cpu", True), WrongTypeError, "index at device('cpu', True): got True (bool), expected an int"),
         (lambda: device("cpu", 1.0), WrongTypeError, "got 1.0 (float), expected an int"),
         (lambda: devices([]), DeviceError, "devices at devices([]): got 0 devices, expected at least one"),
@@ -227,10 +231,12 @@ WORDS = {  # what takes a device, and a part of what comes back
 def test_devices_are_given_by_the_same_words_everywhere(name):
     take = WORDS[name]
     many = set(CPU) if name == "shard" else {CPU[0]}
-    for word, there in (("cpu", many), (("cpu", 3), {CPU[3]}), (CPU[2], {CPU[2]}), ("auto", many)):
+    words = [("cpu", many), (("cpu", 3), {CPU[3]}), (CPU[2], {CPU[2]}), ("auto", many)]
+    words += [("cpu:3", {CPU[3]}), (jax.sharding.SingleDeviceSharding(CPU[2]), {CPU[2]})]
+    for word, there in words:
         assert all(x.devices() == there for x in jax.tree.leaves(take(word))), word
-    absent = r"^device at \w+\(\[?('gpu'|\('gpu', 1\))\]?\): got no gpu, expected one that is here: cpu \(8\)"
-    for word in ("gpu", ("gpu", 1)):
+    absent = r"^device at \w+\(\[?('gpu'|\('gpu', 1\)|'gpu:1')\]?\): got no gpu, expected one that is here: cpu \(8\)"
+    for word in ("gpu", ("gpu", 1), "gpu:1"):
         with pytest.raises(DeviceError, match=absent):
             take(word)
     with pytest.raises(DeviceError, match=r"got 'CUDA', expected one of auto, tpu, gpu, .*Did you mean 'cuda'"):
@@ -240,6 +246,25 @@ def test_devices_are_given_by_the_same_words_everywhere(name):
     for wrong in (3, ("cpu", 1, 2), CPU):
         with pytest.raises(WrongTypeError, match=rf"at {name}\(\): got "):
             take(wrong)
+
+
+def test_one_device_is_given_by_the_same_words_to_device_and_devices(capsys):
+    for word in ("cpu:3", ("cpu", 3), CPU[3], jax.sharding.SingleDeviceSharding(CPU[3])):
+        assert device(word) == CPU[3]
+        assert devices(word) == [CPU[3]]
+        assert device_info(word).platform == "cpu"
+        assert ts.mesh(devices=word).devices.item() == CPU[3]
+    assert devices(["cpu:3", 1]) == [CPU[3], CPU[1]]
+    device("cpu:3", verbose=True)
+    assert capsys.readouterr().out == "device cpu:3 (cpu): it was asked for\n"
+
+
+def test_shard_without_a_mesh_and_with_a_sharding():
+    with pytest.raises(WrongTypeError, match=r"arguments at shard\(\): got .*'mesh', expected state, mesh, rules"):
+        ts.shard({"w": np.ones(3)})
+    sharding = jax.sharding.NamedSharding(ts.mesh(), jax.sharding.PartitionSpec())
+    with pytest.raises(WrongTypeError, match=r"mesh at shard\(\): got NamedSharding, .* Give sharding.mesh, and"):
+        ts.shard({"w": np.ones(3)}, sharding)
 
 
 def test_lists_of_devices():
@@ -498,20 +523,27 @@ TAKERS = {
 
 @pytest.mark.parametrize("name", TAKERS)
 def test_jax_is_given_copies_of_a_users_memory(name, monkeypatch):
-    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it."""
-    w, seen = np.ones(64, np.float32), []
+    """A transfer to a GPU may read the memory of a NumPy array after the call has returned; a CPU does not show it.
+
+    So JAX is given a copy, or the call waits for what JAX makes of the memory.
+    """
+    w, seen, finished = np.ones(64, np.float32), [], []
 
     def spy(call):
         def spied(x, *args, **options):
-            seen.extend(leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
-            return call(x, *args, **options)
+            result = call(x, *args, **options)
+            seen.extend((leaf, result) for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
+            return result
 
         return spied
 
     for module, function in ((jax, "device_put"), (jnp, "array"), (jnp, "asarray")):
         monkeypatch.setattr(module, function, spy(getattr(module, function)))
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: finished.append(x) or wait(x))
     TAKERS[name](w)
-    assert seen and not any(np.shares_memory(x, w) for x in seen)
+    shared = [result for x, result in seen if np.shares_memory(x, w)]
+    assert seen and all(any(result is x for x in finished) for result in shared)
 
 
 def test_only_an_accelerator_is_asked_to_copy_to_the_host_ahead(monkeypatch):

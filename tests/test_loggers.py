@@ -116,6 +116,21 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path, kind, r
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_folder_that_cannot_be_opened_is_no_error(tmp_path, monkeypatch, kind):
+    """As on Windows, where folders have no locks."""
+    open_file = os.open
+
+    def refuse_folders(path, flags, *more, **options):
+        if os.path.isdir(path):
+            raise PermissionError(path)
+        return open_file(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    write(getattr(loggers, kind)(tmp_path / f"run.{kind}"), [10, 20])
+    assert "50" not in (tmp_path / f"run.{kind}").read_text()
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_a_logger_can_be_used_again(tmp_path, kind):
     path = tmp_path / f"run.{kind}"
     logger = getattr(loggers, kind)(path)

@@ -325,6 +325,22 @@ def test_errors(call, kind, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
+def test_memory_in_other_words():
+    for words, size in {
+        "16G": 16e9,
+        "16 GB": 16e9,
+        "1.5Gi": 1.5 * 2**30,
+        "512MiB": 2.0**29,
+        "2e9": None,
+        2e9: 2e9,
+    }.items():
+        if size is None:
+            with pytest.raises(WrongTypeError, match="memory at f: got '2e9'"):
+                _memory.limit_of(words, TINY, "f")
+        else:
+            assert _memory.limit_of(words, TINY, "f") == (int(size), "as given")
+
+
 def test_micro_batches_of_a_vast_batch_are_found_at_once():
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((4, 2), np.float32)})

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +262,14 @@ def test_a_python_number_in_an_optimizer_state_compiles_no_second_step():
     with count_compiles() as c:
         state, _ = step(state, X)
     assert c.compiled.count("train_step") == 0 and int(state.opt_state["n"]) == 2
+
+
+def test_numpy_params_are_copied_once_and_may_be_refilled():
+    w = np.full(1 << 21, 3, np.float32)
+    tracemalloc.start()
+    state = ts.setup(ts.rules.sgd(0.1), {"w": w})
+    w.fill(-1)
+    copies = tracemalloc.get_traced_memory()[1] / w.nbytes  # in NumPy's memory, which JAX's is not
+    tracemalloc.stop()
+    assert np.all(state.params["w"] == 3)
+    assert copies < (0.5 if jax.__version_info__ >= (0, 10) else 1.5)  # `jnp.array` of 0.7.2 makes one of them

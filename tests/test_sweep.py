@@ -306,6 +306,8 @@ def test_values_may_be_lists():
         (lambda runs: ts.population(make, 2, lr=RATES[:2]), WrongTypeError, r"make at population\(\): got make\(key, rate, .*, expected make\(key, lr\)"),
         (lambda runs: ts.population(make, 2, rate=RATES[:2], key=None), WrongTypeError, r"key at population\(\): got None"),
         *[(lambda runs, i=i: ts.populations.member(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, "a", None)],
+        *[(lambda runs, i=i: jax.jit(ts.populations.member)(runs, i), StateError, r"member at member\(\): got .*an index below 4") for i in (1.5, True, np.arange(2))],
+        (lambda runs: jax.jit(ts.populations.select)(runs, np.array([True, False, True, False])), StateError, r"indices at select\(\): got bool\[4\]"),
         (lambda runs: ts.populations.member(taken(runs), 0), StateError, "runs at member.*a population that a step took, expected what"),
         (lambda runs: ts.train_step(masked)(runs, ts.populations.each((X[None], Y[None]))), StateError, r"leaf at ts.populations.each: got shape \(1, 83, 8\), expected a first axis of 4"),
         (lambda runs: ts.train_step(masked)(ts.populations.member(runs, 0), ts.populations.each((X[None], Y[None]))), StateError, "leaf at ts.populations.each: .*no each: the state is a single one"),

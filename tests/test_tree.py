@@ -419,12 +419,12 @@ def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
 @pytest.mark.parametrize(
     ("pattern", "column", "got"),
     [
-        ("", 0, "an empty component"),
-        ("!", 1, "an empty component"),
-        ("/a", 0, "an empty component"),
-        ("a/", 2, "an empty component"),
-        ("a//b", 2, "an empty component"),
-        ("!a//b", 3, "an empty component"),
+        ("", 0, "an empty component ('*' matches an empty key)"),
+        ("!", 1, "an empty component ('*' matches an empty key)"),
+        ("/a", 0, "an empty component ('*' matches an empty key)"),
+        ("a/", 2, "an empty component ('*' matches an empty key)"),
+        ("a//b", 2, "an empty component ('*' matches an empty key)"),
+        ("!a//b", 3, "an empty component ('*' matches an empty key)"),
         ("***", 0, "'**' inside of '***'"),
         ("a**b", 1, "'**' inside of 'a**b'"),
         ("x/y/z**", 5, "'**' inside of 'z**'"),
@@ -447,8 +447,17 @@ def test_where_is_a_pattern_malformed(pattern, column, got):
 
 @pytest.mark.parametrize("where", ["!**/bias", ["!a"], ("!a", "!**")])
 def test_are_exclusions_alone_refused(where):
-    with pytest.raises(PatternError, match=r"where: got only exclusions .*Start with '\*\*'\."):
+    with pytest.raises(PatternError, match=r"where: got only exclusions .*Start with '\*\*'\. For a key that begins"):
         patterns.select(where, NET)
+
+
+def test_patterns_of_odd_keys():
+    tree = {"": 1.0, "!a": {"b": 2.0}, "a": {"": 3.0}}
+    assert patterns.select("*", tree) == (True, False, False)  # the empty key is a component
+    assert patterns.select("a/*", tree) == (False, False, True)
+    assert patterns.select("?a/b", tree) == (False, True, False)
+    assert patterns.select(["**", "!!a/b"], tree) == (True, False, True)
+    assert patterns.select("**", 1.0) == (True,)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`python -m tsunax`: versions, devices, extras and a self-check, for bug reports."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

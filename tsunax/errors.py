@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never
 
 import jax
 
@@ -190,7 +190,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
 
     Those that have the components of `name`, wildcards left out; then by the whole of both.
     """
-    likeness = lambda a, b: difflib.SequenceMatcher(None, a, b).ratio()
+    likeness = lambda a, b: difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
     wanted = [part for part in name.split("/") if part.strip("!*")]
 
     def closeness(other: str) -> tuple[float, float]:
@@ -212,15 +212,34 @@ def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "
 
 
 def hint(name: str, known: Sequence[str]) -> str:
-    """The question whether a known name was meant; "" if none is like it.
+    """The question whether a known name was meant, or where else its effect is; "" for neither.
 
     >>> hint("eta", ["b1", "learning_rate"])
     "Did you mean 'learning_rate'?"
     """
-    from tsunax._core.other_words import ours
+    from tsunax._core.other_words import elsewhere, ours
 
-    initials = [other for other in known if "".join(part[:1] for part in other.split("_")) == name]
-    lower = {other.lower(): other for other in known}
-    close = [lower[other] for other in difflib.get_close_matches(name.lower(), lower, 1)]
-    words = initials + ours(name, known) + close
-    return "".join(f"Did you mean {other!r}?" for other in words[:1])
+    initials = [word for word in known if "".join(part[:1] for part in word.split("_")) == name]
+    lower = {word.lower(): word for word in known}
+    like = lambda cutoff: difflib.get_close_matches(name.lower(), lower, 1, cutoff)
+    words = initials + ours(name, known) + [lower[word] for word in like(0.8)]
+    if not words and (advice := elsewhere(name)):
+        return advice
+    # most slips keep the first letter, and three letters of four are alike by chance: temp and step
+    words += [lower[word] for word in like(0.65) if word[:1] == name[:1].lower()]
+    return "".join(f"Did you mean {word!r}?" for word in words[:1])
+
+
+def missing_name(owner: str, names: Sequence[str]) -> Callable[[str], Never]:
+    """The `__getattr__` of a module or class: an AttributeError with names like the missing one.
+
+    Set in `globals()`: type checkers that see a `__getattr__` take every name for known.
+    """
+
+    def fail(name: str) -> Never:
+        if name.startswith("_"):
+            raise AttributeError(f"{owner!r} has no attribute {name!r}")
+        expected = f"one of {', '.join(nearest(name, names, 8))}"
+        raise AttributeError(message("name", owner, repr(name), expected, hint(name, names)))
+
+    return fail

@@ -4,8 +4,6 @@ Every function edits arrays of the state (`numbers`, `frozen`), so that the step
 Only the first cut of a subtree and the first freeze compile the step again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -10,7 +10,6 @@ All of them give the same numbers.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -41,7 +40,7 @@ from tsunax.run.run import with_state
 _State = TypeVar("_State")
 
 
-@checks.explained
+@checks.naming_arguments
 def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple[_State, Any]:
     """k steps in one compiled loop: `(state, infos)`, the infos stacked.
 
@@ -70,7 +69,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     return state, infos.stacked(state, slice(k))
 
 
-@checks.explained
+@checks.naming_arguments
 def run_epoch(
     step: Step, state: _State, data: Iterable[PyTree], **extra: Any
 ) -> tuple[_State, Any]:
@@ -149,7 +148,7 @@ def iterate(
                 state = sent
 
 
-@functools.partial(checks.explained, fix="Give the goal by name: steps=1000, or epochs=10.")
+@functools.partial(checks.naming_arguments, fix="Give the goal by name: steps=1000, or epochs=10.")
 def fit(
     step: Step,
     state: _State,

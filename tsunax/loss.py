@@ -54,7 +54,7 @@ class Loss:
     _where: ClassVar[tuple[Any, int] | None] = None
 
     @classmethod
-    @checks.explained
+    @checks.naming_arguments
     def mean(
         cls,
         values: ArrayLike,

@@ -8,8 +8,6 @@ rest. Arrays of an optimizer state are matched by name, `ScaleByAdamState.mu of 
 by place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

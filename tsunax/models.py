@@ -7,8 +7,6 @@ Inside a step there are plain pytrees only; the library's own module exists whil
 adapter imports its library when it is called. Of states it reads `params` and `model_state`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -175,7 +173,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     return _model(params, rest, call, assemble, has_modes=has_modes)
 
 
-@functools.partial(checks.explained, fix="First variables = module.init(key, x).")
+@functools.partial(checks.naming_arguments, fix="First variables = module.init(key, x).")
 def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",)) -> Model:
     """The parts of a flax Linen module with the variables that its `init` returned.
 

@@ -73,7 +73,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     # no vmap: it makes batches of decompositions, as in orthogonal initializers, and on two cores
     # several of those wait for each other forever (docs/upstream.md)
     made: Any = lambda given: make(given[0], **given[1])
-    runs: Any = _called(lambda *given: jax.lax.map(made, given), keys, values)
+    runs: Any = _compiled_once(lambda *given: jax.lax.map(made, given), keys, values)
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
@@ -87,7 +87,7 @@ _PROGRAMS: dict[Any, jax.stages.Compiled] = {}
 _MOST_PROGRAMS = 16
 
 
-def _called(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
+def _compiled_once(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
     """`jax.jit(f)(keys, values)`; programs of equal text are compiled once.
 
     The function is traced at every call, because the numbers that it reads may have changed. The
@@ -133,10 +133,10 @@ def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _Stat
         raise StateError("runs", where, trees.describe(runs), "a population", fix)
     if trees.is_gone(runs.clock):
         raise StateError("runs", where, "a population that a step took", "what the step returned")
-    if trees.is_traced(indices):
-        return _gathered(runs, indices % n)
-    at = np.asarray(indices)
-    fits = at.ndim == ndim and at.size and np.issubdtype(at.dtype, np.integer)
+    at = indices if trees.is_traced(indices) else np.asarray(indices)
+    fits = at.ndim == ndim and at.size and jnp.issubdtype(at.dtype, np.integer)
+    if fits and trees.is_traced(at):
+        return _gathered(runs, at % n)
     if not fits or at.min() < -n or at.max() >= n:
         got = f"{at.min()} ... {at.max()}" if fits and ndim else trees.describe(indices)
         raise StateError(what, where, got, f"{kind} below {n}")

@@ -313,7 +313,7 @@ class TrainStep:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-@checks.explained
+@checks.naming_arguments
 def train_step(
     loss_fn: Function,
     *,

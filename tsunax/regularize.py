@@ -7,7 +7,6 @@ with a live factor.
 """
 
 # pyright: reportUnknownMemberType=false
-from __future__ import annotations
 
 from typing import Any
 

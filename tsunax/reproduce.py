@@ -8,8 +8,6 @@ JAX draws from keys only. What remains are the global generators of Python and N
 pipelines use, and GPU kernels that add in any order. See docs/reproducibility.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
 from tsunax._core.trees import own
 from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
-from tsunax.errors import StateError, WrongTypeError, message, unknown
+from tsunax.errors import StateError, WrongTypeError, message, missing_name, unknown
 from tsunax.rules.number_table import Numbers
 
 if TYPE_CHECKING:
@@ -57,8 +57,16 @@ class Clocked:
         return count_in(self.clock, 3)
 
 
+class _StateType(type):
+    """The class of state classes: `TrainState.create`, as flax has it, is an error with a hint."""
+
+    def __getattr__(cls, name: str) -> Never:
+        names = [word for word in [*cls.__annotations__, *dir(cls)] if word[0] != "_"]
+        missing_name(cls.__name__, names)(name)
+
+
 @state_class
-class TrainState(Clocked):
+class TrainState(Clocked, metaclass=_StateType):
     """The state of training: `state, info = step(state, batch)`.
 
     Made by `setup`; edited by `adjust`, `freeze` and `replace(**fields)`, which return a new one.
@@ -99,11 +107,13 @@ class TrainState(Clocked):
     # A frozen dataclass's own __init__ takes three times as long, at every step
     def __init__(self, **fields: Any) -> None:
         if fields.keys() != self._names:
-            kind, names = type(self).__name__, ", ".join(sorted(fields.keys() ^ self._names))
-            got, expected = f"unknown or missing ones: {names}", "each field once"
+            where, lacking = f"{type(self).__name__}()", sorted(self._names - fields.keys())
             fix = "Make a state with ts.setup, and another one of it with state.replace."
-            raise WrongTypeError("fields", f"{kind}()", got, expected, fix)
-        self.__dict__.update(fields)
+            for name in fields.keys() - self._names:
+                raise WrongTypeError(unknown("field", where, name, sorted(self._names), fix))
+            got = f"none for {', '.join(lacking)}"
+            raise WrongTypeError("fields", where, got, "each field once", fix)
+        vars(self).update(fields)
 
     @classmethod
     def of(cls, state: TrainState, **more: Any) -> TrainState:
@@ -159,6 +169,11 @@ class TrainState(Clocked):
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
+
+    if not TYPE_CHECKING:  # which would take every name for known
+
+        def __getattr__(self, name: str) -> Never:
+            getattr(type(self), name)
 
     def __repr__(self) -> str:
         from tsunax._step.state_text import state_text
@@ -231,7 +246,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> Tr
     rest = still[0]
     params = moving[0] if rest is None else trees.merge(moving[0], rest)
     state = object.__new__(cls)  # as `__init__` does it, without a dict of its own: once a step
-    fields = state.__dict__
+    fields = vars(state)
     fields.update(zip(cls._moving, moving[1:], strict=True))
     fields.update(zip(cls._still, still[1:], strict=True))
     fields["params"], fields["plan"] = params, plan
@@ -285,7 +300,7 @@ def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     return trees.on_device(found[name].params)
 
 
-@checks.explained
+@checks.naming_arguments
 def setup(
     rule: optax.GradientTransformation,
     params: PyTree,

@@ -315,6 +315,7 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
         shape = (*rows, *np.shape(p))
         fits = trees.is_inexact(g) and np.shape(g) == shape and not trees.is_gone(g)
+        fits = fits and checks.dtype_fault(trees.dtype_of(g)) is None
         if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
             raise _errors().wrong_gradient(grads, i, p)
     return grads, loss

@@ -11,8 +11,6 @@ normalization layer) are measured relative to the largest gradient of all; their
 because Adam turns the sign of noise into full steps. DataError if every step was rejected.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

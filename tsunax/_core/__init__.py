@@ -21,7 +21,7 @@ PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
 Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, which may be traced
 # which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
 Where: TypeAlias = Any
-# a jax.Device, which type checkers do not know; a kind such as "gpu"; (kind, number); a Sharding
+# a jax.Device, which type checkers do not know; a kind such as "gpu"; "gpu:1"; a Sharding
 Device: TypeAlias = Any
 TreeDef: TypeAlias = Any  # a jax.tree_util.PyTreeDef, which they do not know either
 Figure: TypeAlias = Any  # of matplotlib, which need not be installed
@@ -55,12 +55,7 @@ def lazy(
             warnings.warn(told, DeprecationWarning, stacklevel=2)
             return load(new)
         if name not in module_of:
-            if name.startswith("_"):
-                raise AttributeError(f"module {title!r} has no attribute {name!r}")
-            errors = importlib.import_module("tsunax.errors")
-            raise AttributeError(
-                errors.unknown("name", title, name, errors.nearest(name, names, 8))
-            )
+            importlib.import_module("tsunax.errors").missing_name(title, names)(name)
         module = module_of[name]
         if module == title:
             return importlib.import_module(f"{title}.{name}")

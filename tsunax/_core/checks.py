@@ -225,7 +225,8 @@ def is_real(x: Any) -> bool:
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
     """Raise WrongTypeError unless it is an int, HyperparameterError if it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
-        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
+        fix = f"Write {name}=int(...)." if trees.is_array(n) and np.ndim(n) == 0 else ""
+        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}", fix)
     if n < least:
         raise HyperparameterError(name, where, n, f"an int ≥ {least}")
 
@@ -288,7 +289,7 @@ def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, *
         pass
 
 
-def explained(f: _F, *, fix: str = "Give the others by name.") -> _F:
+def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
     """The function, with errors of wrong arguments that name the right ones.
 
     `fix` is for too many arguments by position. A name that the function hands on to a loss

@@ -1,4 +1,4 @@
-"""Which device a word means: a kind such as "gpu", or "auto" for the preferred kind.
+"""Which device a word means: a kind such as "gpu", "gpu:1" for number 1 of a kind, or "auto".
 
 A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
 TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
@@ -112,14 +112,26 @@ def device_number(devices: Sequence[Device], index: Any, where: str) -> Device:
     return devices[int(index)]
 
 
-def as_device(device: Any, call: str) -> Device:
-    """The device of a kind, of `(kind, number)`, or a device itself. `call` is "setup()".
+def is_one_device(device: Any) -> bool:
+    """Whether `as_device` takes it and it is more than the name of a kind."""
+    is_pair = isinstance(device, tuple) and isinstance(next(iter(device), None), str)
+    is_numbered = isinstance(device, str) and ":" in device
+    return is_pair or is_numbered or isinstance(device, jax.Device | SingleDeviceSharding)
 
-    Raises DeviceError for one that is unknown or not here, WrongTypeError for other things.
+
+def as_device(device: Any, call: str) -> Device:
+    """The device of a kind, of `(kind, number)` or "kind:number", or of a sharding on one device.
+
+    A device stays as it is. `call` is "setup()". Raises DeviceError for one that is unknown or not
+    here, WrongTypeError for other things.
     """
     if isinstance(device, jax.Device):
         return device
-    kind, index = device if isinstance(device, tuple) and len(device) == 2 else (device, 0)
+    if isinstance(device, SingleDeviceSharding):
+        return next(iter(device.device_set))
+    name, _, number = device.partition(":") if isinstance(device, str) else (device, "", "")
+    pair = (name, int(number)) if number.isdecimal() else (device, 0)
+    kind, index = device if isinstance(device, tuple) and len(device) == 2 else pair
     if isinstance(kind, str):
         where = f"{call[:-1]}{device!r})"
         return device_number(devices_named(kind, where)[0], index, where)

@@ -1,4 +1,4 @@
-"""Words of other libraries for what has another name here, for the hints of error messages.
+"""Words of other libraries for what has another name or place here, for the hints of errors.
 
 It is imported when there is an error. `docs/coming-from.md` has the whole calls.
 """
@@ -59,10 +59,30 @@ _WORDS = {
     "high": "max_lr end_lr",
     "points": "num_training num_it num_iter steps",
     "stop": "early_stop_threshold diverge_th",
+    # losses, metrics, callbacks, loggers, data
+    "squared_error": "mse mse_loss MSELoss mean_squared_error MeanSquaredError",
+    "absolute_error": "mae l1 l1_loss L1Loss mean_absolute_error MeanAbsoluteError",
+    "binary_cross_entropy": "bce binary_crossentropy BCELoss BinaryCrossentropy",
+    "sigmoid_binary_cross_entropy": "bce_with_logits BCEWithLogitsLoss logitbinarycrossentropy",
+    "cross_entropy": "ce crossentropy nll_loss categorical_crossentropy",
+    "softmax_cross_entropy": "logitcrossentropy",
+    "softmax_cross_entropy_with_integer_labels": "CrossEntropyLoss sparse_categorical_crossentropy",
+    "huber_loss": "huber smooth_l1 smooth_l1_loss SmoothL1Loss HuberLoss",
+    "kl_divergence": "kl kl_div kldivergence KLDivLoss",
+    "Accuracy": "acc accuracy",
+    "ConfusionMatrix": "confusion_matrix confmat",
+    "F1": "F1Score f1_score",
+    "metric": "monitor quantity",
+    "early_stopping": "EarlyStopping early_stop",
+    "plateau": "ReduceLROnPlateau reduce_lr_on_plateau",
+    "tensorboard": "TensorBoardLogger SummaryWriter",
+    "csv": "CSVLogger csv_logger",
+    "batches": "DataLoader Dataset TensorDataset",
     # others
     "mask": "weights weight where sample_weight",
     "where": "weights weight mask sample_weight",
     "data": "dp",
+    "gpu": "AMDGPU nvidia",
     "tensor": "tp mp model",
     "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",
     "cosine_decay_schedule": "cosine cosine_annealing CosineAnnealingLR",
@@ -70,6 +90,40 @@ _WORDS = {
 }
 
 
+# What to write here for words of other libraries that have no counterpart in the same call.
+_ELSEWHERE = {
+    "max_grad_norm grad_clip gradient_clip gradient_clip_val clipnorm": "The rule clips: "
+    "ts.rules.chain(ts.rules.clip_by_global_norm(1.0), rule).",
+    "steps_per_epoch limit_train_batches": "An epoch is one pass over the data: give steps=.",
+    "lr learning_rate": "The rule has it: ts.rules.adam(1e-3), then ts.adjust(state, "
+    "learning_rate=1e-4).",
+    "optimizer opt tx": "The state has the rule: ts.setup(rule, params).",
+    "batch_size bs shuffle num_workers": "Make batches: ts.batches(arrays, 32, shuffle=True).",
+    "validation_split": "Cut the arrays yourself, and give evaluate=.",
+    "seed rng random_state": "Give a seed to ts.setup(..., key=0) and ts.batches(..., seed=0).",
+    "device gpus accelerator": 'The state says where: ts.setup(..., device="gpu").',
+    "amp fp16 mixed_precision": 'Give ts.setup(..., precision="bfloat16").',
+    "accumulate_grad_batches gradient_accumulation_steps": "Give ts.train_step(loss_fn, "
+    "accumulate=4).",
+    "patience min_delta": 'Give callbacks=ts.callbacks.early_stopping("val/loss", patience=5).',
+    "criterion loss loss_fn": "The step has it: ts.train_step(loss_fn).",
+    "metrics": "loss_fn returns them: ts.Loss.mean(values, metrics={...}).",
+    "strict": "To restore a part of the params, give partial= with a pattern.",
+    "wandb WandbLogger": "A logger is a function f(row, step=...): logger=wandb.log.",
+    "mlflow MLFlowLogger": "A logger is a function f(row, step=...): logger=mlflow.log_metrics.",
+    "ModelCheckpoint CheckpointManager": "Give ts.fit(..., checkpoint=path), or ts.Checkpoints.",
+    "Trainer train": "Write state, history = ts.fit(step, state, data, epochs=10).",
+    "create": "Write state = ts.setup(rule, params).",
+    "apply_gradients": "Write state, info = ts.update(state, grads).",
+    "apply_fn": "The loss function calls the model: loss_fn(params, batch).",
+}
+
+
 def ours(name: str, known: Sequence[str]) -> list[str]:
     """Those of the known names that stand for this word of another library."""
     return [word for word, others in _WORDS.items() if name in others.split() and word in known]
+
+
+def elsewhere(name: str) -> str:
+    """The sentence for a word that another call of tsunax stands for; "" for other words."""
+    return next((text for words, text in _ELSEWHERE.items() if name in words.split()), "")

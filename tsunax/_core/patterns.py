@@ -48,7 +48,7 @@ def _component_test(text: str, part: str, column: int) -> _Test | None:
     if part == "**":
         return None
     if not part:
-        raise _bad_pattern(text, column, "an empty component")
+        raise _bad_pattern(text, column, "an empty component ('*' matches an empty key)")
     if "**" in part:
         raise _bad_pattern(text, column + part.index("**"), f"'**' inside of {part!r}")
     closed = re.sub(r"\[!?+\]?+[^\]]*+\]", lambda found: "." * len(found[0]), part)
@@ -70,9 +70,10 @@ def _glob(text: str) -> _Glob:
 
 
 def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:
-    printed_paths = [trees.shown_path(name) for name, _, _ in trees.leaves_with_names(tree)]
+    names = [name for name, _, _ in trees.leaves_with_names(tree)]
+    printed_paths = list(map(trees.shown_path, names))
     # a key may have a "/" in it, as those of haiku have: the printed path has the components
-    leaf_names = [() if path == "<root>" else path.split("/") for path in printed_paths]
+    leaf_names = [trees.path_str(name).split("/") if name else () for name in names]
     flags = [False] * len(leaf_names)
     for glob in globs:
         pairs = zip(leaf_names, printed_paths, strict=True)
@@ -123,7 +124,8 @@ def compile_where(where: Any, place: str = "") -> Callable[[Any], tuple[bool, ..
         globs = [_glob(text) for text in texts]
         if globs and all(glob.excludes for glob in globs):
             got = f"only exclusions {texts}"
-            raise PatternError("where", place, got, "one that selects", "Start with '**'.")
+            fix = "Start with '**'. For a key that begins with '!' write '?' in its place."
+            raise PatternError("where", place, got, "one that selects", fix)
         return functools.partial(_by_globs, globs, place)
     is_node = where is not None and not jtu.all_leaves([where])
     if callable(where) and (isinstance(where, jtu.Partial) or not is_node):

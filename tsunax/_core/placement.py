@@ -312,10 +312,10 @@ def put(tree, where):
     JAX on a CPU takes their memory as it is, and a transfer to another device may read it after
     `device_put` has returned: a buffer that is refilled meanwhile would arrive with its new values.
     """
-    return jax.device_put(unshared(tree), where)
+    return jax.device_put(with_numpy_copied(tree), where)
 
 
-def unshared(tree):
+def with_numpy_copied(tree):
     """The tree with copies of NumPy arrays, in memory that JAX on a CPU takes as it is."""
     return jax.tree.map(lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x, tree)
 
@@ -339,7 +339,7 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
 
 def _sent(leaves: list, shardings: list, shared: bool) -> list:
     """Arrays at their shardings; over several processes each one gives its part."""
-    leaves = unshared(leaves) if shared else leaves
+    leaves = with_numpy_copied(leaves) if shared else leaves
     if all(s.is_fully_addressable for s in shardings):
         return jax.device_put(leaves, shardings)
     local = jax.make_array_from_process_local_data

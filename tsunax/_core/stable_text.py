@@ -4,8 +4,6 @@ Texts have no addresses and no order of sets: an object is its type and fields, 
 its code and the values that it closes over.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

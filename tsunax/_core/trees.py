@@ -118,22 +118,23 @@ def wide_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def own(x):
+def own(x: Any) -> Any:
     """A copy of an array, without a weak type; other leaves stay as they are."""
-    return strong(jnp.array(_unshared(x), copy=True)) if _is_number(x) else x
+    is_numpy = isinstance(x, np.ndarray)  # which `strong` copies
+    return strong(x if is_numpy else jnp.array(x, copy=True)) if _is_number(x) else x
 
 
-def strong(x):
-    """An array without a weak type, which would come back strong and compile the step twice."""
+def strong(x: Any) -> Any:
+    """An array without a weak type, which would come back strong and compile the step twice.
+
+    NumPy's are copied, and the copy has ended: a transfer to a device may read NumPy's memory after
+    its owner has refilled it.
+    """
     if not _is_number(x):
         return x
-    x = jnp.asarray(_unshared(x))
+    is_numpy = isinstance(x, np.ndarray)
+    x = jax.block_until_ready(jnp.array(x, copy=True)) if is_numpy else jnp.asarray(x)
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
-
-
-def _unshared(x):
-    # a transfer to a device may read NumPy's memory after its owner has refilled it
-    return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def _is_number(x) -> bool:

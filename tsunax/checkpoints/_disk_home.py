@@ -13,8 +13,6 @@ the machine ended. What is replaced gets a hidden name before that rename and is
 manifest first.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Mapping

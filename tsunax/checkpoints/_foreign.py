@@ -5,8 +5,6 @@ more memory than four times the files and 64 MiB. Kinds of files that are often 
 are named. No array is read here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ disk or in a bucket. Leaves are compared and verified by the callers, with the h
 manifest. One run writes, others read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -55,7 +53,7 @@ class CheckpointHome:
         self.path: Any = path
         self.timeout: float = timeout
         self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
-        self.undeleted: list[str] = []  # warnings of steps that could not be deleted
+        self.deletion_warnings: list[str] = []  # warnings of steps that could not be deleted
         self._known: dict[int, dict[str, float]] | None = None
 
     # --------------------------------------------------------------- each home has its own of these
@@ -96,11 +94,12 @@ class CheckpointHome:
 
     @contextlib.contextmanager
     def deleting(self, step: int | str) -> Iterator[None]:
-        """A deletion beside a save. If it fails, the save has not: `undeleted` gets a warning."""
+        """A deletion beside a save. If it fails, the save has not: this adds a deletion warning."""
         try:
             yield
         except Exception as error:  # OSError, and those of libraries for buckets
-            self.undeleted.append(f"step {step} in {self.path} could not be deleted: {told(error)}")
+            text = f"step {step} in {self.path} could not be deleted: {told(error)}"
+            self.deletion_warnings.append(text)
 
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""

@@ -1,7 +1,5 @@
 """The saved part of a state, on the host: checked, copied, and searched for numbers not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

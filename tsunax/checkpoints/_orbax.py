@@ -4,8 +4,6 @@ Whatever orbax raises for bytes that are not its own is Damaged here, in one lin
 that the files are far too small for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

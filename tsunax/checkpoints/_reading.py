@@ -1,7 +1,5 @@
 """Which checkpoint is taken, and how it is read: the newest good one, on all processes alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

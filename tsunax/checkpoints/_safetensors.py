@@ -5,8 +5,6 @@ The bytes are read here: the library has no NumPy array of float8, a file that i
 mapped ends the process, and a shard is rarely needed whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

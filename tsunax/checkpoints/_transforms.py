@@ -3,8 +3,6 @@
 `planned` finds the arrays of every leaf and their transform, before an array is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

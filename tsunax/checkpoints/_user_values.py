@@ -1,7 +1,5 @@
 """Values of a user as JSON and back: data, history and callbacks, with their arrays beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

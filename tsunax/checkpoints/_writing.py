@@ -1,7 +1,5 @@
 """Writing a checkpoint: copy and agreement in `save`; files, hashes, commit in the background."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -10,8 +10,6 @@ always changes the hash; any other damage goes unnoticed in one of 2**64 cases. 
 who can write the files can write the manifest, too. It takes 0.6 ns for a byte of float32.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

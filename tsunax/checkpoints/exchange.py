@@ -6,8 +6,6 @@
 No code from a file is run. A run resumes from its `Checkpoints`; these files are for others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -5,8 +5,6 @@ A *path* tells a list's 0 from a dict's: (".params", "['encoder']", "[0]"); path
 *name* is what files have: "params/encoder/0".
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -122,7 +122,7 @@ class Checkpoints:
     (0, {'epoch': 3}, {'w': Array([1., 1.], dtype=float32)})
     """
 
-    @checks.explained
+    @checks.naming_arguments
     def __init__(
         self,
         path: StrPath,
@@ -136,6 +136,9 @@ class Checkpoints:
         timeout: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+        if isinstance(every, str):
+            fix = "Without it, fit saves after every epoch."
+            raise WrongTypeError("every", "Checkpoints()", repr(every), "steps, an int ≥ 1", fix)
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
@@ -263,8 +266,8 @@ class Checkpoints:
             job.given_up = True
             raise SaveError(what, str(self.path), f"nothing after {limit:g} s", "a finished save")
         self._job, job.told = None, True
-        while self.home.undeleted:
-            warn(self.home.undeleted.pop())
+        while self.home.deletion_warnings:
+            warn(self.home.deletion_warnings.pop())
         if job.error is not None:
             is_said = isinstance(job.error, (Damaged, ProcessError))
             got = str(job.error).rstrip(".") if is_said else told(job.error)
@@ -302,6 +305,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------ restoring
 
+    @checks.naming_arguments
     def restore(
         self,
         like: PyTree,

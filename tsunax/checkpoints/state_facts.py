@@ -2,8 +2,6 @@
 back: the names in the table of live numbers, the groups that `adjust` cut, the schedules.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping

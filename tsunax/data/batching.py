@@ -139,7 +139,8 @@ class Batches(Positioned):
         # files and records are checked when they are read
         check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
         if device is None and (device := on_devices.device_of_arrays(self._leaves)) is None:
-            self._leaves = [np.asarray(x) if trees.is_array(x) else x for x in self._leaves]
+            in_numpy = lambda x: np.asarray(x) if trees.is_array(x) and not trees.is_key(x) else x
+            self._leaves = list(map(in_numpy, self._leaves))
             return
         if not self.is_of_arrays:
             fix = "prefetch brings batches there."
@@ -149,7 +150,7 @@ class Batches(Positioned):
             on_devices.sharding_of((rows,), self._sharding)
         # every device has all rows, and gathers its own without traffic
         self._replicated = on_devices.sharding_of((), self._sharding)
-        arrays = placement.unshared(arrays)
+        arrays = placement.with_numpy_copied(arrays)
         self.resident, self._leaves = on_devices.put(arrays, self._replicated), []
         self._uploaded = (-1, None)
 
@@ -264,7 +265,7 @@ class _Epoch:
         return batch
 
 
-@checks.explained
+@checks.naming_arguments
 def batches(
     arrays: PyTree,
     batch_size: int,

@@ -1,7 +1,5 @@
 """What a batch must be: rows in every leaf, and values that JAX keeps; and copies of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,7 @@ Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and
 other libraries, whose state is found by duck type.
 """
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -147,6 +146,8 @@ class Source:
                 fix = f"A {kind} can be read once: give a list, ts.batches(...) or a grain dataset."
             if self._given and fix:
                 got = f"a {kind} that is used up after {self._given} batches"
+                with contextlib.suppress(Exception):  # a length may raise anything
+                    got += f" (its length is {len(self.data)})"
                 expected = "data that can be iterated again"
             raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
         self._batches, self._restored = None, False

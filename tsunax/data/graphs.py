@@ -4,8 +4,6 @@ A row is what `batches` shuffles, what devices share and what micro-batches divi
 arrays: nodes, edges and graphs are axes behind it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

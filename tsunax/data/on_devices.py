@@ -1,7 +1,5 @@
 """Batches on devices: how their rows are spread, and rows gathered from resident arrays."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The order of rows: a function of (seed, epoch), and the share of each process in a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

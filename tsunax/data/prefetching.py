@@ -149,7 +149,7 @@ class Prefetched(Data):
         self._state = None
 
 
-@checks.explained
+@checks.naming_arguments
 def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Prefetched:
     """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
 

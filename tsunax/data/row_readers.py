@@ -1,7 +1,5 @@
 """Where rows come from: arrays in memory and in files, and records one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from tsunax._core import PyTree, trees
 from tsunax.data import on_devices
 from tsunax.data.checks import check_casts, own
-from tsunax.errors import DataError, told
+from tsunax.errors import DataError, TsunaxError, told
 
 
 class Records:
@@ -25,23 +23,37 @@ class Records:
 
     def read(self, rows: range | np.ndarray) -> PyTree:
         """Records along a new first axis. Raises DataError if structures or shapes differ."""
-        records = [jax.tree.map(own, self.data[int(i)]) for i in rows]
-        stays = lambda arrays: on_devices.device_of_arrays(arrays) is not None
+        records = [self._record(int(i)) for i in rows]
+        stays = lambda x: trees.is_key(x[0]) or on_devices.device_of_arrays(x) is not None
         stack = lambda *arrays: (jnp if stays(arrays) else np).stack(arrays)
         try:
             batch = jax.tree.map(stack, *records)
         except (TypeError, ValueError) as error:
-            raise DataError("records", "", told(error), "trees of arrays and numbers") from error
+            shapes = [jax.tree.map(np.shape, record) for record in records]
+            pairs = zip(map(int, rows), shapes, strict=True)
+            odd = next((i for i, x in pairs if x != shapes[0]), rows[0])
+            expected = f"a tree of arrays and numbers like record {rows[0]}"
+            raise DataError("data", f"record {odd}", told(error), expected) from error
         if not jax.tree.leaves(batch):
             got, expected = trees.describe(records[0]), "a tree of arrays and numbers"
             raise DataError("record", "", got, expected)
         return batch
+
+    def _record(self, i: int) -> PyTree:
+        try:
+            return jax.tree.map(own, self.data[i])
+        except TsunaxError:
+            raise
+        except Exception as error:
+            raise DataError("data", f"record {i}", told(error), "a record") from error
 
 
 def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     """Rows of an array, in fresh memory; a file is read in its own order."""
     if isinstance(leaf, Records):
         return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
+    if trees.is_key(leaf):  # which NumPy does not have
+        return leaf[rows]
     if isinstance(leaf, np.ndarray):
         if isinstance(rows, slice):
             return leaf[rows].copy()

@@ -4,8 +4,6 @@ The numbers are those of NVIDIA's data sheets and of the device descriptions in 
 (`xla/backends/gpu/target_config/specs`, read 2026-11-27). The memory of the L4 is what CUDA says.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import Any, NamedTuple

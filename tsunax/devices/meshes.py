@@ -9,8 +9,6 @@ chooses a `PartitionSpec` for each parameter, and for its moments, averages and 
 step keeps these shardings, and spreads the rows of batches (`_core/placement.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +34,7 @@ T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
 
 
-@checks.explained
+@checks.naming_arguments
 def mesh(
     data: int = -1,
     fsdp: int = 1,
@@ -79,6 +77,7 @@ def mesh(
     return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
 
 
+@checks.naming_arguments
 def shard(
     state: T,
     mesh: Mesh | Device,
@@ -109,7 +108,7 @@ def shard(
         array is ever whole on one device. Shapes (`jax.eval_shape`) come back with shardings; on a
         mesh of `devices.topology` all do.
       mesh: from `mesh`, or any `jax.sharding.Mesh`. Or devices: a kind for all of it ("gpu"),
-        `("gpu", 1)` for one, or a `jax.Device`.
+        "gpu:1", `("gpu", 1)` or a `jax.Device` for one.
       zero1: spread moments, averages and master copies over all data axes, and leave the parameters
         as they are.
       host: parts of the state to keep in the host's memory, of "moments" (the state of the rule),
@@ -131,6 +130,8 @@ def shard(
     if not isinstance(mesh, Mesh):
         is_first = isinstance(state, Mesh)
         fix = "The order is shard(state, mesh)." if is_first else "Make one: ts.mesh()."
+        if isinstance(mesh, NamedSharding):
+            fix = "Give sharding.mesh, and the specs of the leaves as rules."
         raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
     checks.check_flags("shard()", zero1=zero1)
     choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
@@ -152,12 +153,11 @@ def shard(
 
 
 def _as_mesh(place: Any) -> Any:
-    """The mesh of devices that are given by a word; others as they are."""
-    if isinstance(place, str) and place.lower() in device_kinds.KINDS:
-        return mesh(devices=place)
-    if isinstance(place, jax.Device | tuple):
+    """The mesh of a device, or of the devices of a kind; others as they are."""
+    if device_kinds.is_one_device(place):
         return mesh(devices=[device_kinds.as_device(place, "shard()")])
-    return place
+    is_kind = isinstance(place, str) and place.lower() in device_kinds.KINDS
+    return mesh(devices=place) if is_kind else place
 
 
 def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str | None]:
@@ -205,7 +205,7 @@ def _put_at(tree, where):
         return placement.put(tree, where)
 
     def one(x, sharding):  # each process has all of it, and gives its own part
-        bits = placement.unshared(trees.on_host(x))
+        bits = placement.with_numpy_copied(trees.on_host(x))
         made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
         return (
             jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if trees.is_key(x) else made

@@ -3,8 +3,6 @@
 The words for devices are in `_core/device_kinds.py`, because everything takes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -56,7 +54,7 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
 
         devices("gpu") == jax.local_devices(backend="gpu")
         devices([0, 2]) == [devices()[0], devices()[2]]
-        devices(("gpu", 1)) == devices([("gpu", 1)]) == [devices("gpu")[1]]
+        devices("gpu:1") == devices(("gpu", 1)) == devices(["gpu:1"]) == [devices("gpu")[1]]
 
     Raises DeviceError for a kind that is not here, an index out of range, and a list that is empty
     or has a device twice. A number is no list: `[2]` is device 2, `devices()[:2]` two devices.
@@ -65,14 +63,14 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     True
     """
     where = f"devices({kind!r})"
+    is_device = device_kinds.is_one_device
+    if is_device(kind):
+        return [device_kinds.as_device(kind, "devices()")]
     if isinstance(kind, str):
         return device_kinds.devices_named(kind, where)[0]
     if not isinstance(kind, Sequence):
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
-    if isinstance(kind, tuple) and isinstance(next(iter(kind), None), str):
-        kind = [kind]  # ("cuda", 1)
-    is_device = lambda item: isinstance(item, jax.Device | tuple)
     here = [] if all(map(is_device, kind)) else device_kinds.devices_named("auto", where)[0]
     numbered = lambda index: device_kinds.device_number(here, index, where)
     named = lambda device: device_kinds.as_device(device, "devices()")
@@ -82,8 +80,8 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     return chosen
 
 
-def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Device:
-    """One device: number `index`, from 0, of a kind.
+def device(kind: str | Device = "auto", index: int = 0, *, verbose: bool = False) -> Device:
+    """One device: number `index`, from 0, of a kind; "gpu:1" and ("gpu", 1) are number 1.
 
     "auto" is the first available kind: the preferred one (see `prefer`), TPU, GPU, CPU. `verbose`
     prints why it was chosen. Raises DeviceError for an unknown or absent kind, and an index out of
@@ -94,8 +92,12 @@ def device(kind: str = "auto", index: int = 0, *, verbose: bool = False) -> Devi
     0
     """
     where = f"device({kind!r}, {index!r})"
-    found, reason = device_kinds.devices_named(kind, where)
-    chosen = device_kinds.device_number(found, index, where)
+    if index == 0 and device_kinds.is_one_device(kind):
+        chosen, reason = device_kinds.as_device(kind, "device()"), "it was asked for"
+        index = chosen.id
+    else:
+        devices, reason = device_kinds.devices_named(kind, where)
+        chosen = device_kinds.device_number(devices, index, where)
     if verbose:
         print(f"device {chosen.platform}:{index} ({chosen.device_kind}): {reason}")
     return chosen

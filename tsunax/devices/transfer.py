@@ -3,8 +3,6 @@
 params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

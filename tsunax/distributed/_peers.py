@@ -10,8 +10,6 @@ writer of a key wins, so that all processes read the same verdict and the same e
 ends. `jax._src.distributed` is not public; orbax and others use it, too. It starts no backend.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

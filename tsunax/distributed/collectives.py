@@ -5,8 +5,6 @@
 It works on the host, over the key-value store of JAX's coordination service (`_peers.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ who, brings all together, and starts `jax.distributed`. From then on `jax.device
 all processes. A run that `jax.distributed.initialize` started is served, too.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.util
 import math

@@ -6,8 +6,6 @@ Each process is one of many (`ts.distributed`) before the function begins: it ma
 `ts.distributed.start()`, and so be the script that runs under `mpirun`. Needs the extra `ray`.
 """
 
-from __future__ import annotations
-
 import inspect
 import socket
 from collections.abc import Mapping

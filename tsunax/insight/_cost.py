@@ -4,8 +4,6 @@ XLA's own count takes the body of a loop once, however often it runs. Here a `sc
 as it runs, and dead equations, which XLA drops, not at all.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@
 XLA lays out all memory of a program before it runs, and reports its size.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -145,10 +143,12 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
         if isinstance(memory, str) and (
-            size := re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", memory)
+            size := re.fullmatch(r"(\d+\.?\d*) ?(?=[KMGTB])([KMGT]?)(i?)B?", memory)
         ):
             unit = (1024 if size[3] else 1000) ** " KMGT".index(size[2] or " ")
             memory = round(float(size[1]) * unit)
+        if isinstance(memory, float) and memory.is_integer():  # 16e9
+            memory = int(memory)
         checks.check_count(memory, where, "memory")
         return int(memory), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)

@@ -9,8 +9,6 @@ checkpoint, custom derivatives), into a scan at the first trip that went wrong. 
 which no gradient goes through, is blamed as a whole.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

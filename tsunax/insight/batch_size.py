@@ -4,8 +4,6 @@ size, report = find_batch_size(step, state, example)
 n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math
@@ -125,7 +123,7 @@ def _line(known: dict[int, float], pair: list[int]) -> Callable[[int], float] | 
     return lambda n: known[a] + slope * (n - a)
 
 
-@checks.explained
+@checks.naming_arguments
 def find_batch_size(
     step: Function,
     state: PyTree,
@@ -186,7 +184,7 @@ def find_batch_size(
     return _found("batch size", *how)
 
 
-@checks.explained
+@checks.naming_arguments
 def find_accumulation(
     step: TrainStep,
     state: PyTree,

@@ -3,8 +3,6 @@
 describe(step, state, batch)   compiles, executes nothing
 """
 
-from __future__ import annotations
-
 import textwrap
 import timeit
 import warnings
@@ -89,7 +87,7 @@ class Description:
         return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
-@checks.explained
+@checks.naming_arguments
 def describe(
     step: Function, state: TrainState | States, batch: PyTree = None, **extra: Any
 ) -> Description:

@@ -3,8 +3,6 @@
 The state, its key and the place of the data are afterwards what they were, bit by bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -100,7 +98,7 @@ class _Ramp:
         return low * jnp.exp(slope * (place - first).astype(jnp.float32))
 
 
-@checks.explained
+@checks.naming_arguments
 def find_learning_rate(
     step: TrainStep,
     state: TrainState,

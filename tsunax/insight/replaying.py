@@ -3,8 +3,6 @@
 It keeps every value of the step, and walks back from a bad result: see `insight/_origin.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

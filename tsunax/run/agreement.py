@@ -8,8 +8,6 @@ batches of other loaders as they come, and what a callback changed. A state on d
 process is not compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

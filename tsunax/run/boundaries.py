@@ -3,8 +3,6 @@
 A boundary is a step at which one of them needs the state.
 """
 
-from __future__ import annotations
-
 import contextvars
 import itertools
 from dataclasses import dataclass, field

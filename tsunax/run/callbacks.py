@@ -12,10 +12,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 from tsunax._core import PyTree, Where, checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.errors import HyperparameterError, WrongTypeError, missing_name
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import number_checks
 
@@ -26,6 +26,16 @@ __all__ = [
     "At", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau", "thaw_at",
     "throttle", "time_limit",
 ]  # fmt: skip
+_T = TypeVar("_T")
+globals()["__getattr__"] = missing_name("tsunax.callbacks", __all__)
+
+
+@dataclass_transform(frozen_default=True)
+def _value(cls: type[_T]) -> type[_T]:
+    """A frozen dataclass whose errors of wrong arguments name the right ones."""
+    made: Any = dataclass(frozen=True)(cls)
+    made.__init__ = checks.naming_arguments(made.__init__)
+    return made
 
 
 def __dir__() -> list[str]:
@@ -43,7 +53,7 @@ def _function(where: str, name: str, fn) -> None:
         raise WrongTypeError(name, where, trees.describe(fn), "a function")
 
 
-@dataclass(frozen=True)
+@_value
 class Watching:
     """What looks at each new value of a metric, and counts those that are no better."""
 
@@ -95,7 +105,7 @@ class Watching:
 # How often: wrappers
 
 
-@dataclass(frozen=True)
+@_value
 class every:
     """`fn(run)` at every multiple of n steps.
 
@@ -121,7 +131,7 @@ class every:
         return self.fn(run)
 
 
-@dataclass(frozen=True)
+@_value
 class throttle:
     """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
 
@@ -156,7 +166,7 @@ class throttle:
 # When to stop
 
 
-@dataclass(frozen=True)
+@_value
 class early_stopping(Watching):
     """Stop when a metric has not improved for `patience` of its values.
 
@@ -184,7 +194,7 @@ class early_stopping(Watching):
             run.stop(f"{metric} is no better than {best} for {memory['wait']} values")
 
 
-@dataclass(frozen=True)
+@_value
 class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
@@ -215,7 +225,7 @@ class patience:
             run.stop(f"{name} was true {memory['times']} times in a row")
 
 
-@dataclass(frozen=True)
+@_value
 class time_limit:
     """Stop after `seconds` of training, counted over resumed runs too.
 
@@ -240,7 +250,7 @@ class time_limit:
 # What to change
 
 
-@dataclass(frozen=True)
+@_value
 class plateau(Watching):
     """Multiply the learning rate by `factor` when a metric stops improving.
 
@@ -292,7 +302,7 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
     return state, {name: before[name] for name in before if before[name] != after[name]}
 
 
-@dataclass(frozen=True)
+@_value
 class At:
     """`change(state, where, **values)` at one step, made once even over resumes (see `thaw_at`).
 
@@ -343,9 +353,14 @@ def freeze_at(step: int, where: Where) -> At:
 def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     """`ts.adjust(state, where, **values)` at a step.
 
-    The first values of a part of the params compile once more. Raises as `At`.
+    The first values of a part of the params compile once more. Raises as `At`, and
+    HyperparameterError without values.
 
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)
     """
-    return At(step, adjust, where, values)
+    change = At(step, adjust, where, values)
+    if not values:
+        fix = f"Name them: adjust_at({step}, learning_rate=0.01)."
+        raise HyperparameterError("values", "adjust_at()", "none", "at least one", fix)
+    return change

@@ -1,7 +1,5 @@
 """The mean loss and metrics of a state over whole data sets: sums and weights, divided once."""
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -29,7 +27,7 @@ from tsunax.state import TrainState
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
 
 
-@checks.explained
+@checks.naming_arguments
 def evaluate(
     eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
 ) -> dict[str, float]:

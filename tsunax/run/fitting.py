@@ -9,8 +9,6 @@ under way. How many steps go into a call may follow the clock: it never changes 
 (`run/fused_loop.py`). The loop over calls and boundaries itself stands in `loop.py`.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The infos of steps on the host: which of their numbers become columns of the history."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any

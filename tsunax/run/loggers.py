@@ -37,9 +37,10 @@ from typing import Any
 
 from tsunax._core import StrPath, durable_files, trees
 from tsunax._core.libraries import library
-from tsunax.errors import SaveError, WrongTypeError, told
+from tsunax.errors import SaveError, WrongTypeError, missing_name, told
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
+globals()["__getattr__"] = missing_name("tsunax.loggers", __all__)
 
 Row = Mapping[str, float]
 RUN_ID = "run_id"  # a setting, and the column that says to which run a row belongs
@@ -116,19 +117,17 @@ class _TextFile(_Log):
     @contextlib.contextmanager
     def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
-        with self._writing():
+        with self._writing(), contextlib.ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                with contextlib.suppress(ImportError, OSError):  # not every system has such locks
-                    import fcntl
+            with contextlib.suppress(ImportError, OSError):  # not every system has such locks
+                import fcntl
 
-                    fcntl.flock(folder, fcntl.LOCK_EX)
-                if not self._is_whole():
-                    self._open(first)
-                yield
-            finally:
-                os.close(folder)
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if not self._is_whole():
+                self._open(first)
+            yield
 
     def _is_whole(self) -> bool:
         """Whether the open file still has this path, and its last line has an end."""

@@ -1,7 +1,5 @@
 """Arguments of `fit`, checked before anything runs: the goal, evaluations, callbacks, loggers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -4,8 +4,6 @@ What training and evaluation call by the same name ("accuracy", "val/accuracy") 
 state of pyplot is read or written, and nothing is shown.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import textwrap

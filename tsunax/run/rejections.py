@@ -1,7 +1,5 @@
 """Rejected steps of a run: counted, warned of, kept for `ts.replay`; and the one too many."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a callback sees of a run of `fit`; the rejected calls that it keeps; its newest row."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

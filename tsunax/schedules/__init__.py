@@ -5,10 +5,8 @@ makes such a function from a formula. The clock is `TrainState.step`; nothing he
 """
 
 import inspect as _inspect
-from typing import Never as _Never
 
-from tsunax.errors import nearest as _nearest
-from tsunax.errors import unknown as _unknown
+from tsunax.errors import missing_name as _missing_name
 from tsunax.schedules import catalog, combinators
 from tsunax.schedules.catalog import *  # noqa: F403
 from tsunax.schedules.combinators import *  # noqa: F403
@@ -24,8 +22,7 @@ for _made in (globals()[_name] for _name in __all__ if hasattr(globals()[_name],
     _made.__doc__ = f"{_inspect.getdoc(_made)}\n\n{_RAISES}\n"
 
 
-def __getattr__(name: str) -> _Never:
-    raise AttributeError(_unknown("name", "tsunax.schedules", name, _nearest(name, __all__, 8)))
+__getattr__ = _missing_name("tsunax.schedules", __all__)
 
 
 def __dir__() -> list[str]:

@@ -39,7 +39,7 @@ class _Ending(Interrupt):
         raise KeyboardInterrupt
 
 
-@checks.explained
+@checks.naming_arguments
 def tune(
     objective: Callable[..., Any],
     space: Mapping[str, Any] | None = None,
