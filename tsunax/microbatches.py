@@ -9,7 +9,6 @@ masks. A micro-batch that weighs nothing adds nothing, NaN included.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,10 @@ from tsunax import guard
 from tsunax._core import Function, Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
 from tsunax._cpu import convolutions
+from tsunax._step.loss_fn import Problem
 from tsunax.errors import LossError
-from tsunax.loss import Loss, check_model_state, rows_of, uneven
+from tsunax.loss import Loss, StaticWeight, check_model_state, rows_of, uneven
+from tsunax.state import base
 
 
 class NoiseScale(NamedTuple):
@@ -71,30 +72,33 @@ def indivisible(rows: int, n: int, which: str = "") -> LossError:
     return LossError("batch", "train_step()", got, expected, fix)
 
 
-def strided_micro_batches(batch: PyTree, n: int, mask: Maybe) -> tuple[PyTree, jax.Array | None]:
+def strided_micro_batches(
+    batch: PyTree, n: int, mask: Maybe, *, pads: bool
+) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
-    Strided, so that on many devices each one keeps its rows, and padding is spread evenly. A batch
-    that does not divide is padded with copies of its last row if there is a `mask` (f32 of shape
-    (rows,)) to mark them. LossError otherwise, and for leaves without rows or with another number.
+    Strided, so that on many devices each one keeps its rows, and padding is spread evenly. The mask
+    is f32 of shape (rows,), or None if all rows count. If it `pads`, a batch that does not divide
+    is padded with copies of its last row, which the mask marks. LossError otherwise, and for leaves
+    without rows or with another number.
     """
-    if batch is None and mask is None:  # n draws of a loss_fn that takes no batch
+    if batch is None and not pads:  # n draws of a loss_fn that takes no batch
         return batch, None
     check_rows(batch)
     rows = rows_of(batch)
     padding = -rows % n
     if mask is not None and np.shape(mask)[:1] != (rows,):
         raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
-    if padding and mask is None:
+    if padding and not pads:
         raise indivisible(rows, n)
 
     batch = placement.padded(jax.tree.map(jnp.asarray, batch), rows, rows + padding)[0]
     batch = jax.tree.map(lambda x: placement.strided_rows(x, n), batch)
-    # all rows, and no array to say so
-    if mask is None or (isinstance(mask, np.ndarray) and not padding):
+    if mask is None and not padding:
         return batch, None
-    mask = jnp.pad(jnp.asarray(mask), (0, padding)) if padding else mask
-    return batch, placement.strided_rows(jnp.asarray(mask), n)
+    mask = jnp.ones(rows, jnp.float32) if mask is None else jnp.asarray(mask)
+    mask = jnp.pad(mask, (0, padding)) if padding else mask
+    return batch, placement.strided_rows(mask, n)
 
 
 def _part(parts: PyTree, i: Any) -> PyTree:
@@ -108,39 +112,27 @@ def in_turn(f: Function, n: int, carry: PyTree, rows: PyTree) -> tuple[Any, Any]
     Rows that do not divide are padded with copies of the last one, whose results are cut off.
     """
     size = rows_of(rows)
-    parts, _ = strided_micro_batches(rows, n, np.ones(size, np.float32))
+    parts, _ = strided_micro_batches(rows, n, None, pads=True)
     carry, out = jax.lax.scan(lambda carry, i: f(carry, _part(parts, i), i), carry, np.arange(n))
     return carry, jax.tree.map(lambda x: placement.rows_in_order(x, size), out)
 
 
-def over_micro_batches(
-    gradient: Callable[[Any, dict[str, Any]], tuple[Loss, Any]],
-    n: int,
-    batch: PyTree,
-    keywords: dict[str, Any],
-    like: PyTree,
-    model_state: PyTree = None,
-    overwritten: PyTree = None,
-    *,
-    drop: bool,
-    axes: _axes.Axes = (),
-    square: Callable[[Any], jax.Array] | None = None,
-) -> tuple[Loss, Any]:
-    """`(loss, grads)` of the whole batch, from one micro-batch after the other.
+def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTree]:
+    """The strategy of one micro-batch after the other, with the memory of one.
 
-    `gradient(micro-batch, keywords)` gives the Loss of a micro-batch and the gradients of its mean.
     It runs in a scan: the gradient of a scan would store every micro-batch. A micro-batch gets its
     rows of `mask`, a key of its own, and the model state that the one before it left. Gradients
-    have the structure and dtypes of `like`. `loss.overwritten` is the maximum over micro-batches.
-    With `drop`, a micro-batch whose loss or gradient is not finite is left out with its weight and
-    its model state, and `loss.dropped` has its weight (0 for others). With `square`, the squared
-    norm of a gradient, `loss.noise_scale` has the sum of weight times that, and its count.
+    have the structure and dtypes of the trained leaves. `loss.overwritten` is the maximum over
+    micro-batches. With `drop`, a micro-batch whose loss or gradient is not finite is left out with
+    its weight and its model state, and `loss.dropped` has its weight (0 for others). With a
+    `problem.square`, `loss.noise_scale` has the sum of weight times that, and its count.
     """
-    batch, mask = strided_micro_batches(batch, n, keywords.get("mask"))
-    if "mask" in keywords and mask is None:
-        keywords = keywords | {"mask": keywords["mask"][::n]}
+    keywords, state, square = problem.keywords, problem.state, problem.square
+    like, overwritten = base(state), problem.overwritten
+    first_state = keywords.get("model_state", state.model_state)
+    pads = "mask" in keywords
+    batch, mask = strided_micro_batches(problem.batch, n, keywords.get("mask"), pads=pads)
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
-    known = None  # the weight of a micro-batch, where it follows from the shapes
 
     def one(carry: Any, i: Any) -> tuple[Any, Any]:
         sums, most, model_state = carry
@@ -151,13 +143,11 @@ def over_micro_batches(
             given["model_state"] = model_state
 
         def traced(rows: Any, given: Any):
-            nonlocal known
-            loss, grads = gradient(rows, keywords | given)
-            known = loss.weight if isinstance(loss.weight, np.generic | np.ndarray) else None
-            return loss if known is None else dataclasses.replace(loss, weight=None), grads
+            loss, grads = problem.gradient(rows, keywords | given)
+            return loss, StaticWeight.of(loss.weight), grads
 
-        loss, grads = convolutions.fast(traced)(rows, given)
-        weight = jnp.float32(loss.weight if known is None else known)
+        loss, static_weight, grads = convolutions.fast(traced)(rows, given)
+        weight = jnp.float32(loss.weight if static_weight is None else static_weight.value)
         take = weight != 0
         if drop:
             take &= jnp.isfinite(loss.total) & jnp.isfinite(guard.global_norm(grads))
@@ -167,14 +157,16 @@ def over_micro_batches(
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
-        return (sums, most, model_state), (take, Loss(loss.total, weight, loss.metrics), squares)
+        loss = Loss(loss.total, weight, loss.metrics)
+        return (sums, most, model_state), (take, loss, static_weight, squares)
 
-    carry = _axes.vary((weighted_sums.zeros(like), lowest, model_state), axes)
-    (sums, most, model_state), (take, losses, squares) = jax.lax.scan(one, carry, np.arange(n))
+    carry = _axes.vary((weighted_sums.zeros(like), lowest, first_state), problem.axes)
+    (sums, most, model_state), out = jax.lax.scan(one, carry, np.arange(n))
+    take, losses, static_weight, squares = out
     loss = merged_losses(take, losses)
     grads = weighted_sums.divided(sums, loss.weight, like)
-    if known is not None and not drop:
-        loss = dataclasses.replace(loss, weight=np.float32(n * known))
+    if static_weight is not None and not drop:
+        loss = dataclasses.replace(loss, weight=np.float32(n * static_weight.value))
     dropped = jnp.where(take, 0, losses.weight) if drop else None
     most = guard.choose(jnp.any(take), most, overwritten)
     scatter = None if squares is None else (jnp.sum(squares), jnp.sum(take, dtype=jnp.float32))
@@ -205,8 +197,8 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     weight = jnp.asarray(loss.weight, jnp.float32)
     each = _axes.gathered(Loss(loss.total, weight, loss.metrics), axes)
     merged = merged_losses(each.weight != 0, each)
-    if isinstance(loss.weight, np.ndarray | np.generic):  # known, the same everywhere
-        merged = dataclasses.replace(merged, weight=np.float32(loss.weight * jax.lax.psum(1, axes)))
+    if known := StaticWeight.of(loss.weight):  # the same on each device
+        merged = dataclasses.replace(merged, weight=np.float32(known.value * jax.lax.psum(1, axes)))
     model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
     dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
     most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))

@@ -23,10 +23,10 @@ import numpy as np
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
-from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, seen_by
 from tsunax.errors import StateError
 from tsunax.guard import tracing
-from tsunax.loss import Loss
+from tsunax.loss import Loss, StaticWeight
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
 
@@ -139,16 +139,8 @@ class Programs(dict[Any, Any]):
         return shardings, moving, still
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
-class _KnownWeight:
-    """A weight that follows from the shapes: as an array it would cost XLA:CPU 15 us a step."""
-
-    weight: np.float32
-
-
-@dataclass(frozen=True)
-class TrainStep:
+class TrainStep(GradientOptions):
     """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)`.
 
     Steps compare by value. `step.lower(state, batch)` is the program of a step,
@@ -157,16 +149,9 @@ class TrainStep:
     `train_step`, whose arguments are its fields.
     """
 
-    loss_fn: Function
-    accumulate: int = 1
-    on_nonfinite: str = "skip"
     donate: bool = True
-    remat: bool | str | Function | None = None
     norms: bool | str = True
-    axis_name: AxisName = None
     at_once: int | None = None
-    per_example: bool | Function = False
-    noise_scale: bool = False
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate)
@@ -177,18 +162,22 @@ class TrainStep:
 
     @functools.cached_property
     def gradient(self) -> Function:
-        given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite, "train_step()"
-        return gradient_of(*given, self.axis_name, self.per_example, self.noise_scale)
+        return gradient_of(self, "train_step()")
 
     @functools.cached_property
+    def fn(self) -> LossFn:
+        """The loss function with the keywords of its signature."""
+        return LossFn.of(self.loss_fn)
+
+    @property
     def masks(self) -> bool:
         """Whether loss_fn takes `mask`, so that rows of padding do not count."""
-        return "mask" in LossFn.of(self.loss_fn).names
+        return "mask" in self.fn.names
 
     @property
     def cuts_evenly(self) -> bool:
         """Whether rows that `accumulate` does not divide are an error, instead of padded."""
-        pads = self.masks or hasattr(self.loss_fn, "in_micro_batches")
+        pads = self.masks or isinstance(self.loss_fn, CutsItsBatch)
         return self.accumulate > 1 and self.per_example is not True and not pads
 
     def pure(
@@ -206,7 +195,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
     ) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
-        search = search_functions(self.loss_fn, state, batch, extra, self.axis_name)
+        search = search_functions(self.fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
         extra = {"device_mesh": mesh, **search, **extra}
         return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
@@ -240,10 +229,8 @@ class TrainStep:
             with tracing(shardings is not None):
                 state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
-            if isinstance(weight, np.ndarray | np.generic):
-                weight = _KnownWeight(np.float32(weight))
             # numbers are put back outside, and info is made there: faster
-            return split(state)[0], (loss, weight, *seen)
+            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *seen)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         taken = (1,) if self.donate else ()
@@ -280,7 +267,7 @@ class TrainStep:
             raise_if_faulty(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
-        weight = weight.weight if type(weight) is _KnownWeight else weight
+        weight = weight.value if type(weight) is StaticWeight else weight
         info = StepInfo._make((loss, weight, *seen, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import step_errors
@@ -384,8 +371,18 @@ def train_step(
     2.0250
     1.6402
     """
-    given = loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name, at_once
-    return TrainStep(*given, per_example, noise_scale)
+    return TrainStep(
+        loss_fn,
+        accumulate=accumulate,
+        on_nonfinite=on_nonfinite,
+        donate=donate,
+        remat=remat,
+        norms=norms,
+        axis_name=axis_name,
+        at_once=at_once,
+        per_example=per_example,
+        noise_scale=noise_scale,
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, check
 from tsunax._core.trees import own
 from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
+from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
@@ -71,8 +72,16 @@ def value_and_grad(
     >>> float(loss.compute()), grads["w"]
     (11.0, Array([3., 4.], dtype=float32))
     """
-    given = loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()"
-    return gradient_of(*given, axis_name, per_example, noise_scale)
+    options = GradientOptions(
+        loss_fn,
+        accumulate=accumulate,
+        remat=remat,
+        on_nonfinite=on_nonfinite,
+        axis_name=axis_name,
+        per_example=per_example,
+        noise_scale=noise_scale,
+    )
+    return gradient_of(options, "value_and_grad()")
 
 
 class StepInfo(NamedTuple):

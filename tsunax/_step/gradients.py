@@ -16,37 +16,37 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.loss_fn import LossFn, loss_objective
+from tsunax._step.loss_fn import (
+    CutsItsBatch,
+    GradientOptions,
+    LossFn,
+    Problem,
+    Strategy,
+    loss_objective,
+)
 from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import TrainState, base, check_state, overwritten_part, trained_part, with_rest
 
 
-def gradient_of(
-    loss_fn: Function,
-    accumulate: int,
-    remat: bool | str | Function | None,
-    on_nonfinite: str,
-    where: str,
-    axis_name: AxisName = None,
-    per_example: bool | Function = False,
-    noise_scale: bool = False,
-) -> Function:
+def gradient_of(options: GradientOptions, where: str) -> Function:
     """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
+    loss_fn, accumulate, per_example = options.loss_fn, options.accumulate, options.per_example
     fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
     checks.check_count(accumulate, where, "accumulate")
-    checks.check_choice(on_nonfinite, where, "on_nonfinite", guard.POLICIES)
-    checkpoint = _checkpoint(remat, where)
-    checks.as_axes(axis_name, where)
-    whole: Any = loss_fn if hasattr(loss_fn, "in_micro_batches") else None  # `losses.whole_batch`
-    drops = on_nonfinite == "drop" and whole is not None
-    if per_example is not False or noise_scale is not False or drops:
+    checks.check_choice(options.on_nonfinite, where, "on_nonfinite", guard.POLICIES)
+    checkpoint = _checkpoint(options.remat, where)
+    checks.as_axes(options.axis_name, where)
+    whole: Any = loss_fn if isinstance(loss_fn, CutsItsBatch) else None
+    drops = options.on_nonfinite == "drop" and whole is not None
+    if per_example is not False or options.noise_scale is not False or drops:
         from tsunax._step.loss_fn_errors import check_options
 
-        check_options(where, accumulate, per_example, noise_scale, whole, on_nonfinite)
+        check_options(options, whole is not None, where)
     if whole:
         fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
+    strategy = _strategy(options)
 
     def f(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
@@ -61,36 +61,25 @@ def gradient_of(
         if "key" in fn.names and "key" not in keywords:
             from tsunax._step.loss_fn_errors import warn_of_no_key
 
-            warn_of_no_key(loss_fn)
-        if axes := axes_around(axis_name, where):
+            warn_of_no_key(options.loss_fn)
+        if axes := axes_around(options.axis_name, where):
             if per_example is True:
                 fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
                 got, expected = f"True over axis {axes!r}", "gradients with a mean"
                 raise WrongTypeError("per_example", where, got, expected, fix)
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
         objective = _objective(fn, state)
-        gradient: Any = functools.partial(_differentiated, name, checkpoint, objective, parts)
-        finish: Function = lambda grads: trees.conjugated(_unscaled(state, grads))
-        square = _square_of(state) if noise_scale else None
-        rows, given, n = batch, keywords, accumulate
-        if per_example:
-            from tsunax._step.per_example import apart
-
-            gradient, rows, given = apart(gradient, batch, keywords, per_example, finish, n)
-            finish, n = lambda grads: grads, 1 if per_example is True else n  # done row by row
-        if n == 1:
-            loss, grads = gradient(rows, given)
-        elif whole:
-            from tsunax._cpu.convolutions import fast
-
-            loss, grads = fast(lambda: gradient(rows, given))()  # it has loops
-        else:
-            from tsunax.microbatches import over_micro_batches
-
-            of_all = functools.partial(over_micro_batches, drop=on_nonfinite == "drop", axes=axes)
-            old = given.get("model_state", state.model_state)
-            more = base(state), old, parts[1]
-            loss, grads = of_all(gradient, n, rows, given, *more, square=square)
+        problem = Problem(
+            gradient=functools.partial(_differentiated, name, checkpoint, objective, parts),
+            batch=batch,
+            keywords=keywords,
+            state=state,
+            overwritten=parts[1],
+            axes=axes,
+            finish=lambda grads: trees.conjugated(_unscaled(state, grads)),
+            square=_square_of(state) if options.noise_scale else None,
+        )
+        loss, grads = strategy(problem)
         if accumulate > 1 or per_example:
             from tsunax._step.row_mixing import warn_of_mixed_rows
 
@@ -103,10 +92,32 @@ def gradient_of(
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
-        grads = finish(grads)
-        return loss if square is None else _with_noise_scale(state, loss, square(grads)), grads
+        if not per_example:  # those of rows are finished one by one
+            grads = problem.finish(grads)
+        return _with_noise_scale(problem, loss, grads), grads
 
     return f
+
+
+def _strategy(options: GradientOptions) -> Strategy:
+    """How the gradient of a batch is computed."""
+    strategy: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
+    n = options.accumulate
+    if n > 1 and isinstance(options.loss_fn, CutsItsBatch):
+        from tsunax._step.whole_batch import of_whole_batch as strategy
+    elif n > 1:
+        from tsunax.microbatches import over_micro_batches
+
+        drop = options.on_nonfinite == "drop"
+        strategy = functools.partial(over_micro_batches, n=n, drop=drop)
+    if not options.per_example:
+        return strategy
+    from tsunax._step import per_example
+
+    if options.per_example is True:
+        return functools.partial(per_example.stacked, n=n)
+    of_row = options.per_example
+    return functools.partial(per_example.averaged, of_row=of_row, strategy=strategy)
 
 
 def _varying(
@@ -181,14 +192,16 @@ def _square_of(state: TrainState) -> Function:
     return square
 
 
-def _with_noise_scale(state: TrainState, loss: Loss, square: jax.Array) -> Loss:
+def _with_noise_scale(problem: Problem, loss: Loss, grads: PyTree) -> Loss:
+    if problem.square is None:
+        return loss
     from tsunax.microbatches import NoiseScale
 
     squares, count = loss.noise_scale
-    if state.loss_scale is not None:
-        squares = squares / state.loss_scale.scale**2
-    found = NoiseScale.of(squares, count, loss.weight, square)
-    return dataclasses.replace(loss, noise_scale=found)
+    if (scale := problem.state.loss_scale) is not None:
+        squares = squares / scale.scale**2
+    estimate = NoiseScale.of(squares, count, loss.weight, problem.square(grads))
+    return dataclasses.replace(loss, noise_scale=estimate)
 
 
 def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
@@ -235,10 +248,9 @@ def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:
 
 
 def search_functions(
-    loss_fn: Function, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
+    fn: LossFn, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
 ) -> dict[str, Function]:
     """The loss and its gradient at other trained params, by the names that line searches use."""
-    fn = LossFn.of(loss_fn)
     keywords = fn.keywords(state, batch, extra, train=True)
 
     def value_fn(params: PyTree, **_: Any):

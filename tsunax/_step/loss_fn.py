@@ -1,7 +1,9 @@
-"""Calling a loss function with the keywords that it names; the result is a `Loss`.
+"""A loss function, the options of its gradient, and its call; the result is a `Loss`.
 
 This file says which keywords there are, and in which dtypes the function gets params and batch. It
-knows nothing of gradients.
+computes no gradient: that is for a *strategy*, which is chosen when the step is made. One batch is
+in `gradients.py`, micro-batches in `microbatches.py`, single rows in `per_example.py`, and a loss
+of the whole batch in `whole_batch.py`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -18,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tsunax import guard
-from tsunax._core import Extra, Function, PyTree, trees
+from tsunax._core import AxisName, Extra, Function, PyTree, trees
 from tsunax._core.checks import as_array, check_movable
 from tsunax._core.training_call import training_call
 from tsunax.errors import KeywordError, LossError, TsunaxError, WrongTypeError, unknown
@@ -33,6 +35,44 @@ _TAKEN = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
     "value_fn obj_fn grad_fn updates outside flush".split()
 )
+
+
+# The Loss of (rows, keywords), and the gradients of its mean.
+Gradient = Callable[[Any, Extra], tuple[Loss, Any]]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """The options of a gradient, which `train_step` explains."""
+
+    loss_fn: Function
+    accumulate: int = 1
+    remat: bool | str | Function | None = None
+    on_nonfinite: str = "skip"
+    axis_name: AxisName = None
+    per_example: bool | Function = False
+    noise_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One gradient to compute: of which function, and over which rows."""
+
+    gradient: Gradient
+    batch: PyTree
+    keywords: Extra
+    state: TrainState
+    overwritten: PyTree  # the leaves whose gradient is their next value
+    axes: tuple[str, ...]  # named axes of devices with rows of their own
+    finish: Function  # the gradient of the unscaled loss, which goes downhill
+    square: Callable[[PyTree], jax.Array] | None  # the squared norm of a gradient, for noise_scale
+
+
+Strategy = Callable[[Problem], tuple[Loss, PyTree]]
+
+
+class CutsItsBatch:
+    """The base of `WholeBatch`, a loss function that computes itself in micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +120,6 @@ class LossFn:
                 got, fix = "another name for what you give it", "The step gives this one itself."
                 raise LossError("keyword", "the step", repr(name), got, fix)
         if extra.get("mask") is not None:
-            # NumPy's is the one that nobody gave: known to let every row through
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
         offered = {"train": train, "step": state.step, **extra}
         if train and state.key is not None:
@@ -92,9 +131,7 @@ class LossFn:
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
             if name == "mask" and extra.get("mask") is None:
-                rows = rows_of(batch)
-                ones = np.ones if type(rows) is int else jnp.ones
-                out[name] = ones(rows, np.float32)
+                out[name] = None  # all rows count, however the batch is cut
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
@@ -116,8 +153,8 @@ class LossFn:
         mask, rows = keywords.get("mask"), rows_of(batch)
         # containers of its own: flax NNX refuses to merge what was made in an outer trace
         keywords = jax.tree.map(lambda x: x, keywords)
-        if isinstance(mask, np.ndarray):
-            keywords["mask"] = jnp.asarray(mask)
+        if mask is None and "mask" in self.names:
+            keywords["mask"] = jnp.ones(rows, np.float32)
         if not self.takes_batch and jax.tree.leaves(batch):
             got, fix = "a batch", "Let it take one, loss_fn(params, batch, ...); or give None."
             raise LossError("batch", trees.describe_call(self.fn), got, "none", fix)
@@ -132,7 +169,7 @@ class LossFn:
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
-        if isinstance(mask, jax.Array) and np.shape(mask) == (rows,):
+        if mask is not None and np.shape(mask) == (rows,):
             out = loss_of(out)
             if out.weight is None:
                 out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))

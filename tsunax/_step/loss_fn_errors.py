@@ -36,11 +36,13 @@ def warn_of_no_key(fn: Callable) -> None:
         warn(f"{what} {fix}functools.partial(loss_fn, key=None).")
 
 
-def check_options(
-    where: str, accumulate: int, per_example: Any, noise_scale: Any, whole: Any, policy: str
-) -> None:
-    """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination."""
-    if policy == "drop" and (whole or per_example):
+def check_options(options: Any, whole: bool, where: str) -> None:
+    """Raise WrongTypeError for a wrong `per_example` or `noise_scale`, or a wrong combination.
+
+    `options` are a `GradientOptions`; `whole` says that the loss cuts its batch itself.
+    """
+    per_example, noise_scale = options.per_example, options.noise_scale
+    if options.on_nonfinite == "drop" and (whole or per_example):
         got = "'drop' with " + ("a whole_batch loss" if whole else "per_example")
         fix = "No micro-batch can be left out there: use 'skip'."
         raise WrongTypeError("on_nonfinite", where, got, "'skip', 'raise' or 'ignore'", fix)
@@ -53,8 +55,8 @@ def check_options(
         what = "per_example" if per_example else "noise_scale"
         fix = "The loss of the whole batch has one gradient, none of parts of it."
         raise WrongTypeError(what, where, "a whole_batch loss", "a mean over rows", fix)
-    if noise_scale and (accumulate < 2 or per_example):
-        got = "per_example beside it" if per_example else f"accumulate={accumulate}"
+    if noise_scale and (options.accumulate < 2 or per_example):
+        got = "per_example beside it" if per_example else f"accumulate={options.accumulate}"
         expected = "accumulate=2 or more, and no per_example"
         fix = "It compares the gradients of micro-batches."
         raise WrongTypeError("noise_scale", where, got, expected, fix)

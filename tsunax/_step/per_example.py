@@ -5,7 +5,6 @@ clipped, for example) has that of one micro-batch.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,71 +13,68 @@ import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, checks
 from tsunax._cpu import convolutions
+from tsunax._step.loss_fn import Gradient, Problem, Strategy
 from tsunax.errors import LossError
 from tsunax.loss import Loss, rows_of
 from tsunax.microbatches import check_rows, in_turn, merged_losses
 
-Gradient = Callable[[Any, Extra], tuple[Loss, Any]]  # of (rows, keywords)
+
+def stacked(problem: Problem, n: int) -> tuple[Loss, PyTree]:
+    """The strategy for the gradients of all rows along a new first axis, in n micro-batches."""
+    rows, keywords = _rows_with_keys(problem)
+    each, mask = _each(problem.gradient, keywords), keywords.get("mask")
+    if n == 1:
+        losses, grads = each(rows, mask)
+    else:
+        part = lambda _, args, i: (None, convolutions.fast(each)(*args))
+        losses, grads = in_turn(part, n, None, (rows, mask))[1]
+    return _joined(losses), problem.finish(grads)
 
 
-def apart(
-    gradient: Gradient, batch: PyTree, keywords: Extra, of_row: Any, finish: Function, n: int
-) -> tuple[Gradient, PyTree, Extra]:
-    """A gradient function made of `gradient` for single rows, and its arguments (rows, keywords).
+def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Loss, PyTree]:
+    """The strategy for the mean, by weight, of what `of_row` makes of the gradient of each row.
 
-    With `of_row=True` it is their stack, computed in n micro-batches; else the mean, by weight, of
-    `of_row(finish(gradient))` of each. Each row has a key, whatever micro-batch it is in.
+    The batch is cut by another strategy: one batch, or micro-batches.
     """
-    check_rows(batch)
-    keys, rest = None, {name: x for name, x in keywords.items() if name != "key"}
-    if "key" in keywords:
-        own = lambda i: jax.random.fold_in(keywords["key"], i)
-        keys = jax.vmap(own)(np.arange(rows_of(batch)))
 
-    def stacked(rows: PyTree, keywords: Extra) -> tuple[Loss, Any]:
-        each, mask = _each(gradient, keywords), _given_mask(keywords)
-        if n == 1:
-            losses, grads = each(rows, mask)
-        else:
-            part = lambda _, given, i: (None, convolutions.fast(each)(*given))
-            losses, grads = in_turn(part, n, None, (rows, mask))[1]
-        return _joined(losses), finish(grads)
-
-    def mean(rows: PyTree, keywords: Extra) -> tuple[Loss, Any]:
-        losses, grads = _each(gradient, keywords)(rows, _given_mask(keywords))
-        grads = jax.vmap(finish)(grads)
+    def gradient(rows: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
+        losses, grads = _each(problem.gradient, keywords)(rows, keywords.get("mask"))
+        grads = jax.vmap(problem.finish)(grads)
         changed = jax.vmap(of_row)(grads)
         checks.check_like("grads", changed, grads, "per_example changes the gradient of a row.")
         share = losses.weight / jnp.sum(losses.weight)
         of_all = lambda g: jnp.tensordot(share.astype(g.dtype), g, 1)
         return _joined(losses), jax.tree.map(of_all, changed)
 
-    batch = jax.tree.map(jnp.asarray, batch)
-    return stacked if of_row is True else mean, (batch, keys), rest
+    rows, keywords = _rows_with_keys(problem)
+    fields: Any = {"gradient": gradient, "batch": rows, "keywords": keywords}
+    return strategy(dataclasses.replace(problem, **fields))
+
+
+def _rows_with_keys(problem: Problem) -> tuple[PyTree, Extra]:
+    """`((batch, keys), keywords)`: each row has a key, whatever micro-batch it is in."""
+    check_rows(problem.batch)
+    keywords, keys = dict(problem.keywords), None
+    if (key := keywords.pop("key", None)) is not None:
+        of_row = lambda i: jax.random.fold_in(key, i)
+        keys = jax.vmap(of_row)(np.arange(rows_of(problem.batch)))
+    return (jax.tree.map(jnp.asarray, problem.batch), keys), keywords
 
 
 def _each(gradient: Gradient, keywords: Extra) -> Function:
     """`f((rows, keys), mask)`: `gradient` of each row alone; zeros for one that weighs nothing."""
-    if isinstance(keywords.get("mask"), np.ndarray):  # lets every row through
-        keywords = keywords | {"mask": keywords["mask"][:1]}
 
-    def one(row: Any, mask: Any) -> tuple[Loss, Any]:
+    def of_row(row: Any, mask: Any) -> tuple[Loss, Any]:
         batch, key = row
         own = {"key": key, "mask": None if mask is None else mask[None]}
-        given = keywords | {name: x for name, x in own.items() if x is not None}
-        loss, grads = gradient(jax.tree.map(lambda x: x[None], batch), given)
+        row_keywords = keywords | {name: x for name, x in own.items() if x is not None}
+        loss, grads = gradient(jax.tree.map(lambda x: x[None], batch), row_keywords)
         if loss.model_state is not None:
             fix = "Leave it out: statistics of one row are none."
             raise LossError("model_state", "loss_fn", "one", "none under per_example", fix)
         return loss, jax.tree.map(lambda g: jnp.where(loss.weight != 0, g, 0), grads)
 
-    return jax.vmap(one)
-
-
-def _given_mask(keywords: Extra) -> jax.Array | None:
-    """The mask, unless it is NumPy's, which nobody gave and which lets every row through."""
-    mask = keywords.get("mask")
-    return None if isinstance(mask, np.ndarray) else mask
+    return jax.vmap(of_row)
 
 
 def _joined(losses: Loss) -> Loss:

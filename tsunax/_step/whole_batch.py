@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from tsunax._core import Extra, Function, PyTree, trees
-from tsunax._step.loss_fn import LossFn
+from tsunax._cpu import convolutions
+from tsunax._step.loss_fn import CutsItsBatch, LossFn, Problem
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, loss_of, rows_of
 from tsunax.microbatches import check_rows, in_turn
@@ -24,7 +25,7 @@ _LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batche
 
 
 @dataclass(frozen=True)
-class WholeBatch:
+class WholeBatch(CutsItsBatch):
     """What `losses.whole_batch` returns: a loss function that compares by value."""
 
     embed: Function
@@ -117,6 +118,11 @@ class WholeBatch:
                 fix = "What all rows share (a temperature) belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
+
+
+def of_whole_batch(problem: Problem) -> tuple[Loss, PyTree]:
+    """The strategy for a loss function in loops of its own."""
+    return convolutions.fast(lambda: problem.gradient(problem.batch, problem.keywords))()
 
 
 def _named(part: LossFn, keywords: Extra) -> Extra:
