@@ -339,7 +339,8 @@ def train_step(
         grad) is never consumed.
       remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
         recompute activations instead of storing them.
-      norms: whether info has `grad_norm` and `update_norm`.
+      norms: whether info has `grad_norm`; "update" for `update_norm` beside it, which costs a pass
+        over all updates.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices that have rows
         and keys of their own: losses, metrics and gradients are combined over it (once, by weight),
         and model states averaged. () for none: combine them yourself. Sharded arrays need none, and

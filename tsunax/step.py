@@ -3,8 +3,8 @@
     loss, grads = value_and_grad(loss_fn)(state, batch)
     state, info = update(state, grads, loss=loss)             both: step(state, batch)
 
-    loss_fn -> loss, grads -> rule, application, average: the state in which everything moved
-            -> verdict -> that state, or the old one; the guard's record moves in both
+    loss_fn -> loss, grads -> verdict -> applied: rule, application, average; or rejected
+            -> the guard's record, of both
 
 All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is
 up to you.
@@ -88,8 +88,8 @@ class StepInfo(NamedTuple):
     """What a step reports: its loss, norms, verdict and metrics.
 
     Reading a value, `float(info.loss)`, waits for the device; keeping it does not. `loss` and
-    `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and `update_norm`
-    (None without norms). `metrics` is a dict; `verdict` is 0 if the step was `applied`. Not every
+    `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and, under
+    `norms="update"`, `update_norm` (else None). `metrics` is a dict; `verdict` is 0 if the step was `applied`. Not every
     step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live `numbers`, which
     `hyperparams` names.
     """
@@ -98,7 +98,8 @@ class StepInfo(NamedTuple):
     weight: jax.Array  # f32: rows or tokens behind it
     # f32, L2 over what is trained and not frozen, before the rule. None without norms
     grad_norm: jax.Array
-    update_norm: jax.Array  # f32, L2 of what the rule would add to params. None without norms
+    # f32, L2 of what the rule would add to params, under `norms="update"`
+    update_norm: jax.Array | None
     # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None if nobody judged
     verdict: Scalar
     metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
@@ -119,6 +120,8 @@ class StepInfo(NamedTuple):
     def __repr__(self) -> str:
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
+        if self.update_norm is None:
+            del parts["update_norm"]
         parts |= (self.metrics or {}) | self.hyperparams
         shown = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
         return f"StepInfo({', '.join(f'{name}={shown(x)}' for name, x in parts.items())})"
@@ -151,10 +154,13 @@ def update(
         the rules that ask for it.
       model_state: replaces `state.model_state` if the step is applied; default: the one in `loss`.
       on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a
-        rule's report is not finite. "skip" rejects the step: every array of the state but its
+        rule's report is not finite. Loss and gradient are judged before the rule runs; the update
+        is only looked at if the rule could make an infinite one of a finite gradient (see
+        `describe`). "skip" rejects the step: every array of the state but its
         counts and its loss scale stays bit-identical. "raise" rejects too, and a compiled step then
         waits and raises. "ignore" applies it.
-      norms: whether info has `grad_norm` and `update_norm`. The verdict looks at both in any case.
+      norms: whether info has `grad_norm`; "update" for `update_norm` beside it, which costs a pass
+        over all updates.
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
+from tsunax._step.certainty import certainty
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.state_text import leaf_rows
 from tsunax.devices.gpu_topologies import LIMITS
@@ -25,7 +26,7 @@ from tsunax.insight._cost import Collective
 from tsunax.insight._memory import Need
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop
-from tsunax.state import TrainState, check_state, split
+from tsunax.state import TrainState, check_state, split, trained_part
 from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
@@ -69,6 +70,7 @@ class Description:
     device: str
     devices: int
     limits: str  # what a compiler without the device does not see; "" on a device that is here
+    judged: str  # by what a step is judged: its loss and gradient, or also its update, and why
     _repr_html_ = tables.folded
 
     def utilization(self, seconds_per_step: float, peak: float) -> float:
@@ -155,7 +157,26 @@ def describe(
         device=device.device_kind,
         devices=1 if mesh is None else mesh.size,
         limits=LIMITS if is_absent_gpu else "",
+        judged=_judged(step, state) if isinstance(step, TrainStep) else "",
     )
+
+
+def _judged(step: TrainStep, state: Any) -> str:
+    """What the verdict of a step looks at, and why."""
+    if step.on_nonfinite == "ignore":
+        return "by nothing"
+    if step.norms == "update":
+        return "by loss, gradient and update: norms='update'"
+    reasons: list[str] = []
+
+    def look(state: TrainState) -> None:
+        found, reason = certainty(state, trained_part(state), None)
+        live = " while its live numbers are within bounds, else also by its update"
+        known = f"loss and gradient{'' if found is True else live}"
+        reasons.append(f"loss, gradient and update: {reason}" if reason else known)
+
+    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
+    return f"by {reasons[0]}"
 
 
 def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
@@ -231,6 +252,8 @@ def _facts(d: Description) -> Iterator[tuple[str, str]]:
     if d.devices > 1:
         talk = (f"{c.kind} {c.count:g} x, {trees.bytes_str(c.bytes)}" for c in d.communication)
         yield "talks", f"{'; '.join(talk) or 'not at all'}, on each device"
+    if d.judged:
+        yield "judged", d.judged
     if d.limits:
         yield "limits", d.limits
     again = f", {len(d.recompiles)} of them again" if d.recompiles else ""

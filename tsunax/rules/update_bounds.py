@@ -122,8 +122,11 @@ def _is_decay(x: Scalar) -> Any:
 
 def _averaged(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     """Adam and its kin: an average of gradients over a root of squares, plus eps."""
-    seen.need(_is_decay(n["b1"]), _is_decay(n["b2"]), n["eps"] >= TINY, n.get("eps_root", 0) >= 0)
-    return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), n["eps"]), 0.0
+    eps, under_root = n["eps"], n.get("eps_root", 0.0)
+    seen.need(_is_decay(n["b1"]), _is_decay(n["b2"]), eps >= 0, under_root >= 0)
+    least = eps + abs(under_root) ** 0.5
+    seen.need(least >= TINY)
+    return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), least), 0.0
 
 
 def _rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:

@@ -1,0 +1,168 @@
+"""Bounds of updates: whatever finite gradients come, no step makes params that are not finite."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tsunax as ts
+from tsunax._step.certainty import certainty
+from tsunax.rules.optimizers import CONTRIB, OPTAX
+
+# The rules whose steps loss and gradient alone judge, with the defaults of their numbers.
+DECLARED = (
+    "adabelief adagrad adam adamax adamaxw adamw amsgrad lion nadam nadamw rmsprop sgd sign_sgd signum "
+    "flux_adamw flux_amsgrad flux_momentum"
+).split()
+MORE = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}, "signum": {}}
+SIZES = [0.0, 1e-45, 1e-38, 1e-30, 1e-22, 1e-19, 1e-8, 1.0, 1e10, 1e18]
+STARTS = np.float32([0, 1, -1, 1e10, 1e30, -3e38, 3.4028235e38, -3.4028235e38])
+STEPS = 24
+
+
+def rule_of(name, **numbers):
+    make, known = getattr(ts.rules, name), getattr(ts.rules, name).__signature__.parameters
+    rate = {"learning_rate": 1e-2} if "learning_rate" in known else {}
+    return make(**{**rate, **MORE.get(name, {}), **numbers})
+
+
+def plain_rule_of(name):
+    return getattr(optax, name)(1e-2, **MORE.get(name, {})) if hasattr(optax, name) else None
+
+
+def is_certain(rule, params, grads=None):
+    """True or a traced bool that is true, False, or None and the reason."""
+    state = ts.setup(rule, params)
+    found, reason = jax.jit(lambda s, g: certainty(s, g, None)[0] is None or certainty(s, g, None)[0])(
+        state, params if grads is None else grads
+    ), certainty(state, params, None)[1]
+    return reason or bool(found)
+
+
+def draws(seed, dtype, n=64):
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1, 1], (STEPS, n))
+    # long runs of one size, and changes of all sizes
+    sizes = np.where(rng.uniform(size=(1, n)) < 0.3, rng.choice(SIZES, (1, n)), rng.choice(SIZES, (STEPS, n)))
+    return jnp.asarray(signs * sizes, dtype), jnp.asarray(np.resize(STARTS, n), dtype)
+
+
+def ends(rule, grads, start, **numbers):
+    """Whether the params were finite at each step, and which steps were applied."""
+    state = ts.setup(rule, {"w": start})
+    state = ts.adjust(state, **numbers) if numbers else state
+
+    def one(state, g):
+        new, info = ts.update(state, {"w": g}, loss=jnp.float32(1.0))
+        return new, (jnp.isfinite(new.params["w"]).all(), info.applied, jnp.all(new.params["w"] == state.params["w"]))
+
+    return [np.asarray(x) for x in RUN(one, state, grads)]
+
+
+def RUN(one, state, grads):
+    return jax.jit(lambda s, g: jax.lax.scan(one, s, g)[1])(state, grads)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_declared_rules_are_certain(name):
+    params = {"w": jnp.ones(3)}
+    assert is_certain(rule_of(name), params) is True
+    if (plain := plain_rule_of(name)) is not None:
+        assert is_certain(plain, params) is True
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("name", DECLARED)
+def test_declared_rules_keep_params_finite(name, dtype):
+    grads, start = draws(len(name), dtype)
+    finite, applied, same = ends(rule_of(name), grads, start)
+    assert finite.all() and applied.all()
+
+
+VALUES = [0.0, 1e-45, 1e-30, 1e-16, 1e-8, 1e-3, 0.1, 0.9, 0.999, 0.9999999, 1.0, 10.0, 1e10, 1e30]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", DECLARED)
+def test_with_any_numbers_params_stay_finite_whoever_judges(name):
+    """Numbers that the bounds do not allow change who judges: no step of any of them reaches the params."""
+    grads, start = draws(1, "float32")
+    state, rng, applied = ts.setup(rule_of(name), {"w": start}), np.random.default_rng(0), 0
+
+    def one(state, g):
+        new, info = ts.update(state, {"w": g}, loss=jnp.float32(1.0))
+        return new, (jnp.isfinite(new.params["w"]).all(), info.applied)
+
+    run = jax.jit(lambda s, g: jax.lax.scan(one, s, g))
+    for _ in range(60):
+        new = state
+        for number in ts.hyperparams(state):
+            try:
+                new = ts.adjust(new, **{number: float(rng.choice(VALUES))})
+            except ts.errors.HyperparameterError:
+                continue
+        _, (finite, moved) = run(new, grads)
+        assert np.asarray(finite).all(), ts.hyperparams(new)
+        applied += np.asarray(moved).sum()
+    assert applied > 0
+
+
+OTHERS = sorted({*OPTAX, *CONTRIB} - {*DECLARED, "galore"})
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", OTHERS)
+def test_rules_without_bounds_are_judged_by_their_update(name):
+    grads, start = draws(2, "float32", 16)
+    rule = rule_of(name)
+    state = ts.setup(rule, {"w": start.reshape(4, 4)})
+    assert certainty(state, {"w": start.reshape(4, 4)}, None)[0] is None
+    finite = []
+    step = jax.jit(lambda s, g: ts.update(s, {"w": g}, loss=jnp.float32(1.0))[0])
+    for g in grads[:8].reshape(-1, 4, 4):
+        state = step(state, g)
+        finite.append(bool(jnp.isfinite(state.params["w"]).all()))
+    assert all(finite)
+
+
+# What is made of declared rules is declared, and of others not.
+PAIRS = {
+    "clipped": lambda rule: ts.rules.chain(ts.rules.clip_by_global_norm(1.0), rule),
+    "clamped": lambda rule: ts.rules.chain(ts.rules.clip(1.0), rule),
+    "spikes": lambda rule: ts.rules.chain(ts.rules.reject_spikes(), rule),
+    "decayed before": lambda rule: ts.rules.chain(ts.rules.add_decayed_weights(1e-4), rule),
+    "partition": lambda rule: ts.rules.partition({"w": rule, "**": ts.rules.sgd(0.1)}),
+    "accumulate": lambda rule: ts.rules.accumulate(rule, 2),
+    "skip zero": ts.rules.skip_zero,
+    "optax.chain": lambda rule: optax.chain(optax.clip_by_global_norm(1.0), rule),
+}
+INNER = {"adam": ts.rules.adam(1e-3), "optax.adam": optax.adam(1e-3), "lamb": ts.rules.lamb(1e-3)}
+SCHEDULED = optax.adamw(optax.cosine_decay_schedule(1e-3, 10), mask={"w": True, "v": False})
+
+
+@pytest.mark.parametrize(("around", "inner"), list(itertools.product(PAIRS, INNER)))
+def test_compositions_derive_it(around, inner):
+    params = {"w": jnp.ones(3), "v": jnp.ones(2)}
+    found = is_certain(PAIRS[around](INNER[inner]), params)
+    assert found == "scale_by_trust_ratio may make an infinite update of a finite gradient" or inner != "lamb"
+    assert found is True or inner == "lamb"
+
+
+def test_schedules_masks_and_what_is_not_certain():
+    params = {"w": jnp.ones(3), "v": jnp.ones(2)}
+    assert is_certain(SCHEDULED, params) is True
+    assert is_certain(optax.adam(1e-3, eps=0.0), params) == "its numbers, such as an eps of 0"
+    assert is_certain(ts.rules.adam(1e-3, eps=0.0), params) is False
+    assert is_certain(ts.rules.adamw(10.0, weight_decay=1.0), params) is False  # |1 - 10| p may overflow
+    assert "float16" in is_certain(ts.rules.adam(1e-3), {"w": jnp.ones(3, jnp.float16)})
+    own = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s))
+    assert "may make an infinite update" in is_certain(own, params)
+
+
+def test_float16_params_that_would_overflow_are_rejected():
+    state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.full(2, 65504.0, jnp.float16)})
+    for update in (ts.update, jax.jit(ts.update)):
+        after, info = update(state, {"w": jnp.full(2, -64.0, jnp.float16)})
+        assert not bool(info.applied) and bool(jnp.isfinite(after.params["w"]).all())
