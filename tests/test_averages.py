@@ -70,8 +70,11 @@ def test_what_byol_and_dino_schedule(tmp_path):
     assert_trees_equal(fit(8), whole)
     rows = [float(decay(k)) for k in range(8)]
     np.testing.assert_allclose(history["weight_decay"], rows, rtol=1e-6)
-    for wrong in (lambda step: -1.0, lambda step: "0.9"):
-        with pytest.raises((HyperparameterError, WrongTypeError), match=r"decay at ema\(\), step 0 of its schedule"):
+    linear = ts.schedules.linear_schedule
+    for wrong in (lambda step: -1.0, lambda step: "0.9", linear(0.9, 2.0, 8), linear(0.9, -0.1, 8)):
+        with pytest.raises(
+            (HyperparameterError, WrongTypeError), match=r"decay at ema\(\), step (0|8) of its schedule"
+        ):
             ts.averages.ema(wrong)
 
 

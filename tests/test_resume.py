@@ -462,6 +462,31 @@ PAIRS = {
         lambda: make(ema=averages.ema(0.9, start=4)),
         r"start of the average has changed from 0 to 4\.",
     ),
+    "schedule of an average": (
+        lambda: make(ema=ts.schedules.linear_schedule(0.9, 1.0, 10)),
+        lambda: make(ema=ts.schedules.linear_schedule(0.5, 1.0, 10)),
+        r"decay of the average has changed from linear_schedule\(init_value=0\.9.* to linear_schedule\(init_value=0\.5",
+    ),
+    "average with a schedule": (
+        lambda: make(ema=0.9),
+        lambda: make(ema=ts.schedules.linear_schedule(0.5, 1.0, 10)),
+        r"decay of the average has changed from a number to linear_schedule",
+    ),
+    "average without its schedule": (
+        lambda: make(ema=ts.schedules.linear_schedule(0.5, 1.0, 10)),
+        lambda: make(ema=0.9),
+        r"decay of the average has changed from linear_schedule\(.*\) to a number",
+    ),
+    "plain schedule of an average": (
+        lambda: make(ema=lambda step: 0.9),
+        lambda: make(ema=lambda step: 0.8),
+        r"the schedule of the average has changed \(code",
+    ),
+    "numbers of a schedule": (
+        lambda: make(ts.schedules.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
+        lambda: make(ts.schedules.warmup_cosine_decay_schedule(0.0, 0.2, 3, 10)),
+        r"learning_rate \(peak_value, warmup_steps\): 0\.1, 2 then, 0\.2, 3 now",
+    ),
     "loss scale": (
         lambda: make(loss_scale=LossScale(8.0)),
         lambda: make(loss_scale=LossScale(8.0, interval=7)),

@@ -9,6 +9,7 @@ by place.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -341,7 +342,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _Notes) -> TrainSta
     merged, edited = state_facts.merged_numbers(values[0], then, values[1], now)
     names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
     numbers, known = hyperparams(old), {*mine, *then["schedules"]}
-    report["notes"] += [note for note in edited if note.partition(":")[0] in names]
+    report["notes"] += [note for note in edited if re.split(r":| \(", note)[0] in names]
     for name, given in zip(names, values[0][3], strict=True):
         if name not in known and (x := numbers[name]) != given:
             report["notes"].append(f"{name}: {x:.6g} by adjust then, no such number now")

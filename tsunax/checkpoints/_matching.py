@@ -69,9 +69,11 @@ class RestoreRequest:
             facts, handed = state_facts.facts_of(s), given.get(path)
             columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
             for name, average in averages_of(s).items():
-                if not average.uniform:
+                if not average.uniform and average.schedule is None:
                     title = "ema decay" + (f" of {name}" if name != "average" else "")
                     then = handed and handed["rates"].get(name)
+                    # after a schedule the settings of `fit` tell
+                    title = title if not handed or then is not None else ""
                     alone[(*path, f".{name}", ".rate")] = title, then
             if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
                 alone[(*path, ".loss_scale", ".scale")] = "loss scale", handed and handed["scale"]
@@ -226,7 +228,8 @@ class RestorePlan:
             then, mine = value if then is None else then, np.asarray(pair.leaf)
             if not np.array_equal(then, mine):
                 turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
-                self.edited.append(f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}")
+                note = f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}"
+                self.edited.extend([note] if name else [])
                 value = mine
         return placed(value, pair.leaf, pair.saved.kind)
 

@@ -17,6 +17,7 @@ from tsunax._step.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.data.batching import Batches
 from tsunax.data.prefetching import Prefetched
+from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
 __all__ = []
@@ -52,6 +53,11 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     """(name, text) of what is not saved of a state: its key, static numbers and functions."""
     yield "rule", stable_text.words_of(state.plan.update, code=False)
     fields: dict[str, Any] = dict.fromkeys(averages_of(state), ("start", "every", "warmup"))
+    for name, f in ((name, x.schedule) for name, x in averages_of(state).items()):
+        is_value = isinstance(f, Schedule)
+        yield f"decay of the {name}", repr(f) if is_value else "a function" if f else "a number"
+        if f is not None and not is_value:
+            yield f"the schedule of the {name}", code_text(f)
     if state.loss_scale is not None:
         fields["loss_scale"] = "dynamic", "interval", "factor", "floor", "ceiling"
     for name, field in ((name, field) for name, of in fields.items() for field in of):

@@ -101,7 +101,10 @@ def given_of(state: TrainState) -> dict[str, Any]:
     return {
         "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
         "values": [] if numbers is None else plain(numbers.values),
-        "rates": {name: plain(average.rate) for name, average in averages_of(state).items()},
+        "rates": {
+            name: plain(average.rate) if average.schedule is None else None
+            for name, average in averages_of(state).items()
+        },
         "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
         "injected": {leaves.show("", path): plain(x) for path, x in injected_numbers(state)},
     }
@@ -166,7 +169,12 @@ def merged_numbers(
         if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
             out[..., here] = saved[..., there]
         else:
-            edited.append(f"{name}: {then_and_now(*edit)}")
+            differ = np.any(edit[0] != edit[1], axis=tuple(range(mine.ndim - 2)))
+            # numbers of a schedule come behind the one that may be held against it
+            titles = ["", *re.findall(r"'(\w+)': \*", schedules[1])]
+            which = ", ".join(x for x, d in zip(titles, differ, strict=False) if x and d)
+            which = f" ({which})" if which and len(titles) == len(here) else ""
+            edited.append(f"{name}{which}: {then_and_now(*edit)}")
     return out, edited
 
 

@@ -95,13 +95,24 @@ def checked_schedule(where: str, name: str, value: Scalar | Function) -> Schedul
 def check_schedule(where: str, name: str, schedule: Function) -> None:
     """Raise unless a schedule gives a number in the range of its name at step 0, and can be traced.
 
-    Later steps are not checked: a schedule need not be defined after the end of its run.
+    Of later steps those are checked that its own numbers name, where it begins or ends a part; a
+    decay may reach 1 there. A schedule need not be defined after the end of its run.
     """
     here = f"{where}, step 0 of its schedule"
     value = result_of(here, name, schedule, 0)
     if trees.is_traced(value):
         return
     check_number(here, name, value, "a number")
+    whole = [x for x in jax.tree.leaves(schedule) if isinstance(x, int | float) and x % 1 == 0]
+    steps = [int(x) for x in whole if 1 < x < 1 << 29][:8]
+    low, _, high = _RANGES.get(name, (None, True, None))
+    for step in {*steps, sum(steps)}:
+        value = float(result_of(here, name, schedule, step))
+        if (low is not None and value < low) or (high is not None and value > high):
+            expected = f"≥ {low}" + (f" and ≤ {high}" if high is not None else "")
+            raise HyperparameterError(
+                name, f"{where}, step {step} of its schedule", value, expected
+            )
     shape_at(f"{where}, its schedule under jit", name, schedule)
 
 
