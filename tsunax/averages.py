@@ -7,7 +7,6 @@ An average is a float32 tree beside the parameters, moved once per applied step.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -38,13 +37,13 @@ class Average:
     # the decay at each step, in place of the rate
     schedule: Function | None = field(default=None, metadata={"static": True})
 
-    def of(self, params: PyTree) -> Average:
+    def of(self, params: PyTree) -> "Average":
         """The average at the start of a run with these params."""
         wide = jax.tree.map(lambda x: jnp.array(x, trees.wide_dtype(x), copy=True), params)
         rate = jnp.asarray(self.rate, jnp.float32)
         return dataclasses.replace(self, params=wide, count=jnp.int32(0), rate=rate)
 
-    def moved(self, params: PyTree, step: jax.Array) -> Average:
+    def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
         if self.schedule is not None:  # the first update has step 0, as for the rates of a rule

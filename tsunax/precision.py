@@ -5,8 +5,6 @@ the state casts params and the inputs of the model to `compute`; targets and wei
 are. Evaluations compute in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -229,7 +227,7 @@ class LossScale:
     floor: float = 1.0
     ceiling: float = 2.0**24
 
-    def grown(self, applied: jax.Array, overflowed: jax.Array) -> LossScale:
+    def grown(self, applied: jax.Array, overflowed: jax.Array) -> "LossScale":
         """The scale after a step, of which the bool scalars `applied` and `overflowed` are given.
 
         Both are false for a step that was rejected for another reason: then nothing changes.

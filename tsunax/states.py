@@ -12,8 +12,6 @@
 A pytree with a clock of its own, and no more: what happens in a step stands in the step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +100,7 @@ class States(Clocked):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.members]
 
-    def replace(self, **new: Any) -> States:
+    def replace(self, **new: Any) -> "States":
         """The run with `new` members or carry: `run.replace(critic=state)`; not counted as a call.
 
         Raises StateError for an unknown name, WrongTypeError for a member that is no state.
@@ -119,7 +117,7 @@ class States(Clocked):
         tally = jnp.stack([*known.values()], -1)
         return _made(self.clock, tally, new.get("carry", self.carry), members)
 
-    def advance(self, *, all_or_none: bool = False, **new: Any) -> States:
+    def advance(self, *, all_or_none: bool = False, **new: Any) -> "States":
         """The run after a call of its step: `new` members and carry, and the call counted.
 
         Each member follows its own verdict: if the critic's update was rejected, the generator may
@@ -160,7 +158,7 @@ class States(Clocked):
         return [(GetAttrKey(name), x) for name, x in parts.items()], tuple(self.members)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> States:
+    def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> "States":
         """The inverse; called by JAX."""
         clock, tally, carry, *members = parts
         return _made(clock, tally, carry, dict(zip(names, members, strict=True)))

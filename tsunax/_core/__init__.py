@@ -3,8 +3,6 @@
 It knows nothing of training states, rules and loops.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

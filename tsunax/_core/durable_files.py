@@ -4,8 +4,6 @@ Writes never follow links, and only names that this file gave are deleted. This 
 for arrays or states: `checkpoints/_disk_home.py` commits a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -174,7 +172,7 @@ def sha256(content) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+_LOCKS: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _close_all() -> None:

@@ -2,8 +2,6 @@
 object of this process has a directory's lock.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -18,7 +16,7 @@ from tsunax._core import durable_files
 from tsunax.errors import CheckpointError, SaveError, message, told
 
 _LOCK = threading.RLock()
-_JOBS: list[Job] = []
+_JOBS: "list[Job]" = []
 _HOOKED: list[bool] = []
 _HELD: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
 

@@ -4,8 +4,6 @@ A *block* is what a file holds under one name: an array, or one process's part o
 spread over several, whose name ends in the bounds of the part: "params/w[0:128,0:64]".
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import dataclasses
@@ -95,7 +93,7 @@ class Pieces:
     def __getitem__(self, index) -> np.ndarray:
         return self.parts[bounds_of(index, self.shape)]
 
-    def astype(self, dtype, copy: bool = True) -> Pieces:
+    def astype(self, dtype, copy: bool = True) -> "Pieces":
         cast = {at: leaves.in_dtype(x, dtype, "restore()") for at, x in self.parts.items()}
         return Pieces(self.shape, dtype, cast)
 

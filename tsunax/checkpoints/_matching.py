@@ -3,8 +3,6 @@
 It gets manifests and host arrays, and opens no file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class RestoreRequest:
     def skips_optimizer(self) -> bool:
         return self.params_only or self.partial is not None
 
-    def plan(self, manifest: Manifest, folder: Path) -> RestorePlan:
+    def plan(self, manifest: Manifest, folder: Path) -> "RestorePlan":
         """The plan for a manifest. Raises CheckpointError with ten differences, both sides."""
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         of = self._params if self.skips_optimizer else self._whole
@@ -53,7 +51,7 @@ class RestoreRequest:
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
-    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
+    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> "RestorePlan":
         def layout(path, s: TrainState) -> TrainState:
             facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
             return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
@@ -91,7 +89,7 @@ class RestoreRequest:
         found += more + _extra_leaves(wanted, saved)
         return RestorePlan(like, mine, pairs, found, columns, alone, [])
 
-    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> RestorePlan:
+    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree, from those of a saved one."""
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
@@ -122,7 +120,7 @@ class Clocks:
     like: Any = ()
     skips_optimizer = False
 
-    def plan(self, manifest: Manifest, folder: Path) -> RestorePlan:
+    def plan(self, manifest: Manifest, folder: Path) -> "RestorePlan":
         clocks = {(*path, ".clock") for path in manifest.states}
         saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
         like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]

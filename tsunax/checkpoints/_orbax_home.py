@@ -14,8 +14,6 @@ system, and no directory is renamed, which buckets cannot do. A step that is the
 written to "4.1" beside it. Slices are read by TensorStore.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -338,7 +336,7 @@ class BucketHome(OrbaxHome):
     """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
-    def at(text: str, timeout: float) -> BucketHome:
+    def at(text: str, timeout: float) -> "BucketHome":
         library("gcsfs", "Checkpoints()", extra="gcs")
         return BucketHome(importlib.import_module("etils.epath").Path(text), timeout)
 

@@ -5,8 +5,6 @@ facts of the training states in it (`state_facts`), and the plain values of data
 callbacks. Nothing in it is code, and no file is opened here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -43,7 +41,7 @@ class Manifest:
     # after the first one, what differs from the first one's
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def with_hashes(self, hashes: dict[str, int]) -> Manifest:
+    def with_hashes(self, hashes: dict[str, int]) -> "Manifest":
         """The manifest with these hashes by name; one process's may be parts of the whole."""
         hashed = lambda x: dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x
         parts = [Parts(part.values, [*map(hashed, part.arrays)]) for part in self.parts]
@@ -66,7 +64,7 @@ class Manifest:
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
     @staticmethod
-    def parse(content: bytes) -> Manifest:
+    def parse(content: bytes) -> "Manifest":
         """Raises Damaged for anything that is no manifest, TooNew for one of a later format."""
         if len(content) > LIMIT:
             raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}")

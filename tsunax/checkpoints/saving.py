@@ -7,8 +7,6 @@ Each of several processes writes a part, and reads what it needs; the first one 
 is there and commits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -281,7 +279,7 @@ class Checkpoints:
         finally:
             _background.release(self)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -1,7 +1,5 @@
 """Prefetching: a thread makes the next batches and copies them to a device."""
 
-from __future__ import annotations
-
 import copy
 import queue
 import threading
@@ -83,7 +81,7 @@ class Prefetched(Data):
     def is_placed(self) -> bool:  # type: ignore[override]
         return self._source.is_placed
 
-    def afresh(self) -> Prefetched:
+    def afresh(self) -> "Prefetched":
         """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
         other = copy.copy(self)

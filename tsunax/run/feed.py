@@ -1,7 +1,5 @@
 """From batches to what a call of the compiled loop takes: stacked, placed where the state lives."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -184,7 +182,7 @@ class Feed:
             self._block = _Block(leaves, treedef, n, size, size * bytes, before)
         return self._of_block(self._block, n, state, limit, epochs)
 
-    def _of_block(self, block: _Block, n: int, state, limit: int, epochs: Any) -> Chunk:
+    def _of_block(self, block: "_Block", n: int, state, limit: int, epochs: Any) -> Chunk:
         batches, count = block.next(n)
         if block.at == block.count:
             self._block = None

@@ -23,8 +23,6 @@ On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
 It knows nothing of epochs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -168,7 +166,7 @@ class Infos:
     named: tuple[str, ...] = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, info: PyTree) -> Infos:
+    def of(cls, info: PyTree) -> "Infos":
         """Those of one step."""
         leaves, treedef = jax.tree.flatten(info)
         dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
@@ -178,7 +176,7 @@ class Infos:
         others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
         return cls(table, others, treedef, dtypes, ())
 
-    def unpacked(self, parts: list[tuple[Infos, int]]) -> tuple[Any, dict[str, np.ndarray]]:
+    def unpacked(self, parts: "list[tuple[Infos, int]]") -> tuple[Any, dict[str, np.ndarray]]:
         """The first n infos of each part on the host, stacked, and hyperparameters by name."""
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
         others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)

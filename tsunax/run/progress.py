@@ -5,8 +5,6 @@ that does in a notebook, lines anywhere else. All of it goes to stderr. There is
 calls `show`, which nearly always only looks at the clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -56,7 +54,7 @@ class _Lines:
 
     seconds: tuple[float, float] = 5.0, 60.0  # from one to the next, the least and the most
 
-    def draw(self, bar: Progress) -> None:
+    def draw(self, bar: "Progress") -> None:
         percent = f"{bar.step / bar.total:.0%}" if bar.total else ""
         parts = bar.count, percent, bar.results, bar.pace, bar.reason
         self.note("  ".join(filter(None, parts)))
@@ -82,7 +80,7 @@ class _Notebook(_Lines):
     seconds = 0.2, 0.2
     handle: Any = None
 
-    def draw(self, bar: Progress) -> None:
+    def draw(self, bar: "Progress") -> None:
         from IPython.display import display
 
         parts = bar.count, bar.results, bar.pace, bar.reason
@@ -108,7 +106,7 @@ class _Terminal(_Lines):
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
-    def draw(self, bar: Progress) -> None:
+    def draw(self, bar: "Progress") -> None:
         from rich import console, progress_bar, table, text
 
         drawn = [progress_bar.ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
