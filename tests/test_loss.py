@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close
 from tsunax.errors import LossError
 
@@ -100,8 +101,7 @@ def test_losses_under_one_mask_add_up(on):
     assert_trees_close(float(loss), 3.5 - 0.5 * 4.0, rtol=1e-6, atol=0)
     assert_trees_close(float(other), 3.5 + 4.0 + 1.0, rtol=1e-6, atol=0)
     assert float(loss.weight) == 8.0 and float(other.weight) == 4.0
-    with pytest.raises(LossError, match="two that may differ"):
-        ts.Loss.mean(rows, mask) + ts.Loss.mean(rows, mask + 0)
+    assert not loss.terms and not other.terms
 
 
 def test_losses_under_one_mask_are_exact_over_micro_batches():
@@ -113,12 +113,150 @@ def test_losses_under_one_mask_are_exact_over_micro_batches():
     assert_trees_close((cut.compute(), same), (whole.compute(), grads), rtol=2e-6, atol=1e-6)
 
 
+# Two means with weights of their own. In four micro-batches (rows i, i + 4), or on four devices (rows 2i, 2i + 1), one
+# has no label at all.
+LABELED = {"of micro-batches": np.array([1, 0, 0, 3, 1, 1, 0, 0]), "of devices": np.array([1, 0, 0, 0, 1, 1, 0, 2])}
+LABELED = {name: mask.astype(np.float32) for name, mask in LABELED.items()}
+
+
+def partly(params, batch):
+    x, labeled = batch
+    few = ts.Loss.mean(values(params, x), labeled, metrics={"few": jnp.sin(values(params, x))})
+    wide = jnp.tanh(x * params["w"][None])
+    return 2 * (few + 0.3 * ts.Loss.mean(wide, metrics={"wide": jnp.mean(wide)})) + penalty(params)
+
+
+def partly_expected(params, batch):
+    x, labeled = batch
+    few = jnp.sum(values(params, x) * labeled) / jnp.maximum(jnp.sum(labeled), 1e-9)
+    return 2 * (few + 0.3 * jnp.mean(jnp.tanh(x * params["w"][None]))) + penalty(params)
+
+
+def assert_partly(found, batch, params=PARAMS, **tolerance):
+    expected = jax.value_and_grad(partly_expected)(params, batch)
+    assert_trees_close((found[0].compute(), found[1]), expected, **{"rtol": 2e-6, "atol": 1e-6} | tolerance)
+
+
+WITH_TERMS = {
+    "one batch": {},
+    "2 micro-batches": {"accumulate": 2},
+    "4 micro-batches": {"accumulate": 4},
+    "remat": {"accumulate": 4, "remat": True},
+    "noise scale": {"accumulate": 2, "noise_scale": True},
+    "row by row": {"per_example": lambda g: g},
+    "row by row in micro-batches": {"accumulate": 2, "per_example": lambda g: g},
+    "drop": {"accumulate": 4, "on_nonfinite": "drop"},
+}
+
+
+@pytest.mark.parametrize("name", WITH_TERMS)
+@pytest.mark.parametrize("mask", LABELED)
+def test_losses_with_weights_of_their_own_add_exactly(name, mask):
+    state, batch = ts.setup(ts.rules.sgd(0.1), PARAMS), (X, LABELED[mask])
+    loss, grads = jax.jit(ts.value_and_grad(partly, **WITH_TERMS[name]))(state, batch)
+    assert_partly((loss, grads), batch)
+    few = np.sum(np.sin(values(PARAMS, X)) * batch[1]) / np.sum(batch[1])
+    wide = np.mean(np.tanh(X * PARAMS["w"][None]))
+    metrics = {name: m.compute() for name, m in loss.metrics.items()}
+    assert_trees_close(metrics, {"few": few, "wide": wide}, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_terms_are_exact_over_devices(accumulate):
+    """Sharded, and inside `shard_map`, where each device has rows of its own."""
+    state, batch = ts.setup(ts.rules.sgd(0.1), PARAMS), (X, LABELED["of devices"])
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    f = ts.value_and_grad(partly, axis_name="rows", accumulate=accumulate)
+    on_axes = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())
+    assert_partly(jax.jit(on_axes)(state, batch), batch)
+    grads = jax.grad(partly_expected)(PARAMS, batch)
+    expected = {"w": PARAMS["w"] - 0.1 * grads["w"]}
+    sharded = ts.shard(state, ts.mesh(devices=jax.devices()[:4]))
+    state, info = ts.train_step(partly, accumulate=accumulate)(sharded, batch)
+    assert_trees_close((state.params, info.loss), (expected, partly_expected(PARAMS, batch)), rtol=2e-6, atol=1e-6)
+
+
+def test_terms_of_members_and_under_a_loss_scale():
+    batch, rates = (X, LABELED["of micro-batches"]), np.array([0.1, 0.2], np.float32)
+    moved = lambda rate: PARAMS["w"] - rate * jax.grad(partly_expected)(PARAMS, batch)["w"]
+    runs = ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), PARAMS), 2, rate=rates)
+    runs, _ = ts.train_step(partly, accumulate=4)(runs, batch)
+    assert_trees_close(runs.params["w"], jax.vmap(moved)(rates), rtol=2e-6, atol=1e-6)
+    state = ts.setup(ts.rules.sgd(0.1), PARAMS, loss_scale=1024.0)
+    state, _ = ts.train_step(partly, accumulate=4)(state, batch)
+    assert_trees_close(state.params["w"], moved(0.1), rtol=2e-6, atol=1e-6)
+
+
+def test_a_dropped_micro_batch_leaves_every_term():
+    x = np.where(np.arange(8)[:, None] % 4 == 3, np.nan, X)
+    mask, taken = LABELED["of micro-batches"], np.arange(8) % 4 != 3
+    state = ts.setup(ts.rules.sgd(0.1), PARAMS)
+    found = jax.jit(ts.value_and_grad(partly, accumulate=4, on_nonfinite="drop"))(state, (x, mask))
+    assert_partly(found, (X[taken], mask[taken]))
+    assert float(jnp.sum(found[0].dropped)) > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_term_without_weight_adds_nothing_and_no_weight_at_all_is_nan(accumulate):
+    state, none = ts.setup(ts.rules.sgd(0.1), PARAMS), np.zeros(8, np.float32)
+    f = jax.jit(ts.value_and_grad(partly, accumulate=accumulate))
+    assert_partly(f(state, (X, none)), (X, none))
+    both = lambda p, batch: (
+        ts.Loss.mean(values(p, batch[0]), batch[1]) + ts.Loss.mean(batch[0] * p["w"][None], batch[2])
+    )
+    step = ts.train_step(both, accumulate=accumulate, donate=False)
+    _, info = step(state, (X, none, none))
+    assert np.isnan(info.loss) and not info.applied and float(info.weight) == 0
+    _, info = step(state, (X, MASK, none))
+    assert info.applied and float(info.weight) == MASK.sum()
+    few = MASK * (np.arange(8) % 4 != 3)  # with four micro-batches, the last one has no weight in either
+    half = few * (np.arange(8) < 4)
+    expected = lambda p: sum(
+        jnp.sum(v * w) / np.sum(w) for v, w in ((values(p, X), few), (jnp.mean(X * p["w"][None], 1), half))
+    )
+    found = jax.jit(ts.value_and_grad(both, accumulate=accumulate))(state, (X, few, half))
+    found = found[0].compute(), found[1]
+    assert_trees_close(found, jax.value_and_grad(expected)(PARAMS), rtol=2e-6, atol=1e-6)
+
+
+def test_terms_merge_over_batches_and_in_a_scan():
+    state, batch = ts.setup(ts.rules.sgd(0.1), PARAMS), (X, LABELED["of micro-batches"])
+    parts = [(batch[0][at], batch[1][at]) for at in (slice(0, 2), slice(2, 3), slice(3, 8))]
+    expected = partly_expected(PARAMS, batch)
+    scores = ts.evaluate(ts.eval_step(partly), state, parts)
+    assert_trees_close(scores["loss"], expected, rtol=2e-6, atol=1e-6)
+    assert_trees_close(scores["few"], jnp.sum(jnp.sin(values(PARAMS, X)) * batch[1]) / 6, rtol=2e-6, atol=1e-6)
+    score = ts.eval_step(partly)
+    merge = lambda loss, part: (loss.merge(score.pure(state, part, {})), None)
+    rows = jax.tree.map(lambda x: x[:, None], batch)
+    first = score(state, jax.tree.map(lambda x: x[0], rows))
+    loss = jax.lax.scan(merge, first, jax.tree.map(lambda x: x[1:], rows))[0]
+    assert_trees_close(loss.compute(), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_each_term_needs_the_mask_of_padding():
+    loss_fn = lambda p, x, mask: ts.Loss.mean(values(p, x), mask) + ts.Loss.mean(x * p["w"][None])
+    state = ts.setup(ts.rules.sgd(0.1), PARAMS)
+    with pytest.raises(LossError, match="mask at loss_fn: got a loss that does not use it"):
+        ts.train_step(loss_fn)(state, X, mask=MASK)
+
+
+def test_the_weights_of_terms_cost_no_second_pass():
+    """Micro-batches need the weights of the whole batch first: XLA drops all else of that pass."""
+    state, batch = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 64))}), (jnp.ones((32, 64)), jnp.ones(32))
+    rows = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]), -1)
+    two = lambda p, b: ts.Loss.mean(rows(p, b[0]), b[1]) + ts.Loss.mean(rows(p, b[0]) ** 2)
+    one = lambda p, b: ts.Loss.mean(rows(p, b[0]) + rows(p, b[0]) ** 2, b[1])
+    flops = [ts.train_step(f, accumulate=4).lower(state, batch).compile().cost_analysis()["flops"] for f in (one, two)]
+    assert flops[1] < 1.05 * flops[0]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (
-            lambda a: a + ts.Loss.mean(jnp.ones(3)),
-            r"weights at Loss \+ Loss: got two that may differ.*the same array as mask: ts.Loss.mean\(a, mask\)",
+            lambda a: a.merge(a + ts.Loss.mean(jnp.ones(3))),
+            r"other at Loss.merge\(\): got 2 weights, expected 1 weights",
         ),
         (lambda a: a + dataclasses.replace(a), r"metric 'm' at Loss \+ Loss"),
         (lambda a: a + jnp.ones(2), r"operand at Loss \+ ...: got float32\[2\], expected one real number"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ class StaticWeight:
         return None if isinstance(weight, jax.Array) else cls(np.float32(weight))
 
 
+class Term(NamedTuple):
+    """One of the means that a Loss of several weights adds up."""
+
+    total: Scalar
+    weight: Scalar
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class Loss:
@@ -47,8 +54,9 @@ class Loss:
     scalar, `jnp.sum(w * values) / jnp.sum(w)`.
 
     `loss + penalty` and `0.5 * loss` change the mean and keep the weight. `float(loss)` and
-    `f"{loss:.3f}"` show the mean. Two losses can be added if they have the same weight: the same
-    number of values without masks, or the same array as mask or weights.
+    `f"{loss:.3f}"` show the mean. Two losses can be added whatever their weights: each mean, and
+    each metric, stays under its own mask over micro-batches, devices and batches, where a mean
+    without any weight adds nothing. Then `weight` is the larger of the two.
 
     `metrics` are scalars (weighed like the loss) or objects with `merge` and `compute`, by name.
     `model_state` is the new one. A step sets the other fields: `mean_value`, `dropped`,
@@ -65,6 +73,8 @@ class Loss:
     # the new values of leaves that their gradient replaces (flax's fp8), in the tree of params
     overwritten: PyTree = None
     noise_scale: Any = None  # a `microbatches.NoiseScale`, if it was asked for
+
+    terms: tuple[Term, ...] = ()  # all its means, if they have weights of their own
 
     # the mask that `mean` was given and its number of values; no program returns it
     _where: ClassVar[tuple[Any, int] | None] = None
@@ -124,12 +134,17 @@ class Loss:
         if self.metrics.keys() != other.metrics.keys():
             told = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
             raise LossError("other", "Loss.merge()", told(other), told(self))
+        if len(self.terms) != len(other.terms):
+            got, expected = (f"{len(loss.terms) or 1} weights" for loss in (other, self))
+            raise LossError("other", "Loss.merge()", got, expected)
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 raise LossError(name, "Loss.merge()", *_NO_WEIGHT)
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         total, weight = self.total + other.total, self.weight + other.weight
-        return Loss(total, weight, metrics, other.model_state)
+        pairs = zip(self.terms, other.terms, strict=True)
+        terms = tuple(Term(a.total + b.total, a.weight + b.weight) for a, b in pairs)
+        return Loss(total, weight, metrics, other.model_state, terms=terms)
 
     def compute(self) -> jax.Array:
         """The mean loss `total / weight`, an f32 scalar; LossError if there is no weight."""
@@ -137,7 +152,17 @@ class Loss:
             return self.mean_value
         if self.weight is None:
             raise LossError("loss", "Loss.compute()", *_NO_WEIGHT)
-        return self.total / self.weight
+        return self.mean_in(self) if self.terms else self.total / self.weight
+
+    def mean_in(self, whole: Loss) -> jax.Array:
+        """The mean of one of the parts of a `whole` with several terms.
+
+        Parts have its mean on average, by weight: each term is divided by its weight in the whole.
+        """
+        mean: Any = 0
+        for (total, _), (_, weight) in zip(self.terms, whole.terms, strict=True):
+            mean += jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+        return mean * (whole.weight / self.weight)  # NaN if no term has a weight
 
     # Arithmetic
 
@@ -164,11 +189,12 @@ class Loss:
         if not isinstance(other, Loss):
             _check_number(other, "+")
             return self._plus(other)
+        metrics = {**self.metrics, **other.metrics}
         if other.weight is None:
             new = self._plus(other.compute())
         elif self.weight is None:
             new = other._plus(self.compute())
-        elif (
+        elif not (self.terms or other.terms) and (
             self.weight is other.weight
             or StaticWeight.of(self.weight) == StaticWeight.of(other.weight) is not None
         ):
@@ -178,11 +204,20 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            fix = (
-                "Give both the same array as mask: ts.Loss.mean(a, mask) + ts.Loss.mean(b, mask). "
+            both = self, other
+            metrics = {
+                name: _as_metric(name, m, loss.weight)
+                for loss in both
+                for name, m in loss.metrics.items()
+            }
+            first, second = (loss.terms or (Term(loss.total, loss.weight),) for loss in both)
+            new = dataclasses.replace(
+                self,
+                total=self.total + other.total,
+                weight=jnp.maximum(*(jnp.float32(loss.weight) for loss in both)),
+                mean_value=None,
+                terms=(*first, *second),
             )
-            fix += "ts.losses.whole_batch adds means with weights of their own."
-            raise LossError("weights", "Loss + Loss", "two that may differ", "one", fix)
         if twice := [name for name in self.metrics if name in other.metrics]:
             fix = "Rename one of them."
             raise LossError(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix)
@@ -190,7 +225,7 @@ class Loss:
             fix = "Give it to the second one alone, which was computed from the first one's."
             raise LossError("model_state", "Loss + Loss", "two", "one", fix)
         state = other.model_state if self.model_state is None else self.model_state
-        return new._with(metrics={**self.metrics, **other.metrics}, model_state=state)
+        return new._with(metrics=metrics, model_state=state)
 
     __radd__ = __add__
 
@@ -201,14 +236,18 @@ class Loss:
         if trees.is_traced(x) and isinstance(self.weight, jax.Array):
             # `row_mixing` looks by this name whether it is a mean over other rows
             x = checkpoint_name(x, BESIDE)
-        total = mean if self.weight is None else self.total + x * self.weight
-        return self._with(total=total, mean_value=mean)
+        if self.weight is None:
+            return self._with(total=mean, mean_value=mean)
+        term = Term(x * self.weight, self.weight)
+        terms = (*self.terms, term) if self.terms else ()
+        return self._with(total=self.total + term.total, mean_value=mean, terms=terms)
 
     def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""
         _check_number(x, "*")
         mean = None if self.mean_value is None else self.mean_value * x
-        return self._with(total=self.total * x, mean_value=mean)
+        terms = tuple(Term(term.total * x, term.weight) for term in self.terms)
+        return self._with(total=self.total * x, mean_value=mean, terms=terms)
 
     __rmul__ = __mul__
 
@@ -253,24 +292,29 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
         raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
-    if out.weight is not None:
-        if np.shape(out.weight) != () or not checks.is_real(out.weight):
-            raise LossError("weight", "loss_fn", trees.describe(out.weight), "one number")
-        if not isinstance(out.weight, jax.Array) and not 0 < out.weight < float("inf"):
-            fix = "The loss is total / weight."
-            raise LossError("weight", "loss_fn", out.weight, "a finite number > 0", fix)
     _check_metrics(out.metrics, "loss_fn")
     # a NumPy scalar where it is known from the shapes: then no program has to return it
     known = np.float32 if type(rows) is int else jnp.float32  # of `jax.export`: symbolic
-    weight = known(rows) if out.weight is None else out.weight
-    is_static = not isinstance(weight, jax.Array)
-    weight = np.float32(weight) if is_static else weight.astype(np.float32)
-    weight = jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
+    weight = _float_weight(known(rows) if out.weight is None else out.weight)
     mean = None if out.mean_value is None else jnp.asarray(out.mean_value)
     mean = None if mean is None else mean.astype(trees.wide_dtype(mean))
     total = out.total if mean is None else _share(mean, weight)
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
-    return Loss(total, weight, metrics, out.model_state, mean)
+    terms = tuple(Term(term.total, _float_weight(term.weight)) for term in out.terms)
+    return Loss(total, weight, metrics, out.model_state, mean, terms=terms)
+
+
+def _float_weight(weight: Scalar) -> Scalar:
+    """The weight of a loss as a constant of its gradient in float32, or LossError."""
+    if np.shape(weight) != () or not checks.is_real(weight):
+        raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
+    if isinstance(weight, jax.Array):
+        weight = weight.astype(np.float32)
+        return jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
+    if not 0 < weight < float("inf"):
+        fix = "The loss is total / weight."
+        raise LossError("weight", "loss_fn", weight, "a finite number > 0", fix)
+    return np.float32(weight)
 
 
 def loss_of(out: Loss | ArrayLike, what: str = "result", where: str = "loss_fn") -> Loss:

@@ -157,7 +157,8 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
         sums = weighted_sums.add(sums, grads, weight, take)
         most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
-        loss = Loss(loss.total, weight, loss.metrics)
+        loss = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
+        loss = _axes.vary(loss, problem.axes)
         return (sums, most, model_state), (take, loss, static_weight, squares)
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, first_state), problem.axes)
@@ -195,7 +196,8 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
     weight = jnp.asarray(loss.weight, jnp.float32)
-    each = _axes.gathered(Loss(loss.total, weight, loss.metrics), axes)
+    each = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
+    each = _axes.gathered(each, axes)
     merged = merged_losses(each.weight != 0, each)
     if known := StaticWeight.of(loss.weight):  # the same on each device
         merged = dataclasses.replace(merged, weight=np.float32(known.value * jax.lax.psum(1, axes)))

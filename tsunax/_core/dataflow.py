@@ -95,10 +95,10 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
 
 
 def depends(fn: Callable, x: Any) -> bool:
-    """Whether an array of `fn(x)` depends on x. Traces `fn`."""
+    """Whether each array of `fn(x)` depends on x. Traces `fn`."""
     program = jax.make_jaxpr(fn)(x).jaxpr
     union = Analysis(False, bool.__or__, lambda eqn, given: [any(given)] * len(eqn.outvars))
-    return any(union.run(program, [True]))
+    return all(union.run(program, [True]))
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")

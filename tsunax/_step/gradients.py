@@ -69,8 +69,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
                 raise WrongTypeError("per_example", where, got, expected, fix)
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
         objective = _objective(fn, state)
+        gradient = functools.partial(_differentiated, name, checkpoint)
         problem = Problem(
-            gradient=functools.partial(_differentiated, name, checkpoint, objective, parts),
+            gradient=functools.partial(gradient, objective, parts),
             batch=batch,
             keywords=keywords,
             state=state,
@@ -80,6 +81,14 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             square=_square_of(state) if options.noise_scale else None,
         )
         loss, grads = strategy(problem)
+        if loss.terms and (axes or per_example or (accumulate > 1 and not whole)):
+            from tsunax.microbatches import loss_over_devices
+
+            # Each part divided its terms by weights of its own. Those of the whole batch are known
+            # now, and XLA drops all else of the first pass.
+            loss_of_all = loss_over_devices(loss, axes) if axes else loss
+            parts_of_all = functools.partial(gradient, _objective(fn, state, loss_of_all), parts)
+            loss, grads = strategy(dataclasses.replace(problem, gradient=parts_of_all))
         if accumulate > 1 or per_example:
             from tsunax._step.row_mixing import warn_of_mixed_rows
 
@@ -137,12 +146,12 @@ def _varying(
     return named_axes.vary(parts, axes), {**keywords, **more}
 
 
-def _objective(fn: LossFn, state: TrainState) -> Function:
+def _objective(fn: LossFn, state: TrainState, whole: Loss | None = None) -> Function:
     """`f((trained, overwritten), rows, keywords) -> (scaled mean loss, Loss)`."""
     inputs: list[Any] = []  # found once for all micro-batches
 
     def objective(parts: tuple[PyTree, PyTree], rows: PyTree, keywords: Extra):
-        return loss_objective(fn, state, rows, keywords, inputs)(with_rest(state, *parts))
+        return loss_objective(fn, state, rows, keywords, inputs, whole)(with_rest(state, *parts))
 
     return objective
 

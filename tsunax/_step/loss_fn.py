@@ -182,10 +182,14 @@ class LossFn:
 
 
 def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> None:
-    """Raise LossError if the total does not depend on the mask: rows of padding would count."""
+    """Raise LossError if a total does not depend on the mask: rows of padding would count."""
     from tsunax._core.dataflow import depends
 
-    if not depends(lambda mask: loss(mask).total, mask):
+    def totals(mask: jax.Array) -> list[Any]:
+        out = loss(mask)
+        return [term.total for term in out.terms] or [out.total]
+
+    if not depends(totals, mask):
         got, fix = "a loss that does not use it", "Return ts.Loss.mean(values, mask)."
         expected = "one in which masked rows do not count"
         raise LossError("mask", "loss_fn", got, expected, fix)
@@ -215,9 +219,14 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
 
 
 def loss_objective(
-    fn: LossFn, state: TrainState, batch: PyTree, keywords: Extra, inputs: list[Any] | None = None
+    fn: LossFn,
+    state: TrainState,
+    batch: PyTree,
+    keywords: Extra,
+    inputs: list[Any] | None = None,
+    whole: Loss | None = None,
 ) -> Function:
-    """`params -> (scaled mean loss, Loss)`."""
+    """`params -> (scaled mean loss, Loss)`; of a part of a `whole` with several terms, if given."""
 
     def objective(params: PyTree):
         with training_call(keywords.get("model_state")) as call:
@@ -226,7 +235,7 @@ def loss_objective(
             got = "none, though a model in train mode made a new one"
             fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
             raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
-        mean = loss.compute()
+        mean = loss.compute() if whole is None else loss.mean_in(whole)
         if state.loss_scale is not None:
             mean = mean.astype(jnp.float32) * state.loss_scale.scale
         return mean, loss
