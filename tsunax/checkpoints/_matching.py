@@ -43,12 +43,17 @@ class RestoreRequest:
         """The plan for a manifest. Raises CheckpointError with ten differences, both sides."""
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         of = self._params if self.skips_optimizer else self._whole
-        plan = of(leaves.tree_of(self.like), manifest, saved)
+        plan = of(tree := leaves.tree_of(self.like), manifest, saved)
         fix = "params alone: params_only=True or partial='pattern'."
         if self.is_fit:
             fix = "another model or rule is another run: give it another path."
         elif self.skips_optimizer:
             fix = "only params that fit: partial='pattern'."
+        if plan.differences and not (self.cast or self.is_fit):
+            wide = dataclasses.replace(self, cast=True)
+            plans = (wide._params if self.skips_optimizer else wide._whole)(tree, manifest, saved)
+            if len(plans.differences) < len(plan.differences):
+                fix += " cast=True takes floats of another dtype, and integers that fit."
         fix = f"{'Go on' if self.is_fit else 'Restore'} with the setup that saved it; {fix}"
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
