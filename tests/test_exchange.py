@@ -751,7 +751,7 @@ def test_integers_of_another_dtype_are_cast_if_they_fit(tmp_path):
     for value, dtype in [(2**31, np.int32), (-1, np.uint64), (300, np.uint8), (2**15, np.int16), (8, jnp.int4)]:
         exchange.save(path, {"n": np.array([0, value])})
         got = error_of(lambda dtype=dtype: exchange.restore(path, {"n": np.zeros(2, dtype)}, cast=True))
-        assert got.startswith("array at restore(): got 1 of 2 numbers that are too large for"), (value, dtype)
+        assert got.startswith("array at restore(): got 1 of 2 numbers that"), (value, dtype)
     exchange.save(path, {"n": np.array([2**64 - 1], np.uint64)})
     error_of(lambda: exchange.restore(path, {"n": np.zeros(1, np.int64)}, cast=True))
     exchange.save(path, {"n": np.int64(300)})
@@ -762,10 +762,10 @@ def test_integers_of_another_dtype_are_cast_if_they_fit(tmp_path):
         checkpoints.save({"n": numbers + 1}, step=2)
         like = {"n": jnp.zeros(2, jnp.int32)}
         assert checkpoints.restore(like, step=1, cast=True).state["n"].tolist() == numbers.tolist()
-        assert "too large for int32" in error_of(lambda: checkpoints.restore(like, step=2, cast=True))
+        assert "int32 cannot hold" in error_of(lambda: checkpoints.restore(like, step=2, cast=True))
     parts = Pieces((4,), np.dtype(np.int64), {((0, 2),): np.array([1, 2**31]), ((2, 4),): np.array([3, 4])})
     assert parts.astype(np.uint32)[(slice(0, 2),)].tolist() == [1, 2**31]
-    assert "too large for int32" in error_of(lambda: parts.astype(np.int32))
+    assert "int32 cannot hold" in error_of(lambda: parts.astype(np.int32))
 
 
 def test_two_arrays_whose_keys_join_to_one_name(tmp_path, orbax_dirs):

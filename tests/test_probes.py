@@ -67,10 +67,10 @@ def test_a_leaf_called_clock_is_no_state(tmp_path):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16"])
 def test_numbers_that_do_not_fit_are_not_saved(dtype, tmp_path):
     path, tree = tmp_path / "a.safetensors", {"w": jnp.array([1e6, 1.0, jnp.inf])}
-    with pytest.raises(CheckpointError, match=r"got 1 of 3 numbers that are too large for"):
+    with pytest.raises(CheckpointError, match=r"got 1 of 3 numbers that \w+ cannot hold"):
         exchange.save(path, tree, transform={"w": exchange.cast(dtype)})
     exchange.save(path, tree)
-    with pytest.raises(CheckpointError, match=r"restore\(\): got 1 of 3 numbers that are too large for float16"):
+    with pytest.raises(CheckpointError, match=r"restore\(\): got 1 of 3 numbers that float16 cannot hold"):
         exchange.restore(path, {"w": jnp.zeros(3, jnp.float16)}, cast=True)
 
 

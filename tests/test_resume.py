@@ -303,6 +303,21 @@ def test_a_state_that_was_changed_between_two_fits_goes_on_with_a_warning(tmp_pa
         assert name != "params" or float(state.params["w"].min()) > 1
 
 
+NOTHING = {
+    "adjust": lambda state: ts.adjust(state, learning_rate=0.1),
+    "freeze and thaw": lambda state: ts.thaw(ts.freeze(state, "w")),
+    "replace": lambda state: state.replace(params=state.params),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_an_edit_that_changes_nothing_goes_on_without_a_word(tmp_path, name):
+    state, data = make(), ts.batches(X, 4, shuffle=True)
+    state, _ = fit(tmp_path, state, 2, data=data)
+    state, _ = fit(tmp_path, NOTHING[name](state), 4, data=data)
+    assert int(state.step) == 4
+
+
 def test_a_state_ahead_of_the_newest_checkpoint_goes_on(tmp_path):
     data = ts.batches(X, 4)
     state, _ = fit(tmp_path, make(), 3, data=data)

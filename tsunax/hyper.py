@@ -385,7 +385,7 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
     if not concrete and isinstance(values, np.ndarray):
         values = _on_devices_of(old, values)
     for column, value in given.items():
-        new = {2: value is not None}
+        new = {2: value is not None and live.schedules[i] is not None}
         if value is not None:  # with its complement: `rules/number_table.py`
             exact = np.asarray(value, np.float64) if concrete else jnp.asarray(value, values.dtype)
             new |= {0: exact, 1: 1 - exact}

@@ -23,7 +23,6 @@ from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
-LOCK_BYTES = 1 << 15  # of its text at most: paths of 4,096 bytes, each written as six
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # one letter is a drive; a Path loses the second slash
 _OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
@@ -207,9 +206,9 @@ class Lock:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             about, new = self._about(), f"{now[:10]}-{secrets.token_hex(4)}"
             self.run_id = str(about.get("run_id", new))[:40]
-            if self._is_copy(about):
-                self.origin, self.run_id = (self.run_id, about["folder"]), new
-            self._folder = str(folder)
+            self._number = os.fstat(self._fd).st_ino
+            if original := self._original(folder, about):
+                self.origin, self.run_id = (self.run_id, original), new
             self._put(pid=self.pid, since=now)
         except BaseException:
             self.close()
@@ -241,24 +240,28 @@ class Lock:
     def _about(self) -> dict[str, Any]:
         """What the file says; nothing if it is empty or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return dict(json.loads(os.pread(self._fd, LOCK_BYTES, 0)))  # type: ignore[arg-type]
+            return dict(json.loads(os.pread(self._fd, 400, 0)))  # type: ignore[arg-type]
         return {}
 
-    def _is_copy(self, about: dict[str, Any]) -> bool:
-        """Whether the run that the file names has its directory elsewhere; one that moved has not.
+    def _original(self, folder: Path, about: dict[str, Any]) -> str:
+        """The directory that this one was copied from, if it lies beside it and is still there.
 
-        A copy is a run of its own: its rows in a log must not replace those of the first one.
+        A copy is a run of its own: its rows in a log must not replace those of the first one. A
+        directory that was moved is the same run.
         """
-        assert self._fd is not None
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-            lock = Path(about["folder"], LOCK)
-            is_this = os.path.samestat(os.fstat(self._fd), os.stat(lock))
-            return not is_this and json.loads(read(lock, LOCK_BYTES))["run_id"] == about["run_id"]
-        return False
+        if about.get("file", self._number) == self._number:
+            return ""
+        above = folder.parent.parent.glob(f"*/{folder.name}/{LOCK}")
+        for lock in (*folder.parent.glob(f"*/{LOCK}"), *above):
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                known = json.loads(read(lock, 400))["run_id"]
+                if lock.parent != folder and known == about["run_id"]:
+                    return str(lock.parent)
+        return ""
 
     def _put(self, **about: Any) -> None:
         assert self._fd is not None
-        self.text = json.dumps({**about, "run_id": self.run_id, "folder": self._folder})
+        self.text = json.dumps({**about, "run_id": self.run_id, "file": self._number})
         os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
         os.fsync(self._fd)  # for those who read it on other hosts
 

@@ -161,8 +161,8 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], fr
     places = {begins(line) for line in instructions if fills(line)} - {None, (None, None)}
     loads = (line for line in instructions if begins(line) in places and "LOAD_" in line.opname)
     changed = {str(line.argval) for line in loads if "FAST" not in line.opname} - _FILLING
-    changed |= {x for operation, x in lines if operation == "STORE_GLOBAL"}
-    changed |= {x for operation, x in lines if operation == "STORE_DEREF" and x in code.co_freevars}
+    stored = {"STORE_GLOBAL": code.co_names, "STORE_DEREF": code.co_freevars}
+    changed |= {x for operation, x in lines if x in stored.get(operation, ())}
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     attributes = {x for operation, x in lines if operation.startswith(_ATTRIBUTES)}
     attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
@@ -296,17 +296,17 @@ def code_of(f: Any, *, is_exact: bool = False) -> str:
     The same in every process; if it `is_exact`, it is equal in this process only where a trace of
     the function gives the same program.
     """
-    digest = code_and_values(f, is_exact)[0]
-    return f"unknown {id(f)}" if is_exact and digest == "unknown" else digest  # equal to no other
-
-
-def code_and_values(f: Any, is_exact: bool = False) -> tuple[str, dict[str, str]]:
-    """`code_of`, and the numbers and short strings among what the code refers to, by name."""
     try:
-        walk = _Walk(f, is_exact)
+        return _Walk(f, is_exact).digest
     except Exception:  # objects of any library, and their properties
-        return "unknown", {}
-    return walk.digest, walk.values
+        return f"unknown {id(f)}" if is_exact else "unknown"  # none that is equal to another's
+
+
+def values_of(f: Any) -> dict[str, str]:
+    """The numbers and short strings among what the code of a function refers to, by name."""
+    with contextlib.suppress(Exception):
+        return _Walk(f, is_exact=False).values
+    return {}
 
 
 def parts_of(root: str, thing: Any) -> dict[str, str]:

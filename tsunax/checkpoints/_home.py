@@ -208,5 +208,5 @@ class CheckpointHome:
     def lock_text(self) -> str:
         """What the first process wrote into its lock; "" if it cannot be seen here."""
         with contextlib.suppress(OSError, ValueError):
-            return self.load(self.path / durable_files.LOCK, durable_files.LOCK_BYTES).decode()
+            return self.load(self.path / durable_files.LOCK, 400).decode()
         return ""

@@ -42,11 +42,11 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         of = self._params if self.skips_optimizer else self._whole
         plan = of(leaves.tree_of(self.like), manifest, saved)
-        fix = "params alone: params_only=True or partial='pattern'."
+        fix = "params alone: params_only=True or partial='pattern'; other dtypes: cast=True."
         if self.is_fit:
             fix = "another model or rule is another run: give it another path."
         elif self.skips_optimizer:
-            fix = "only params that fit: partial='pattern'."
+            fix = "only params that fit: partial='pattern'; other dtypes: cast=True."
         fix = f"{'Go on' if self.is_fit else 'Restore'} with the setup that saved it; {fix}"
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
@@ -227,7 +227,7 @@ class RestorePlan:
             if not np.array_equal(then, mine):
                 turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
                 note = f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}"
-                self.edited.extend([note] if name else [])
+                self.edited.extend([note] * bool(name))
                 value = mine
         return placed(value, pair.leaf, pair.saved.kind)
 

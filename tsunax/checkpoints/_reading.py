@@ -219,9 +219,12 @@ def _changed_leaves(run, at: int, state) -> list[str]:
     (described, manifest), words = run.together(name, look)
     sums = [json.loads(word) for word in words]
     total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
+    flags = {path for path, x in tree.leaves if path[-1] == ".frozen" and not np.any(np.asarray(x))}
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
+    # room for frozen leaves that nothing fills: a freeze that was taken back
+    paths = [path for path in paths if path in saved or path not in flags]
     numbers = ["hyperparameters"] * any(".numbers" in path for path in paths)
     return numbers + [leaves.show("state", path) for path in paths if ".numbers" not in path]
 

@@ -298,7 +298,8 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
             if x.dtype
         )
         if source.size is not None and total > 4 * source.size + (64 << 20):
-            raise Damaged(f"{total} bytes of arrays in files of {source.size}")
+            hint = "give like=, a tree of their shapes, if they are zeros"
+            raise Damaged(f"{total} bytes of arrays in files of {source.size}; {hint}")
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = rename is None and _has_state(source, like)
@@ -339,8 +340,9 @@ def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: t
                 differences.append(f"{one.where}: nothing named {name!r}, expected {expected}")
             elif not _matching.fits(one.stored, theirs, cast):
                 differences.append(f"{one.where}: {name!r} is {theirs}, expected {expected}")
-                if _matching.fits(one.stored, theirs, True):
-                    fix = "cast=True takes floats of another dtype, and integers that fit."
+                if theirs.shape == one.stored.shape and theirs.kind == one.stored.kind:
+                    fix = "cast=True takes floats of another dtype, and integers that fit; "
+                    fix += "others you convert: restore(path) gives arrays by name."
     for name in source.leaves:
         if name.startswith(taken) and name not in known:
             differences.append(f"{name!r} is {source.leaves[name]}, expected nothing of that name")

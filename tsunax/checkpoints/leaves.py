@@ -191,7 +191,7 @@ def show(root: str, path: Keys) -> str:
 
 
 def in_dtype(value: Any, dtype: Any, where: str) -> Any:
-    """`value.astype(dtype)`. Raises CheckpointError for numbers that are too large for it."""
+    """`value.astype(dtype)`. Raises CheckpointError for numbers that it cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = value.astype(dtype, copy=False)
     if not isinstance(value, np.ndarray) or found is value:
@@ -201,6 +201,6 @@ def in_dtype(value: Any, dtype: Any, where: str) -> Any:
     else:  # an integer that wraps around to the other sign comes back as it was
         is_lost = (found.astype(value.dtype) != value) | ((found < 0) != (value < 0))
     if bad := np.count_nonzero(is_lost):
-        got = f"{bad} of {value.size} numbers that are too large for {found.dtype}"
+        got = f"{bad} of {value.size} numbers that {found.dtype} cannot hold"
         raise CheckpointError("array", where, got, "a dtype that has room for them")
     return found

@@ -33,9 +33,9 @@ def script_of(
 ) -> dict[str, Any]:
     """Calls and numbers of a script's states, and the rest of what it gives as texts."""
     states = list(leaves.tree_of(state).states.values())
-    code, values = stable_text.code_and_values(getattr(step, "loss_fn", step))
-    values = list(values.items())[:_MOST_VALUES]
-    found = {f"`{name}`{_OF_LOSS}": text for name, text in values} | {"loss_fn": _of_python(code)}
+    loss_fn = getattr(step, "loss_fn", step)
+    values = list(stable_text.values_of(loss_fn).items())[:_MOST_VALUES]
+    found = {f"`{name}`{_OF_LOSS}": x for name, x in values} | {"loss_fn": code_text(loss_fn)}
     if hasattr(step, "accumulate"):
         found["accumulate"] = str(step.accumulate)
     for i, s in enumerate(states):
@@ -94,11 +94,7 @@ def _some_rows(data) -> str | None:
 
 def code_text(f: object) -> str:
     """The Python that compiled a function, and a hash of its code and of what it refers to."""
-    return _of_python(stable_text.code_of(f))
-
-
-def _of_python(code: str) -> str:
-    return f"{sys.version_info[0]}.{sys.version_info[1]} {code}"
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
 
 
 def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ interleave   batches of those shapes as one source, each shape compiled once
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,11 +130,10 @@ def pad(
     sequences = list(sequences)
     records = _checked(sequences, lengths[-1] if lengths else 0, "pad()", where)
     if where is None and sum(records.are_sequences) > 1 and len({*records.lengths}) == 1:
-        named = zip(_paths(sequences[0]), records.are_sequences, strict=True)
-        known = ", ".join(path for path, is_sequence in named if is_sequence)
-        got = f"arrays of {records.lengths[0]} in every record: {known}"
-        expected, fix = "where=", "Name the leaves that are sequences: where='tokens'."
-        raise DataError("sequences", "pad()", got, expected, fix)
+        named = itertools.compress(_paths(sequences[0]), records.are_sequences)
+        got = f"arrays of {records.lengths[0]} in every record: {', '.join(named)}"
+        fix = "Name the leaves that are sequences: where='tokens'."
+        raise DataError("sequences", "pad()", got, "where=", fix)
     parts: dict[int, list[int]] = {n: [] for n in lengths}
     for i, n in enumerate(records.lengths):
         parts[lengths[bisect.bisect_left(lengths, n)]].append(i)

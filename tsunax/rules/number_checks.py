@@ -110,9 +110,8 @@ def check_schedule(where: str, name: str, schedule: Function) -> None:
         value = float(result_of(here, name, schedule, step))
         if (low is not None and value < low) or (high is not None and value > high):
             expected = f"≥ {low}" + (f" and ≤ {high}" if high is not None else "")
-            raise HyperparameterError(
-                name, f"{where}, step {step} of its schedule", value, expected
-            )
+            place = f"{where}, step {step} of its schedule"
+            raise HyperparameterError(name, place, value, expected)
     shape_at(f"{where}, its schedule under jit", name, schedule)
 
 
