@@ -191,11 +191,12 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     Those that have the components of `name`, wildcards left out; then by the whole of both.
     """
     likeness = lambda a, b: difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
-    wanted = [part for part in name.split("/") if part.strip("!*")]
+    components = [part for part in name.split("/") if part.strip("!*")]
 
-    def closeness(other: str) -> tuple[float, float]:
-        best = [max(likeness(part, theirs) for theirs in other.split("/")) for part in wanted]
-        return sum(best), likeness(name, other)
+    def closeness(known_name: str) -> tuple[float, float]:
+        parts = known_name.split("/")
+        closest = [max(likeness(component, part) for part in parts) for component in components]
+        return sum(closest), likeness(name, known_name)
 
     return heapq.nlargest(n, known, key=closeness)
 

@@ -101,17 +101,18 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
 def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     """`adjust` of the member that `where` begins with, or of those that the names begin with."""
     if not (isinstance(where, str) and where == "**"):
-        name, inside = run.member_at(where, "adjust()")
-        return run.replace(**{name: adjust(run.members[name], inside, **values)})
-    of: dict[str, dict[str, Any]] = {}
-    for given, x in values.items():
-        if "/" not in given:
+        name, rest_of_name = run.member_at(where, "adjust()")
+        return run.replace(**{name: adjust(run.members[name], rest_of_name, **values)})
+    values_by_member: dict[str, dict[str, Any]] = {}
+    for name_of_value, x in values.items():
+        if "/" not in name_of_value:
             fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            told = unknown("hyperparameter", "adjust()", given, hyperparams(run), fix)
-            raise HyperparameterError(told)
-        name, inside = run.member_at(given, "adjust()")
-        of.setdefault(name, {})[inside] = x
-    return run.replace(**{name: adjust(run.members[name], **x) for name, x in of.items()})
+            text = unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
+            raise HyperparameterError(text)
+        name, rest_of_name = run.member_at(name_of_value, "adjust()")
+        values_by_member.setdefault(name, {})[rest_of_name] = x
+    members = {name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
+    return run.replace(**members)
 
 
 def freeze(state: _State, where: Where, *, members: ArrayLike | None = None) -> _State:

@@ -126,9 +126,9 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
 
 def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
     """The first two places with the same key, at least one of them selected."""
-    seen: dict[Any, int] = {}
+    first_places: dict[Any, int] = {}
     for i, key in enumerate(keys):
-        j = seen.setdefault(key, i)
+        j = first_places.setdefault(key, i)
         if i != j and (flags[i] or flags[j]):
             return j, i
     return None
@@ -361,20 +361,20 @@ def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
 
 def accepting(f: Callable, names) -> Callable:
     """The function, ignoring these keywords too: optax's line searches ask for its signature."""
-    known = parameters_of(f)
-    new = [name for name in names if name not in {p.name for p in known}]
-    if not known or not new:
+    parameters = parameters_of(f)
+    ignored = [name for name in names if name not in {p.name for p in parameters}]
+    if not parameters or not ignored:
         return f
 
     @functools.wraps(f)
-    def of(*args, **kwargs):
-        return f(*args, **{name: x for name, x in kwargs.items() if name not in new})
+    def accepting_call(*args, **kwargs):
+        return f(*args, **{name: x for name, x in kwargs.items() if name not in ignored})
 
-    at = len(known) - (bool(known) and known[-1].kind == inspect.Parameter.VAR_KEYWORD)
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in new]
-    signature = inspect.Signature([*known[:at], *more, *known[at:]])
-    of.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return of
+    place = len(parameters) - (parameters[-1].kind == inspect.Parameter.VAR_KEYWORD)
+    keyword = lambda name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    signature = [*parameters[:place], *map(keyword, ignored), *parameters[place:]]
+    accepting_call.__signature__ = inspect.Signature(signature)  # pyright: ignore[reportAttributeAccessIssue]
+    return accepting_call
 
 
 SEARCHES = ("value_fn", "obj_fn", "grad_fn")  # extra arguments that are functions of params

@@ -50,8 +50,8 @@ def devices_of_kind(kind: str) -> tuple[list[Device], str]:
 
 
 def nearest_file() -> Path | None:
-    here = Path.cwd()
-    paths = (folder / PREFERENCE_FILE for folder in (here, *here.parents))
+    current_folder = Path.cwd()
+    paths = (folder / PREFERENCE_FILE for folder in (current_folder, *current_folder.parents))
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -97,8 +97,12 @@ def devices_named(kind: Any, where: str) -> tuple[list[Device], str]:
         return _automatic()
     devices, why = devices_of_kind(kind)
     if not devices:
-        there = [f"{other} ({n})" for other in _ORDER if (n := len(devices_of_kind(other)[0]))]
-        expected = f"one that is here: {', '.join(there) or 'none is'}"
+        available_kinds = [
+            f"{other_kind} ({n})"
+            for other_kind in _ORDER
+            if (n := len(devices_of_kind(other_kind)[0]))
+        ]
+        expected = f"one that is here: {', '.join(available_kinds) or 'none is'}"
         raise DeviceError("device", where, f"no {kind}", expected, f"{why}.")
     return devices, f"{kind} was asked for"
 

@@ -119,9 +119,13 @@ _ELSEWHERE = {
 }
 
 
-def ours(name: str, known: Sequence[str]) -> list[str]:
+def ours(name: str, known_names: Sequence[str]) -> list[str]:
     """Those of the known names that stand for this word of another library."""
-    return [word for word, others in _WORDS.items() if name in others.split() and word in known]
+    return [
+        word
+        for word, foreign_words in _WORDS.items()
+        if name in foreign_words.split() and word in known_names
+    ]
 
 
 def elsewhere(name: str) -> str:

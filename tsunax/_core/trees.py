@@ -156,9 +156,9 @@ def conjugated(grads):
 
 def manual_axes() -> tuple:
     """The axes of devices inside `shard_map` or `pmap`, as far as JAX tells."""
-    found = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
-    if found or jax.__version_info__ >= (0, 8):
-        return found
+    axes = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+    if axes or jax.__version_info__ >= (0, 8):
+        return axes
     # in older versions pmap is no shard_map, and looks like a vmap with a named axis
     from jax._src import core
 
@@ -174,13 +174,13 @@ def is_tracing() -> bool:
 
 def programs_in(eqn: Any) -> list[Any]:
     """The programs in the parameters of an equation, open."""
-    found = []
+    programs = []
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
             x = getattr(x, "jaxpr", x)
             if hasattr(x, "eqns") and hasattr(x, "outvars"):
-                found.append(x)
-    return found
+                programs.append(x)
+    return programs
 
 
 # Paths
@@ -307,16 +307,16 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
 
 def axis_names(tree: Any) -> list[tuple | None]:
     """The axis names in flax's metadata for each leaf in flatten order; None without any."""
-    found: list[tuple | None] = []
+    names_of_leaves: list[tuple | None] = []
     for node in jtu.tree_leaves(tree, is_leaf=_is_box):
-        inner, given = jtu.tree_leaves(node), None
+        inner, axes = jtu.tree_leaves(node), None
         if _is_box(node) and len(inner) == 1:
-            known = node.get_metadata() if hasattr(node, "get_metadata") else {}
-            names = map(known.get, ("out_sharding", "sharding_names", "sharding"))
-            given = getattr(node, "names", None) or next(filter(None, names), None)
-            given = getattr(given, "spec", given)
-        found += [None if given is None else tuple(given)] * len(inner)
-    return found
+            metadata = node.get_metadata() if hasattr(node, "get_metadata") else {}
+            names = map(metadata.get, ("out_sharding", "sharding_names", "sharding"))
+            axes = getattr(node, "names", None) or next(filter(None, names), None)
+            axes = getattr(axes, "spec", axes)
+        names_of_leaves += [None if axes is None else tuple(axes)] * len(inner)
+    return names_of_leaves
 
 
 def bytes_str(n: float) -> str:
@@ -389,8 +389,8 @@ def describe(x: Any) -> str:
 
 def describe_call(f: Callable[..., Any]) -> str:
     """A function with the names of its parameters: "loss(params, batch, *, key)"."""
-    known = inspect.signature(f).parameters.values()
-    bare = [p.replace(annotation=p.empty, default=p.empty) for p in known]
+    parameters = inspect.signature(f).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
     return f"{getattr(f, '__name__', type(f).__name__)}{inspect.Signature(bare)}"
 
 

@@ -66,15 +66,15 @@ def mesh(
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise DeviceError("mesh", "", f"-1 for {' and '.join(free)}", "-1 for one axis at most")
-    given = math.prod(size for size in sizes.values() if size != -1)
-    found = sizes | {name: len(devices) // given for name in free}
-    if math.prod(found.values()) != len(devices):
+    product = math.prod(size for size in sizes.values() if size != -1)
+    resolved_sizes = sizes | {name: len(devices) // product for name in free}
+    if math.prod(resolved_sizes.values()) != len(devices):
         got = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        n = math.prod(found.values())
-        fix = f"Give it fewer: devices=jax.devices()[:{n}]." if given < len(devices) else ""
+        n = math.prod(resolved_sizes.values())
+        fix = f"Give it fewer: devices=jax.devices()[:{n}]." if product < len(devices) else ""
         raise DeviceError("mesh", "", got, f"sizes that multiply to {len(devices)} devices", fix)
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
-    return jax.make_mesh(tuple(found.values()), _AXES, axis_types=kinds, devices=devices)
+    return jax.make_mesh(tuple(resolved_sizes.values()), _AXES, axis_types=kinds, devices=devices)
 
 
 @checks.naming_arguments
@@ -165,7 +165,7 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
     if isinstance(host, bytes) or not all(isinstance(name, str) for name in host):
         expected = "names of parts of the state, such as 'moments'"
         raise WrongTypeError("host", "shard()", trees.describe(host), expected)
-    known: set[str] = set()
+    parts_of_states: set[str] = set()
 
     def of(s):
         flags = []
@@ -173,18 +173,18 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
             leaves, like = jax.tree.leaves(getattr(s, field.name)), field.metadata["like"]
             name = "moments" if like == "rule" else field.name
             if leaves and like in ("rule", "trained", "average"):
-                known.add(name)
+                parts_of_states.add(name)
             flags += [name in host and np.prod(np.shape(x)) >= placement.SMALL for x in leaves]
         return flags or False
 
     is_state = lambda x: isinstance(x, TrainState)
     flags = jax.tree.leaves(jax.tree.map(of, state, is_leaf=is_state))
     for name in host:
-        if name not in known:
-            raise StateError(unknown("part", "shard(host=...)", str(name), sorted(known)))
+        if name not in parts_of_states:
+            raise StateError(unknown("part", "shard(host=...)", str(name), sorted(parts_of_states)))
     try:  # a CPU has such memory in jax 0.7.2, but its programs can only read it
-        there = NamedSharding(mesh, P(), memory_kind="pinned_host" if host else None)
-        _ = host and jax.jit(lambda: np.float32(0), out_shardings=there).lower().compile()
+        host_sharding = NamedSharding(mesh, P(), memory_kind="pinned_host" if host else None)
+        _ = host and jax.jit(lambda: np.float32(0), out_shardings=host_sharding).lower().compile()
     except Exception as error:  # of the backend, whatever it is
         kind, fix = mesh.devices.flat[0].device_kind, f"Leave host= out. ({told(error)})"
         expected = "devices whose programs can use 'pinned_host'"
@@ -204,14 +204,13 @@ def _put_at(tree, where):
     if all(s.is_fully_addressable for s in shardings):
         return placement.put(tree, where)
 
-    def one(x, sharding):  # each process has all of it, and gives its own part
-        bits = placement.with_numpy_copied(trees.on_host(x))
-        made = jax.make_array_from_callback(bits.shape, sharding, lambda at: bits[at])
-        return (
-            jax.random.wrap_key_data(made, impl=jax.random.key_impl(x)) if trees.is_key(x) else made
-        )
+    def from_each_process(x, sharding):  # each has all of it, and gives its own part
+        array = placement.with_numpy_copied(trees.on_host(x))
+        spread = jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
+        is_key = trees.is_key(x)
+        return jax.random.wrap_key_data(spread, impl=jax.random.key_impl(x)) if is_key else spread
 
-    return jax.tree.map(one, tree, where)
+    return jax.tree.map(from_each_process, tree, where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,27 +264,27 @@ class _Choice:
             else:
                 opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
         roles = {"params": params, "rule": opt_state, "trained": follow, "average": follow}
-        found: list[P] = []
+        specs: list[P] = []
         for field in state._fields:
             leaves, like = jax.tree.leaves(getattr(state, field.name)), field.metadata["like"]
-            own = roles.get(like, [])
+            specs_of_field = roles.get(like, [])
             if like == "free":
-                own = [self._over(P(), x, "fsdp") for x in leaves]
-            found += [*own[: len(leaves)], *[P()] * (len(leaves) - len(own))]
-        return found
+                specs_of_field = [self._over(P(), x, "fsdp") for x in leaves]
+            specs += [*specs_of_field[: len(leaves)], *[P()] * (len(leaves) - len(specs_of_field))]
+        return specs
 
     def _ruled(self, params) -> dict[int, P]:
-        found: dict[int, P] = {}  # the first rule that matches decides
+        spec_of_leaf: dict[int, P] = {}  # the first rule that matches decides
         for pattern, spec in self.rules.items():
             if spec is not None and not isinstance(spec, P | tuple | list | str):
-                at, got = f"shard(), {pattern!r}", trees.describe(spec)
+                place, got = f"shard(), {pattern!r}", trees.describe(spec)
                 expected = "a PartitionSpec, a tuple of axis names, or None"
-                raise WrongTypeError("rule", at, got, expected)
+                raise WrongTypeError("rule", place, got, expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
             for i, on in enumerate(patterns.select(pattern, params, "shard()")):
                 if on:
-                    found.setdefault(i, spec)
-        return found
+                    spec_of_leaf.setdefault(i, spec)
+        return spec_of_leaf
 
     def _named(self, params) -> dict[int, P]:
         """By leaf the spec in flax's metadata."""
@@ -294,8 +293,8 @@ class _Choice:
         for name in self.logical:
             if name not in used:
                 raise PatternError(unknown("logical axis", "shard()", name, sorted(used)))
-        known = {name: name for name in self.mesh.shape} | dict(self.logical)
-        axis_of = lambda name: name if isinstance(name, tuple) else known.get(name)
+        axes_by_name = {name: name for name in self.mesh.shape} | dict(self.logical)
+        axis_of = lambda name: name if isinstance(name, tuple) else axes_by_name.get(name)
         return {i: P(*map(axis_of, names)) for i, names in named.items()}
 
     def _checked(self, spec: P, shape, path: str) -> P:
@@ -360,13 +359,13 @@ def describe_sharding(tree: PyTree) -> Placement:
     >>> describe_sharding(ts.shard({"w": jnp.zeros((64, 64))}, mesh(fsdp=-1, data=1)))
     ['w']  float32[64, 64]  ...
     """
-    rows, held, total, on_host = [], {}, 0, 0
-    for at, x in trees.leaves_at("", tree):
+    rows, device_bytes, total, on_host = [], {}, 0, 0
+    for path, x in trees.leaves_at("", tree):
         kind = f"{trees.dtype_of(x)}{list(np.shape(x))}"
-        elsewhere = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
+        word = "traced" if trees.is_traced(x) else "donated" if trees.is_gone(x) else "host"
         sharding: Any = getattr(x, "sharding", None)
-        if sharding is None or elsewhere != "host":
-            rows.append((at, kind, elsewhere, 0))
+        if sharding is None or word != "host":
+            rows.append((path, kind, word, 0))
             continue
         if isinstance(x, jax.Array):
             x = jax.random.key_data(x) if trees.is_key(x) else x
@@ -375,11 +374,11 @@ def describe_sharding(tree: PyTree) -> Placement:
             n = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
             parts = [(str(device), n) for device in sharding.device_set]
         for device, n in parts:
-            held[device] = held.get(device, 0) + (0 if trees.is_offloaded(x) else n)
+            device_bytes[device] = device_bytes.get(device, 0) + (0 if trees.is_offloaded(x) else n)
         on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
         total += math.prod(x.shape) * x.dtype.itemsize
-        rows.append((at, kind, _words(x), max((n for _, n in parts), default=0)))
-    return Placement(tuple(rows), held, total, on_host)
+        rows.append((path, kind, _words(x), max((n for _, n in parts), default=0)))
+    return Placement(tuple(rows), device_bytes, total, on_host)
 
 
 def _words(x: Any) -> str:

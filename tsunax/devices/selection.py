@@ -71,8 +71,8 @@ def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
     if not isinstance(kind, Sequence):
         fix = "[2] is device number 2, devices()[:2] are two of them."
         raise WrongTypeError("devices", where, trees.describe(kind), "a kind or a list", fix)
-    here = [] if all(map(is_device, kind)) else device_kinds.devices_named("auto", where)[0]
-    numbered = lambda index: device_kinds.device_number(here, index, where)
+    listed = [] if all(map(is_device, kind)) else device_kinds.devices_named("auto", where)[0]
+    numbered = lambda index: device_kinds.device_number(listed, index, where)
     named = lambda device: device_kinds.as_device(device, "devices()")
     chosen = [named(item) if is_device(item) else numbered(item) for item in kind]
     if not chosen or len(set(chosen)) < len(chosen):
@@ -127,12 +127,13 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
     >>> device_info("cpu")
     DeviceInfo(platform='cpu', kind='cpu', memory_total=None, memory_in_use=None, version='cpu')
     """
-    one = device_kinds.as_device(device, "device_info()")
+    chosen = device_kinds.as_device(device, "device_info()")
     stats: Any = None
     with contextlib.suppress(RuntimeError):  # of a backend that cannot say
-        stats = one.memory_stats()
+        stats = chosen.memory_stats()
     total, used = ((stats or {}).get(name) for name in ("bytes_limit", "bytes_in_use"))
-    return DeviceInfo(one.platform, one.device_kind, total, used, one.client.platform_version)
+    version = chosen.client.platform_version
+    return DeviceInfo(chosen.platform, chosen.device_kind, total, used, version)
 
 
 def simulate(n: int) -> None:
@@ -153,9 +154,9 @@ def simulate(n: int) -> None:
         fix = "Call it before anything makes an array; in a notebook restart the kernel first."
         got = "a backend that has started"
         raise DeviceError("simulate", "", got, "to be called before that", fix)
-    given = os.environ.get("NPROC", "")
-    most = max(16, 2 * n, os.cpu_count() or 1, int(given) if given.isdigit() else 0)
-    os.environ["NPROC"] = str(most)
+    requested = os.environ.get("NPROC", "")
+    threads = max(16, 2 * n, os.cpu_count() or 1, int(requested) if requested.isdigit() else 0)
+    os.environ["NPROC"] = str(threads)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(n))
 
@@ -236,6 +237,6 @@ def prefer(kind: str | None) -> None:
     if said := os.environ.get("TSUNAX_DEVICE", "").strip():
         warn(f"TSUNAX_DEVICE={said} goes before {path}.")
     if _started():
-        what = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} {path}"
+        change = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} {path}"
         started = "The backend has started, and what lies on a device stays there"
-        warn(f"{what}. {started}. Restart the process, and all of it follows.")
+        warn(f"{change}. {started}. Restart the process, and all of it follows.")

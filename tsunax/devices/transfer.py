@@ -86,16 +86,17 @@ def device_of(tree: PyTree) -> Device | None:
     >>> device_of({"w": jax.numpy.ones(2), "b": "x"}) == jax.devices()[0], device_of(np.ones(2))
     (True, None)
     """
-    found: dict[Device, str] = {}
-    for at, leaf in trees.leaves_at("tree", tree):
+    path_of_device: dict[Device, str] = {}
+    for path, leaf in trees.leaves_at("tree", tree):
         if not trees.is_placed(leaf):
             continue
         if (n := len(leaf.sharding.device_set)) > 1:
             fix = "Its .sharding says which."
-            raise DeviceError("array", at, f"{n} devices", "one device", fix)
-        (one,) = leaf.sharding.device_set
-        if (first := next(iter(found), one)) != one:
+            raise DeviceError("array", path, f"{n} devices", "one device", fix)
+        (device,) = leaf.sharding.device_set
+        if (first := next(iter(path_of_device), device)) != device:
             fix = "to_device(tree, device) brings them together."
-            raise DeviceError("array", at, one, f"{first}, where {found[first]} is", fix)
-        found.setdefault(one, at)
-    return next(iter(found), None)
+            expected = f"{first}, where {path_of_device[first]} is"
+            raise DeviceError("array", path, device, expected, fix)
+        path_of_device.setdefault(device, path)
+    return next(iter(path_of_device), None)

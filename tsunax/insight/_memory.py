@@ -153,19 +153,19 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return int(memory), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
-        known = {card.description: card.memory for card in CARDS.values()}
-        known |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
-        if device.device_kind in known:
-            return known[device.device_kind], f"the memory of a {device.device_kind}"
+        memory_by_kind = {card.description: card.memory for card in CARDS.values()}
+        memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
+        if device.device_kind in memory_by_kind:
+            return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
         got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
     is_held = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
     held = sum(map(bytes_on_one, filter(is_held, arrays)))
     info = device_info(device)
     if info.memory_total is not None:
-        others = max(0, (info.memory_in_use or 0) - held)
-        source = f"the limit of {device}, less {trees.bytes_str(others)} of others"
-        return info.memory_total - others, source
+        bytes_of_others = max(0, (info.memory_in_use or 0) - held)
+        source = f"the limit of {device}, less {trees.bytes_str(bytes_of_others)} of others"
+        return info.memory_total - bytes_of_others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
         got, fix = f"{device}, which does not say how much it has", "Give memory=16 << 30."

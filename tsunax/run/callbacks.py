@@ -33,9 +33,9 @@ globals()["__getattr__"] = missing_name("tsunax.callbacks", __all__)
 @dataclass_transform(frozen_default=True)
 def _value(cls: type[_T]) -> type[_T]:
     """A frozen dataclass whose errors of wrong arguments name the right ones."""
-    made: Any = dataclass(frozen=True)(cls)
-    made.__init__ = checks.naming_arguments(made.__init__)
-    return made
+    frozen_class: Any = dataclass(frozen=True)(cls)
+    frozen_class.__init__ = checks.naming_arguments(frozen_class.__init__)
+    return frozen_class
 
 
 def __dir__() -> list[str]:
@@ -296,10 +296,11 @@ class plateau(Watching):
 def _rates(state, where) -> tuple[Any, dict[str, float]]:
     """The state with a cut at `where`, and the learning rates of those leaves by flat name."""
     state = adjust(state, where)
-    before = hyperparams(state)
-    other = 1 + 2 * max(x for x in before.values() if isinstance(x, float))
-    after = hyperparams(adjust(state, where, learning_rate=other))  # who moves is meant
-    return state, {name: before[name] for name in before if before[name] != after[name]}
+    old_numbers = hyperparams(state)
+    another_rate = 1 + 2 * max(x for x in old_numbers.values() if isinstance(x, float))
+    # the numbers that another rate would move are those of `where`
+    new_numbers = hyperparams(adjust(state, where, learning_rate=another_rate))
+    return state, {name: x for name, x in old_numbers.items() if x != new_numbers[name]}
 
 
 @_value
