@@ -67,7 +67,7 @@ def check_byte_order(batch: PyTree, extra: Extra) -> None:
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
 ) -> PyTree:
-    """`run(batch, extra)` with both on the mesh of the state; errors are those of its arguments."""
+    """`run(state, batch, extra)` on the mesh of the state; errors are those of its arguments."""
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
     try:
@@ -76,7 +76,7 @@ def call_on_mesh(
             from tsunax._step import on_mesh
 
             batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=whole)
-        return run(batch, extra)
+        return run(state, batch, extra)
     except Exception as error:
         raise_if_faulty(error, state, batch, extra)
         raise
@@ -449,12 +449,12 @@ class EvalStep:
     def __call__(self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any) -> Loss:
         if more:
             check_state(state, "eval_step()", batch, more)
-        run = lambda *args: self._compiled(self._read(state), *args)
+        run = lambda state, *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
-        run = lambda *args: self._compiled.trace(self._read(state), *args)
+        run = lambda state, *args: self._compiled.trace(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,8 +34,7 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
     def call(state: TrainState, batch=None, **extra) -> TrainState:
-        of_state = lambda *args: run(state, *args)
-        return call_on_mesh(of_state, state, batch, extra, "update_batch_stats()", whole=False)
+        return call_on_mesh(run, state, batch, extra, "update_batch_stats()", whole=False)
 
     return call
 

@@ -22,7 +22,7 @@ from tsunax._step.loss_fn import (
     LossFn,
     Problem,
     Strategy,
-    loss_objective,
+    scaled_loss,
 )
 from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
@@ -63,10 +63,6 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
 
             warn_of_no_key(options.loss_fn)
         if axes := axes_around(options.axis_name, where):
-            if per_example is True:
-                fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
-                got, expected = f"True over axis {axes!r}", "gradients with a mean"
-                raise WrongTypeError("per_example", where, got, expected, fix)
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
         objective = _objective(fn, state)
         gradient = functools.partial(_differentiated, name, checkpoint)
@@ -117,8 +113,8 @@ def _strategy(options: GradientOptions) -> Strategy:
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
 
-        drop = options.on_nonfinite == "drop"
-        strategy = functools.partial(over_micro_batches, n=n, drop=drop)
+        drops = options.on_nonfinite == "drop"
+        strategy = functools.partial(over_micro_batches, n=n, drop=drops)
     if not options.per_example:
         return strategy
     from tsunax._step import per_example
@@ -149,11 +145,9 @@ def _varying(
 def _objective(fn: LossFn, state: TrainState, whole: Loss | None = None) -> Function:
     """`f((trained, overwritten), rows, keywords) -> (scaled mean loss, Loss)`."""
     inputs: list[Any] = []  # found once for all micro-batches
-
-    def objective(parts: tuple[PyTree, PyTree], rows: PyTree, keywords: Extra):
-        return loss_objective(fn, state, rows, keywords, inputs, whole)(with_rest(state, *parts))
-
-    return objective
+    return lambda parts, rows, keywords: scaled_loss(
+        fn, state, with_rest(state, *parts), rows, keywords, whole, inputs
+    )
 
 
 def _differentiated(
@@ -268,7 +262,7 @@ def search_functions(
             raise RuleError("rule", where, "a line search", "one without", fix)
         if (thawed := thawed_flags(state)) is not None:
             params = guard.choose(thawed, params, trained_part(state))
-        return loss_objective(fn, state, batch, keywords)(with_rest(state, params))[1].compute()
+        return scaled_loss(fn, state, with_rest(state, params), batch, keywords)[1].compute()
 
     return {
         "value_fn": value_fn,

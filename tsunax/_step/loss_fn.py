@@ -218,29 +218,26 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
     return with_part(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
 
 
-def loss_objective(
+def scaled_loss(
     fn: LossFn,
     state: TrainState,
+    params: PyTree,
     batch: PyTree,
     keywords: Extra,
-    inputs: list[Any] | None = None,
     whole: Loss | None = None,
-) -> Function:
-    """`params -> (scaled mean loss, Loss)`; of a part of a `whole` with several terms, if given."""
-
-    def objective(params: PyTree):
-        with training_call(keywords.get("model_state")) as call:
-            loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
-        if call.moved and loss.model_state is None:
-            got = "none, though a model in train mode made a new one"
-            fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
-            raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
-        mean = loss.compute() if whole is None else loss.mean_in(whole)
-        if state.loss_scale is not None:
-            mean = mean.astype(jnp.float32) * state.loss_scale.scale
-        return mean, loss
-
-    return objective
+    inputs: list[Any] | None = None,
+) -> tuple[jax.Array, Loss]:
+    """The mean times the loss scale, and the Loss; of a part of a `whole` with terms, if given."""
+    with training_call(keywords.get("model_state")) as call:
+        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+    if call.moved and loss.model_state is None:
+        got = "none, though a model in train mode made a new one"
+        fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
+        raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
+    mean = loss.compute() if whole is None else loss.mean_in(whole)
+    if state.loss_scale is not None:
+        mean = mean.astype(jnp.float32) * state.loss_scale.scale
+    return mean, loss
 
 
 def seen_by(
@@ -262,13 +259,13 @@ def seen_by(
     if policy is None:
         return params, batch
     of = lambda params, batch: fn(params, batch, keywords)
-    known = [] if inputs is None else inputs
+    flags = [] if inputs is None else inputs
 
-    def found(batch: PyTree):
+    def flags_of_inputs(batch: PyTree):
         from tsunax._core.dataflow import multiplied
 
-        if not known:
-            known.extend(multiplied(of, params, batch))
-        return known
+        if not flags:
+            flags.extend(multiplied(of, params, batch))
+        return flags
 
-    return params, policy.batch_to_compute(batch, train, found)
+    return params, policy.batch_to_compute(batch, train, flags_of_inputs)

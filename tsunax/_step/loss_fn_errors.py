@@ -50,6 +50,10 @@ def check_options(options: Any, whole: bool, where: str) -> None:
     if not (is_function or isinstance(per_example, bool)):
         expected = "True, or a function of the gradient of one row"
         raise WrongTypeError("per_example", where, trees.describe(per_example), expected)
+    if per_example is True and (axes := checks.as_axes(options.axis_name, where)):
+        fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
+        got, expected = f"True over axis {axes!r}", "gradients with a mean"
+        raise WrongTypeError("per_example", where, got, expected, fix)
     checks.check_flags(where, noise_scale=noise_scale)
     if whole and (per_example or noise_scale):
         what = "per_example" if per_example else "noise_scale"
