@@ -701,8 +701,7 @@ MISSING_NAMES = {  # what is asked for, and what to write instead
     (ts.rules, "SGD"): "expected one of sgd, .*Did you mean 'sgd'?",
     (ts.schedules, "warmup_cosine"): "Did you mean 'warmup_cosine_decay_schedule'?",
     (ts, "Trainer"): r"Write state, history = ts.fit\(step, state, data, epochs=10\).",
-    (ts.TrainState, "create"): r"name at TrainState: got 'create', .*Write state = ts.setup\(rule, params\).",
-    (ts.TrainState, "parms"): "Did you mean 'params'?",
+    (good(), "parms"): "Did you mean 'params'?",
     (good(), "apply_gradients"): r"Write state, info = ts.update\(state, grads\).",
     (good(), "rejectd"): "Did you mean 'rejected'?",
 }

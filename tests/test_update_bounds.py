@@ -35,9 +35,12 @@ def plain_rule_of(name):
 def is_certain(rule, params, grads=None):
     """True or a traced bool that is true, False, or None and the reason."""
     state = ts.setup(rule, params)
-    found, reason = jax.jit(lambda s, g: certainty(s, g, None)[0] is None or certainty(s, g, None)[0])(
-        state, params if grads is None else grads
-    ), certainty(state, params, None)[1]
+    found, reason = (
+        jax.jit(lambda s, g: certainty(s, g, None)[0] is None or certainty(s, g, None)[0])(
+            state, params if grads is None else grads
+        ),
+        certainty(state, params, None)[1],
+    )
     return reason or bool(found)
 
 

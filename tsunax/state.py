@@ -57,16 +57,8 @@ class Clocked:
         return count_in(self.clock, 3)
 
 
-class _StateType(type):
-    """The class of state classes: `TrainState.create`, as flax has it, is an error with a hint."""
-
-    def __getattr__(cls, name: str) -> Never:
-        names = [word for word in [*cls.__annotations__, *dir(cls)] if word[0] != "_"]
-        missing_name(cls.__name__, names)(name)
-
-
 @state_class
-class TrainState(Clocked, metaclass=_StateType):
+class TrainState(Clocked):
     """The state of training: `state, info = step(state, batch)`.
 
     Made by `setup`; edited by `adjust`, `freeze` and `replace(**fields)`, which return a new one.
@@ -173,7 +165,8 @@ class TrainState(Clocked, metaclass=_StateType):
     if not TYPE_CHECKING:  # which would take every name for known
 
         def __getattr__(self, name: str) -> Never:
-            getattr(type(self), name)
+            names = [word for word in [*self._names, *dir(type(self))] if word[0] != "_"]
+            missing_name(type(self).__name__, names)(name)
 
     def __repr__(self) -> str:
         from tsunax._step.state_text import state_text
