@@ -24,6 +24,7 @@ import numpy as np
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.loss import Loss
@@ -167,9 +168,11 @@ class TrainStep:
     at_once: int | None = None
     per_example: bool | Function = False
     noise_scale: bool = False
+    check_rows: bool = True
 
     def __post_init__(self) -> None:
-        checks.check_flags("train_step()", donate=self.donate, norms=self.norms)
+        flags = {"donate": self.donate, "norms": self.norms, "check_rows": self.check_rows}
+        checks.check_flags("train_step()", **flags)
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
         _ = self.gradient  # the errors of all others belong here, not into the first call
@@ -178,6 +181,11 @@ class TrainStep:
     def gradient(self) -> Function:
         given = self.loss_fn, self.accumulate, self.remat, self.on_nonfinite, "train_step()"
         return gradient_of(*given, self.axis_name, self.per_example, self.noise_scale)
+
+    @functools.cached_property
+    def row_probe(self) -> RowProbe:
+        """What looks before the first call whether the loss mixes rows."""
+        return RowProbe(self.loss_fn, self.accumulate, self.per_example, self.check_rows)
 
     @functools.cached_property
     def masks(self) -> bool:
@@ -260,6 +268,8 @@ class TrainStep:
             check_state(state, "step()", batch, more)
         try:
             check_byte_order(batch, extra)
+            if self.row_probe.pending:
+                self.row_probe(state, batch, extra)
             # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
                 new, info = self._traced(state, batch, extra)
@@ -325,6 +335,7 @@ def train_step(
     at_once: int | None = None,
     per_example: bool | Function = False,
     noise_scale: bool = False,
+    check_rows: bool = True,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -363,6 +374,8 @@ def train_step(
         example). The rule gets their mean over rows, in the memory of one micro-batch.
       noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), the scatter of
         gradients between micro-batches. It takes an `accumulate` of at least 2.
+      check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a
+        few rows with that of their micro-batches, and warns if they differ.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -384,7 +397,7 @@ def train_step(
     1.6402
     """
     given = loss_fn, accumulate, on_nonfinite, donate, remat, norms, axis_name, at_once
-    return TrainStep(*given, per_example, noise_scale)
+    return TrainStep(*given, per_example, noise_scale, check_rows)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._step.gradients import gradient_of
+from tsunax._step.row_probe import RowProbe
 from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
@@ -46,6 +47,7 @@ def value_and_grad(
     axis_name: AxisName = None,
     per_example: bool | Function = False,
     noise_scale: bool = False,
+    check_rows: bool = True,
 ) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
@@ -71,7 +73,18 @@ def value_and_grad(
     (11.0, Array([3., 4.], dtype=float32))
     """
     given = loss_fn, accumulate, remat, on_nonfinite, "value_and_grad()"
-    return gradient_of(*given, axis_name, per_example, noise_scale)
+    gradient = gradient_of(*given, axis_name, per_example, noise_scale)
+    row_probe = RowProbe(loss_fn, accumulate, per_example, check_rows)
+
+    def f(
+        state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
+    ) -> tuple[Loss, PyTree]:
+        both = gradient(state, batch, at=at, **extra)
+        if row_probe.pending:
+            row_probe(state, batch, extra)
+        return both
+
+    return f
 
 
 class StepInfo(NamedTuple):

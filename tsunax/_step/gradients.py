@@ -91,14 +91,6 @@ def gradient_of(
             old = given.get("model_state", state.model_state)
             more = base(state), old, parts[1]
             loss, grads = of_all(gradient, n, rows, given, *more, square=square)
-        if accumulate > 1 or per_example:
-            from tsunax._step.row_mixing import warn_of_mixed_rows
-
-            if whole:
-                objective = _objective(dataclasses.replace(fn, fn=whole.mean_embedding), state)
-            seen = lambda trained, batch, keywords: objective((trained, parts[1]), batch, keywords)
-            cut = 0 if per_example else accumulate
-            warn_of_mixed_rows(seen, parts[0], batch, keywords, name, cut, whole is not None)
         if axes:
             from tsunax.microbatches import over_devices
 
