@@ -255,8 +255,7 @@ ALL = [
 
 def difference(fn, n=2, state=STATE, batch=BATCH, per_example=False, **extra):
     """What the probe measures, or its error."""
-    size = 1 if per_example else len(batch["t"]) // n
-    return RowProbe(fn, n, per_example, True).difference(size, state, batch, extra)
+    return RowProbe(fn, n, per_example, True).difference(state, batch, extra)
 
 
 def warnings_of(call):
@@ -444,7 +443,7 @@ def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
     assert seen[0].filename == __file__  # not a line of JAX's
     whole, parts = clip(PARAMS, BATCH), [clip(PARAMS, jax.tree.map(lambda x, i=i: x[i::4], BATCH)) for i in range(4)]
     assert text.startswith(
-        f"loss at clip(p, b): got {whole:.6g} for 8 rows and {sum(parts) / 4:.6g} for the same in 4 "
+        f"loss at clip(p, b): got {whole:.6g} for 8 rows and {sum(parts) / 4:.6g} for these in 4 "
         "micro-batches, expected a mean over rows under accumulate=4. Return a mean over rows; "
     )
     assert "ts.losses.whole_batch(embed, loss)" in text

@@ -19,7 +19,7 @@ program of your own numbers are made up for them, unless they would be too many.
 
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,13 @@ from tsunax.state import TrainState, trained_part, with_rest
 
 ROWS = 8  # of a micro-batch: more take time, and with fewer some losses raise
 PARTS = 8  # micro-batches: of two, masks may agree by chance; of large ones two are enough
-NEAR = 0.0, 0.25, 0.5, 1.0, 1.5  # how much the params of each measurement change a layer's outputs, about
+NEAR = (
+    0.0,
+    0.25,
+    0.5,
+    1.0,
+    1.5,
+)  # how much the params of each measurement change a layer's outputs, about
 LEAST = 1e-4  # a smaller part of a loss is left to rounding, whatever the dtype
 MOST = 1 << 24  # elements to make up: more would take seconds, and memory that a step needs
 
@@ -51,15 +57,6 @@ _ALONE = "Each row is alone in its gradient, so that this is another loss than t
 _EMBED = "Each micro-batch has only its own rows: mix them in loss(embeddings, batch)."
 
 
-class Difference(NamedTuple):
-    """The loss of some rows, and the merged loss of the same rows in micro-batches."""
-
-    whole: float
-    merged: float
-    rows: int
-    parts: int
-
-
 class RowProbe:
     """Before the first call of a step, `probe(state, batch, extra)` warns if its loss mixes rows.
 
@@ -74,88 +71,46 @@ class RowProbe:
         self.pending: bool = check_rows and (accumulate > 1 or self._alone)
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
-        self.pending, difference, rows = False, None, rows_of(batch)
-        of_step = 1 if self._alone else -(-rows // self._accumulate)
-        few = [k for k in range(ROWS, of_step) if of_step % k == 0][:1]
-        for size in [*few, of_step] if rows > 1 else []:
-            with (
-                contextlib.suppress(Exception),  # the step itself raises what is wrong
-                jax.transfer_guard("allow"),
-                jax.default_matmul_precision("highest"),
-                jax.ensure_compile_time_eval(),
-            ):
-                difference = self.difference(size, *_with_values(state, batch, extra))
-                break
+        self.pending, difference = False, None
+        with (
+            contextlib.suppress(Exception),  # the step itself raises what is wrong
+            jax.transfer_guard("allow"),
+            jax.default_matmul_precision("highest"),
+            jax.ensure_compile_time_eval(),
+        ):
+            difference = self.difference(*_with_values(state, batch, extra))
         if difference is not None:
-            self._warn(difference)
+            self._warn(*difference)
 
     def difference(
-        self, size: int, state: TrainState, batch: PyTree, extra: Extra
-    ) -> Difference | None:
-        """The first one that counts, for micro-batches of `size` rows."""
+        self, state: TrainState, batch: PyTree, extra: Extra
+    ) -> tuple[float, float, float, int, int] | None:
+        """The loss of some rows, that of their micro-batches, where, and how many of both."""
         if jnp.ndim(state.clock) > 1:
             from tsunax._step.members import of_first_member
 
             state, batch, extra = of_first_member(state, batch, extra)
-        fn = LossFn.of(self._loss_fn)
-        if hasattr(self._loss_fn, "mean_embedding"):  # of `losses.whole_batch`
-            fn = dataclasses.replace(fn, fn=self._loss_fn.mean_embedding)
-        count = rows_of(batch)
-        n = count if self._alone else self._accumulate
-        if ("model_state" in fn.names and "train" not in fn.names) or (
-            count % n and "mask" not in fn.names
-        ):
+        fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
+        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `losses.whole_batch`
+        fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
+        n = rows if self._alone else self._accumulate
+        pads, has_modes = rows % n > 0, "train" in fn.names
+        if (pads and "mask" not in fn.names) or ("model_state" in fn.names and not has_modes):
             return None
-        train = {"key", "model_state"}.isdisjoint(fn.names)
-        parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
-        mask = extra.pop("mask", None)
-        if mask is None and "mask" in fn.names and count % n:
-            mask = np.arange(count) < count - 1  # the step pads the batch
-        take = np.linspace(0, count - 1, parts * size).astype(int)
-        taken = jax.tree.map(lambda x: x[take], (batch, mask))
-
-        @jax.jit
-        def loss_of(state, taken, extra, index, near, draw, jitter):
-            state, extra = jax.tree.map(lambda x: _redrawn(x, draw), (state, extra))
-            leaves, treedef = jax.tree.flatten(trained_part(state))
-            moved = [_moved(x, i, near, jitter) for i, x in enumerate(leaves)]
-            params = with_rest(state, treedef.unflatten(moved))
-            batch, mask = jax.tree.map(lambda x: x[index], taken)
-            extra = extra if mask is None else {**extra, "mask": mask.astype(np.float32)}
-            keywords = fn.keywords(state, batch, extra, train=True)
-            if "train" in keywords:
-                keywords["train"] = train
-            loss = fn(*seen_by(fn, state, params, batch, keywords, train=train), keywords)
-            return loss.compute(), loss.weight
-
-        def measure(order: np.ndarray, near: float, draw: int) -> tuple[float, float, float]:
-            """The loss of the rows, that of their micro-batches, and the size of all of these."""
-            more = np.float32(near), np.uint32(draw), np.float32(draw * rounding)
-            at = lambda index: tuple(map(float, loss_of(state, taken, extra, index, *more)))
-            cut = [pair for i in range(parts) if (pair := at(order[i::parts]))[1] != 0]
-            losses, weights = zip(*cut, strict=True)
-            whole, merged = at(order)[0], float(np.average(losses, weights=weights))
-            return whole, merged, float(np.max(np.abs([whole, merged, *losses])))
-
-        rounding, order = 0.0, np.arange(parts * size)
-        start = state, taken, extra, order, np.float32(0), np.uint32(0), np.float32(0)
-        rounding = _coarsest(loss_of.trace(*start).jaxpr.jaxpr)
-        for near in NEAR:
-            whole, merged, scale = measure(order, near, 0)
-            least = max(LEAST, 2 * rounding) * scale
-            if abs(whole - merged) > least and not (
-                self._alone and abs(whole - parts * merged) < least
-            ):
-                again = measure(order, near, 1)
-                noise = max(abs(whole - again[0]), abs(merged - again[1]))
-                gap = min(abs(whole - merged), abs(again[0] - again[1]))
-                if gap > max(least, 8 * noise):
-                    return Difference(whole, merged, parts * size, parts)
-            order = np.random.default_rng(0).permutation(order)
+        mask = np.arange(rows) < rows - 1 if pads else None
+        mask = extra.get("mask", mask)
+        most = -(-rows // n)  # in a micro-batch of the step
+        few = [size for size in range(ROWS, most) if most % size == 0][:1]
+        for size in [*few, most] if rows > 1 else []:
+            parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
+            take = np.linspace(0, rows - 1, parts * size).astype(int)
+            with contextlib.suppress(Exception):  # it may be a loss for one number of rows
+                taken = jax.tree.map(lambda x, take=take: x[take], (batch, mask))
+                both = _difference(fn, parts, state, taken, extra, is_sum=self._alone)
+                return both and (*both, parts * size, parts)
         return None
 
-    def _warn(self, difference: Difference) -> None:
-        whole, merged, rows, parts = difference
+    def _warn(self, whole: float, merged: float, near: float, rows: int, parts: int) -> None:
         what, fix = "loss", _NOT_A_MEAN
         if self._alone:
             fix = _ALONE
@@ -163,10 +118,59 @@ class RowProbe:
             what, fix = "embed", _EMBED
         elif abs(whole - parts * merged) < LEAST * abs(whole):
             fix = _SUM
-        got = f"{whole:.6g} for {rows} rows and {merged:.6g} for the same in {parts} micro-batches"
+        got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
+        got += " at params near those of the state" if near else ""
         under = "per_example" if self._alone else f"accumulate={self._accumulate}"
         expected = f"a mean over rows under {under}"
         warn(message(what, trees.describe_call(self._loss_fn), got, expected, fix))
+
+
+def _difference(
+    fn: LossFn, parts: int, state: TrainState, rows: PyTree, extra: Extra, *, is_sum: bool
+) -> tuple[float, float, float] | None:
+    """The loss of all rows and of `parts` micro-batches, and where they differ beyond rounding.
+
+    With `is_sum` the loss may be a sum over rows as well as a mean.
+    """
+    train = "train" not in fn.names or {"key", "model_state"}.isdisjoint(fn.names)
+
+    @jax.jit
+    def loss_of(state, rows, extra, index, near, draw, rounding):
+        state, extra = jax.tree.map(lambda x: _redrawn(x, draw), (state, extra))
+        errors = draw.astype(np.float32) * rounding
+        leaves, treedef = jax.tree.flatten(trained_part(state))
+        moved = [_moved(x, i, near, errors) for i, x in enumerate(leaves)]
+        params = with_rest(state, treedef.unflatten(moved))
+        batch, mask = jax.tree.map(lambda x: x[index], rows)
+        more = {} if mask is None else {"mask": mask.astype(np.float32)}
+        keywords = fn.keywords(state, batch, extra | more, train=True)
+        keywords |= {"train": train} if "train" in keywords else {}
+        loss = fn(*seen_by(fn, state, params, batch, keywords, train=train), keywords)
+        return loss.compute(), loss.weight
+
+    def measured(near: float, draw: int) -> tuple[float, float, float]:
+        """The loss of the rows, the merged loss of their micro-batches, and the size of all."""
+        more = np.float32(near), np.uint32(draw), np.float32(rounding)
+        of = lambda index: tuple(map(float, loss_of(state, rows, extra, index, *more)))
+        whole, cut = of(order)[0], [of(order[i::parts]) for i in range(parts)]
+        cut = [(loss, weight) for loss, weight in cut if weight != 0]
+        merged = sum(loss * weight for loss, weight in cut) / sum(weight for _, weight in cut)
+        return whole, merged, max(abs(x) for x in (whole, merged, *(loss for loss, _ in cut)))
+
+    rounding, order = 0.0, np.arange(rows_of(rows))
+    start = state, rows, extra, order, np.float32(0), np.uint32(0), np.float32(0)
+    rounding = _coarsest(loss_of.trace(*start).jaxpr.jaxpr)
+    for near in NEAR:
+        whole, merged, size = measured(near, 0)
+        least = max(LEAST, 2 * rounding) * size
+        adds_up = is_sum and abs(whole - parts * merged) < least
+        if abs(whole - merged) > least and not adds_up:
+            again, merged_again, _ = measured(near, 1)
+            noise = max(abs(whole - again), abs(merged - merged_again))
+            if min(abs(whole - merged), abs(again - merged_again)) > max(least, 8 * noise):
+                return whole, merged, near
+        order = np.random.default_rng(0).permutation(order)
+    return None
 
 
 def _with_values(state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, Any, Extra]:
