@@ -19,6 +19,7 @@ program of your own numbers are made up for them, unless they would be too many.
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ class RowProbe:
             contextlib.suppress(Exception),  # the step itself raises what is wrong
             jax.transfer_guard("allow"),
             jax.default_matmul_precision("highest"),
-            jax.ensure_compile_time_eval(),
+            jax.core.eval_context(),
         ):
             difference = self.difference(*_with_values(state, batch, extra))
         if difference is not None:
@@ -135,12 +136,9 @@ def _difference(
     train = "train" not in fn.names or {"key", "model_state"}.isdisjoint(fn.names)
 
     @jax.jit
-    def loss_of(state, rows, extra, index, near, draw, rounding):
+    def loss_of(trained, state, rows, extra, index, draw):
         state, extra = jax.tree.map(lambda x: _redrawn(x, draw), (state, extra))
-        errors = draw.astype(np.float32) * rounding
-        leaves, treedef = jax.tree.flatten(trained_part(state))
-        moved = [_moved(x, i, near, errors) for i, x in enumerate(leaves)]
-        params = with_rest(state, treedef.unflatten(moved))
+        params = with_rest(state, trained)
         batch, mask = jax.tree.map(lambda x: x[index], rows)
         more = {} if mask is None else {"mask": mask.astype(np.float32)}
         keywords = fn.keywords(state, batch, extra | more, train=True)
@@ -150,16 +148,19 @@ def _difference(
 
     def measured(near: float, draw: int) -> tuple[float, float, float]:
         """The loss of the rows, the merged loss of their micro-batches, and the size of all."""
-        more = np.float32(near), np.uint32(draw), np.float32(rounding)
-        of = lambda index: tuple(map(float, loss_of(state, rows, extra, index, *more)))
+        move = lambda i, x: _moved(x, np.float32(i), np.float32(near), np.float32(draw * rounding))
+        moved = treedef.unflatten(map(move, itertools.count(1), leaves))
+        given = state, rows, extra
+        of = lambda index: tuple(map(float, loss_of(moved, *given, index, np.uint32(draw))))
         whole, cut = of(order)[0], [of(order[i::parts]) for i in range(parts)]
         cut = [(loss, weight) for loss, weight in cut if weight != 0]
         merged = sum(loss * weight for loss, weight in cut) / sum(weight for _, weight in cut)
         return whole, merged, max(abs(x) for x in (whole, merged, *(loss for loss, _ in cut)))
 
-    rounding, order = 0.0, np.arange(rows_of(rows))
-    start = state, rows, extra, order, np.float32(0), np.uint32(0), np.float32(0)
-    rounding = _coarsest(loss_of.trace(*start).jaxpr.jaxpr)
+    trained, order = trained_part(state), np.arange(rows_of(rows))
+    leaves, treedef = jax.tree.flatten(trained)
+    program = loss_of.trace(trained, state, rows, extra, order, np.uint32(0))
+    rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:
         whole, merged, size = measured(near, 0)
         least = max(LEAST, 2 * rounding) * size
@@ -200,15 +201,16 @@ def _redrawn(x: Any, draw: jax.Array) -> Any:
     return x + draw if x.dtype == np.uint32 else x
 
 
-def _moved(x: Any, i: int, near: jax.Array, jitter: jax.Array) -> Any:
-    """Leaf i, moved by a wave, and then by relative errors of `jitter`."""
+@jax.jit
+def _moved(x: jax.Array, i: jax.Array, near: jax.Array, errors: jax.Array) -> jax.Array:
+    """Leaf i, moved by a wave, and then by relative `errors`. It compiles once for each shape."""
     if not trees.is_inexact(x):
         return x
     wide, inputs = trees.wide_dtype(x), x.size // x.shape[-1] if x.ndim > 1 and x.size else 1
-    angle = jnp.arange(1, x.size + 1, dtype=np.float32).reshape(x.shape) + np.float32(i)
-    wave = near * np.float32(inputs**-0.5) * jnp.sin(np.float32(12.9898) * angle)
-    errors = 1 + jitter * jnp.cos(np.float32(3.3) * angle)
-    return ((x.astype(wide) + wave.astype(wide)) * errors.astype(wide)).astype(x.dtype)
+    place = jnp.arange(x.size, dtype=np.float32).reshape(x.shape) + i
+    wave = lambda step: (place * np.float32(step)) % 2 - 1  # a sine takes longer to compile
+    shift, factor = near * np.float32(inputs**-0.5) * wave(0.618034), 1 + errors * wave(0.754878)
+    return ((x.astype(wide) + shift.astype(wide)) * factor.astype(wide)).astype(x.dtype)
 
 
 def _coarsest(jaxpr: Any) -> float:
