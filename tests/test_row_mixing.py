@@ -477,7 +477,15 @@ CALLS = {
         jax.tree.map(lambda x: np.stack([x] * 2), BATCH),
     ),
     "population": lambda fn: ts.train_step(fn, accumulate=2)(
-        ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), PARAMS), jnp.array([0.1, 0.2]), key=0), BATCH
+        ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), PARAMS), 2, key=0, rate=jnp.array([0.1, 0.2])),
+        BATCH,
+    ),
+    "members with batches of their own": lambda fn: ts.train_step(fn, accumulate=2)(
+        ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), PARAMS), 2),
+        ts.populations.each(jax.tree.map(lambda x: np.stack([x] * 2), BATCH)),
+    ),
+    "explicit mesh": lambda fn: ts.train_step(fn, accumulate=2)(
+        ts.shard(ts.setup(ts.rules.sgd(0.1), PARAMS), ts.mesh(devices=jax.devices()[:2], explicit=True)), BATCH
     ),
     "mesh": lambda fn: ts.train_step(fn, accumulate=2)(
         ts.shard(ts.setup(ts.rules.sgd(0.1), PARAMS), ts.mesh(devices=jax.devices()[:2])), BATCH

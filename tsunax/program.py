@@ -268,10 +268,10 @@ class TrainStep:
             check_state(state, "step()", batch, more)
         try:
             check_byte_order(batch, extra)
-            if self.row_probe.pending:
-                self.row_probe(state, batch, extra)
             # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
+                if self.row_probe.pending:
+                    self.row_probe(state, batch, extra)
                 new, info = self._traced(state, batch, extra)
                 # arrays that the step only reads stay the same ones: a loop does not carry them
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
@@ -283,6 +283,8 @@ class TrainStep:
             shardings, moving, still = self.programs.place_state(state, moving, still)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
+            if self.row_probe.pending:  # all processes at once: a mesh has rows of each
+                self.row_probe(state, batch, extra)
             program = self.programs[shardings]
             moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
         except Exception as error:

@@ -19,6 +19,7 @@ program of your own numbers are made up for them, unless they would be too many.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, Function, PyTree, trees
+from tsunax._core import Extra, Function, PyTree, placement, trees
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import message, warn
 from tsunax.loss import rows_of
@@ -106,7 +107,7 @@ class RowProbe:
             parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
             take = np.linspace(0, rows - 1, parts * size).astype(int)
             with contextlib.suppress(Exception):  # it may be a loss for one number of rows
-                taken = jax.tree.map(lambda x, take=take: x[take], (batch, mask))
+                taken = jax.tree.map(functools.partial(placement.rows_at, take), (batch, mask))
                 both = _difference(fn, parts, state, taken, extra, is_sum=self._alone)
                 return both and (*both, parts * size, parts)
         return None
