@@ -54,8 +54,8 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). `remat` and `axis_name` are those of `train_step`; of its policies `on_nonfinite`
-    only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
+    searches). `remat`, `axis_name` and `check_rows` are those of `train_step`; of its policies
+    `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
     goes downhill, as in PyTorch: JAX's own do not.
 
     With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
