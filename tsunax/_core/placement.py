@@ -301,7 +301,7 @@ def rows_in_order(x, rows: int):
 
 
 def rows_at(indices, x):
-    """Some rows of an array, outside of a program; of one on an explicit mesh whole on each device."""
+    """Some rows of an array, outside of a program; on an explicit mesh whole on each device."""
     mesh = _mesh_of(x)
     if mesh is None or not is_explicit(mesh):
         return x[indices]
