@@ -130,16 +130,16 @@ def test_an_evaluation_is_exact_unless_it_is_asked_to_be_fast():
     assert set(SEEN.values()) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("accumulate, calls", [(1, 2), (4, 3)])
-def test_inputs_are_looked_for_once_in_a_trace(accumulate, calls):
-    """Once more than without a precision; and once more for micro-batches, which may mix rows."""
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_inputs_are_looked_for_once_in_a_trace(accumulate):
+    """Once more than without a precision."""
     found = []
 
     def fn(params, batch):
         found.append(1)
         return loss_fn(params, batch)
 
-    for precision, expected in [(None, calls - 1), ("bfloat16", calls)]:
+    for precision, expected in [(None, 1), ("bfloat16", 2)]:
         found.clear()
         ts.train_step(fn, accumulate=accumulate).lower(start(precision=precision), {"x": X})
         assert len(found) == expected

@@ -80,7 +80,7 @@ def test_declared_rules_are_certain(name):
 @pytest.mark.parametrize("name", DECLARED)
 def test_declared_rules_keep_params_finite(name, dtype):
     grads, start = draws(len(name), dtype)
-    finite, applied, same = ends(rule_of(name), grads, start)
+    finite, applied, _ = ends(rule_of(name), grads, start)
     assert finite.all() and applied.all()
 
 

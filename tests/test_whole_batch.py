@@ -317,7 +317,7 @@ def test_memory_is_that_of_one_micro_batch_and_the_embeddings():
 
 
 def test_the_warning_for_mixed_rows_names_the_way_and_the_way_does_not_warn():
-    with pytest.warns(UserWarning, match=r"compares the rows.*ts\.losses\.whole_batch\(embed, loss\)"):
+    with pytest.warns(UserWarning, match=r"expected a mean over rows.*ts\.losses\.whole_batch\(embed, loss\)"):
         jax.eval_shape(ts.value_and_grad(composed, accumulate=4), setup(), BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -387,7 +387,7 @@ def test_wrong_arguments_are_told_before_anything_is_compiled():
 def test_an_embed_that_mixes_rows_is_warned_of():
     centered = lambda params, rows: embed(params, rows | {"image": rows["image"] - rows["image"].mean(0)[None]})
     fn = ts.losses.whole_batch(centered, clip)
-    with pytest.warns(UserWarning, match=r"embed at whole_batch.*statistics.*do it in loss\(embeddings, batch\)"):
+    with pytest.warns(UserWarning, match=r"embed at whole_batch.*: mix them in loss\(embeddings, batch\)"):
         jax.eval_shape(ts.value_and_grad(fn, accumulate=4), setup(), BATCH)
 
 

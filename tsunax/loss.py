@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Scalar, checks, trees
@@ -233,9 +232,6 @@ class Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None and mean is None:
             raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
-        if trees.is_traced(x) and isinstance(self.weight, jax.Array):
-            # `row_mixing` looks by this name whether it is a mean over other rows
-            x = checkpoint_name(x, BESIDE)
         if self.weight is None:
             return self._with(total=mean, mean_value=mean)
         term = Term(x * self.weight, self.weight)
@@ -265,7 +261,6 @@ class Loss:
         return -self + other
 
 
-BESIDE = "a scalar beside a weighted Loss"
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, seen_by
+from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
@@ -154,7 +155,7 @@ class TrainStep(GradientOptions):
     at_once: int | None = None
 
     def __post_init__(self) -> None:
-        checks.check_flags("train_step()", donate=self.donate)
+        checks.check_flags("train_step()", donate=self.donate, check_rows=self.check_rows)
         check_norms(self.norms, "train_step()")
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
@@ -168,6 +169,11 @@ class TrainStep(GradientOptions):
     def fn(self) -> LossFn:
         """The loss function with the keywords of its signature."""
         return LossFn.of(self.loss_fn)
+
+    @functools.cached_property
+    def row_probe(self) -> RowProbe:
+        """What looks before the first call whether the loss mixes rows."""
+        return RowProbe(self)
 
     @property
     def masks(self) -> bool:
@@ -250,6 +256,8 @@ class TrainStep(GradientOptions):
             check_byte_order(batch, extra)
             # eager grad and vmap trace some arrays only: the others would be donated
             if trees.is_tracing():
+                if self.row_probe.pending:
+                    self.row_probe(state, batch, extra)
                 new, info = self._traced(state, batch, extra)
                 # arrays that the step only reads stay the same ones: a loop does not carry them
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
@@ -261,6 +269,8 @@ class TrainStep(GradientOptions):
             shardings, moving, still = self.programs.place_state(state, moving, still)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
+            if self.row_probe.pending:  # all processes at once: a mesh has rows of each
+                self.row_probe(state, batch, extra)
             program = self.programs[shardings]
             moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
         except Exception as error:
@@ -313,6 +323,7 @@ def train_step(
     at_once: int | None = None,
     per_example: bool | Function = False,
     noise_scale: bool = False,
+    check_rows: bool = True,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -352,6 +363,8 @@ def train_step(
         example). The rule gets their mean over rows, in the memory of one micro-batch.
       noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), the scatter of
         gradients between micro-batches. It takes an `accumulate` of at least 2.
+      check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a
+        few rows with that of their micro-batches, and warns if they differ.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -383,6 +396,7 @@ def train_step(
         at_once=at_once,
         per_example=per_example,
         noise_scale=noise_scale,
+        check_rows=check_rows,
     )
 
 

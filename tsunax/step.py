@@ -28,6 +28,7 @@ from tsunax._core.trees import own
 from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
+from tsunax._step.row_probe import RowProbe
 from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
@@ -48,15 +49,16 @@ def value_and_grad(
     axis_name: AxisName = None,
     per_example: bool | Function = False,
     noise_scale: bool = False,
+    check_rows: bool = True,
 ) -> Function:
     """The first half of a step: `f(state, batch, *, at=None, **extra) -> (Loss, grads)`.
 
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). `remat` and `axis_name` are those of `train_step`; of its policies `on_nonfinite`
-    only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
-    goes downhill, as in PyTorch: JAX's own do not.
+    searches). `remat`, `axis_name` and `check_rows` are those of `train_step`; of its policies
+    `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that
+    `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
 
     With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
     0))` over batches of one row, each with a key of its own. A row without weight has zeros. The
@@ -80,8 +82,19 @@ def value_and_grad(
         axis_name=axis_name,
         per_example=per_example,
         noise_scale=noise_scale,
+        check_rows=check_rows,
     )
-    return gradient_of(options, "value_and_grad()")
+    gradient, row_probe = gradient_of(options, "value_and_grad()"), RowProbe(options)
+
+    def f(
+        state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
+    ) -> tuple[Loss, PyTree]:
+        loss, grads = gradient(state, batch, at=at, **extra)
+        if row_probe.pending:
+            row_probe(state, batch, extra)
+        return loss, grads
+
+    return f
 
 
 class StepInfo(NamedTuple):
@@ -89,9 +102,9 @@ class StepInfo(NamedTuple):
 
     Reading a value, `float(info.loss)`, waits for the device; keeping it does not. `loss` and
     `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and, under
-    `norms="update"`, `update_norm` (else None). `metrics` is a dict; `verdict` is 0 if the step was `applied`. Not every
-    step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live `numbers`, which
-    `hyperparams` names.
+    `norms="update"`, `update_norm` (else None). `metrics` is a dict; `verdict` is 0 if the step was
+    `applied`. Not every step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live
+    `numbers`, which `hyperparams` names.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` was given none

@@ -80,10 +80,8 @@ def check_accumulation(
     """
     where = "check_accumulation()"
     _check(step, state, where)
-    with warnings.catch_warnings():  # it is compared here
-        warnings.filterwarnings("ignore", ".*expected a mean over rows under accumulate")
-        steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
-        one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
+    steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
+    one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
     _check_taken([_all_finite(one)], where, batch)
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
     parts = many[1], one[1], tolerance, "grads", _sizes_of_noise(one[1])

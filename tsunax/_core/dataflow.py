@@ -27,9 +27,6 @@ class Analysis:
     nothing: Any  # of constants, and of what is made from them alone
     join: Callable[[Any, Any], Any]
     rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
-    one_of: Callable[[Any], Any] = lambda fact: fact  # the fact of x[i], from that of x
-    # the fact of a stack that a scan over values with these facts makes, from that of one trip
-    all_of: Callable[[Any, Sequence[Any]], Any] = lambda fact, over: fact
 
     def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
         """The facts of the results of an open jaxpr, from those of its arguments."""
@@ -45,10 +42,9 @@ class Analysis:
         if name == "scan":
             n, m = scanned(eqn)
             consts, over = given[:n], given[n + m :]
-            each = [self.one_of(x) for x in over]
-            once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *each])
+            once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *over])
             carry, out = self._settled(once, given[n : n + m])
-            return [*carry, *(self.all_of(x, over) for x in out[m:])]
+            return [*carry, *out[m:]]
         if name == "while":
             n, m = p["cond_nconsts"], p["body_nconsts"]
             once = lambda carry: self.run(p["body_jaxpr"].jaxpr, [*given[n : n + m], *carry])

@@ -300,6 +300,14 @@ def rows_in_order(x, rows: int):
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))[:rows]
 
 
+def rows_at(indices, x):
+    """Some rows of an array, outside of a program; on an explicit mesh whole on each device."""
+    mesh = _mesh_of(x)
+    if mesh is None or not is_explicit(mesh):
+        return x[indices]
+    return x.at[indices].get(out_sharding=_on(mesh, None))
+
+
 def is_on(x, mesh) -> bool:
     """Whether an array is on a mesh."""
     sharding = getattr(x, "sharding", None)

@@ -85,14 +85,6 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             loss_of_all = loss_over_devices(loss, axes) if axes else loss
             parts_of_all = functools.partial(gradient, _objective(fn, state, loss_of_all), parts)
             loss, grads = strategy(dataclasses.replace(problem, gradient=parts_of_all))
-        if accumulate > 1 or per_example:
-            from tsunax._step.row_mixing import warn_of_mixed_rows
-
-            if whole:
-                objective = _objective(dataclasses.replace(fn, fn=whole.mean_embedding), state)
-            seen = lambda trained, batch, keywords: objective((trained, parts[1]), batch, keywords)
-            cut = 0 if per_example else accumulate
-            warn_of_mixed_rows(seen, parts[0], batch, keywords, name, cut, whole is not None)
         if axes:
             from tsunax.microbatches import over_devices
 

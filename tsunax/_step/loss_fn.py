@@ -52,6 +52,7 @@ class GradientOptions:
     axis_name: AxisName = None
     per_example: bool | Function = False
     noise_scale: bool = False
+    check_rows: bool = True
 
 
 @dataclass(frozen=True)

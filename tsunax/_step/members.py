@@ -62,6 +62,15 @@ def over_members(f: Callable, state: TrainState | States, *trees, at_once: int |
     return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
 
 
+def of_first_member(state: TrainState, *trees: Any) -> tuple[Any, ...]:
+    """`(state, *trees)` of the first member of a population; of a single state all as they are."""
+    if members_of(state) is None:
+        return state, *trees
+    first = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
+    own = lambda x: first(x.tree) if _is_each(x) else x
+    return first(state), *jax.tree.map(own, trees, is_leaf=_is_each)
+
+
 def check_each(state: TrainState | States, trees) -> None:
     """Raise StateError unless the arrays of each `each` have a first axis of the members."""
     n = members_of(state)

@@ -64,10 +64,10 @@ class WholeBatch(CutsItsBatch):
         return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
 
     def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
-        """A mean over rows, unless `embed` mixes them."""
+        """A mean over rows, unless `embed` mixes them; not linear, or it would miss `x - mean`."""
         state, out = self._embedded(params, batch, _named(self._embed, keywords))
-        means = [jnp.mean(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
-        mean = sum(map(jnp.real, means), jnp.float32(0))
+        real = [jnp.real(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
+        mean = sum((jnp.mean(jax.nn.softplus(x)) for x in real), jnp.float32(0))
         return Loss(mean, mean_value=mean, model_state=state)
 
     def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:

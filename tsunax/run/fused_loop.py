@@ -322,6 +322,7 @@ class Calls:
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
         self._kind, moving, still = split_any(state)
         self._extra = extra
+        self._row_probe = loop.step.row_probe if isinstance(loop.step, TrainStep) else None
         if self._kind is not None:
             placed = loop.programs.place_state(state, moving, still)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
@@ -339,6 +340,8 @@ class Calls:
         return self._program.trace(*self._given(feed, n))
 
     def __call__(self, feed: PyTree, n: Any) -> Infos:
+        if self._row_probe is not None and self._row_probe.pending:
+            self._row_probe(self.state, feed.at(0), self._extra)
         try:
             self._moving, more, infos = self._program(*self._given(feed, n))
         except Exception as error:
