@@ -310,6 +310,14 @@ NOTHING = {
 }
 
 
+def test_a_schedule_is_held_beside_numbers_that_have_none():
+    rule = ts.rules.adamw(optax.constant_schedule(0.1), weight_decay=0.1)
+    for names in (["learning_rate", "weight_decay"], ["weight_decay", "learning_rate"]):
+        state = ts.adjust(ts.setup(rule, {"w": jnp.ones(2)}), **dict.fromkeys(names, 0.5))
+        found = ts.hyperparams(state)
+        assert [found[name] for name in names] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("name", NOTHING)
 def test_an_edit_that_changes_nothing_goes_on_without_a_word(tmp_path, name):
     state, data = make(), ts.batches(X, 4, shuffle=True)

@@ -386,6 +386,9 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
     if not concrete and isinstance(values, np.ndarray):
         values = _on_devices_of(old, values)
     for column, value in given.items():
+        live, i, _ = cells[
+            column
+        ]  # only a schedule is held: a number that is set to itself is as before
         new = {2: value is not None and live.schedules[i] is not None}
         if value is not None:  # with its complement: `rules/number_table.py`
             exact = np.asarray(value, np.float64) if concrete else jnp.asarray(value, values.dtype)

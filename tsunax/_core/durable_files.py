@@ -206,7 +206,7 @@ class Lock:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             about, new = self._about(), f"{now[:10]}-{secrets.token_hex(4)}"
             self.run_id = str(about.get("run_id", new))[:40]
-            self._number = os.fstat(self._fd).st_ino
+            self._inode = os.fstat(self._fd).st_ino
             if original := self._original(folder, about):
                 self.origin, self.run_id = (self.run_id, original), new
             self._put(pid=self.pid, since=now)
@@ -249,19 +249,19 @@ class Lock:
         A copy is a run of its own: its rows in a log must not replace those of the first one. A
         directory that was moved is the same run.
         """
-        if about.get("file", self._number) == self._number:
+        if about.get("file", self._inode) == self._inode:
             return ""
         above = folder.parent.parent.glob(f"*/{folder.name}/{LOCK}")
         for lock in (*folder.parent.glob(f"*/{LOCK}"), *above):
             with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-                known = json.loads(read(lock, 400))["run_id"]
-                if lock.parent != folder and known == about["run_id"]:
+                run_id = json.loads(read(lock, 400))["run_id"]
+                if lock.parent != folder and run_id == about["run_id"]:
                     return str(lock.parent)
         return ""
 
     def _put(self, **about: Any) -> None:
         assert self._fd is not None
-        self.text = json.dumps({**about, "run_id": self.run_id, "file": self._number})
+        self.text = json.dumps({**about, "run_id": self.run_id, "file": self._inode})
         os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
         os.fsync(self._fd)  # for those who read it on other hosts
 

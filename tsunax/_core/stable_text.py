@@ -221,7 +221,7 @@ class _Walk:
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
-            inside = [*self._given("", cells_of(x)), getattr(x, "__wrapped__", None)]
+            inside = [*self._named_values("", cells_of(x)), getattr(x, "__wrapped__", None)]
             top = str(x.__module__).partition(".")[0]
             self.package = self.package or (top if top not in _LIBRARIES else "")
             if not self._is_read(top):
@@ -230,11 +230,11 @@ class _Walk:
             self.names |= attributes | (_READING_ANY & {*names})
             self.changed |= changed
             read = {name: x.__globals__.get(name, sys.modules.get(name)) for name in names}
-            inside += self._given("", read)
+            inside += self._named_values("", read)
             text = f"{x.__qualname__} {hash_of_code(x.__code__, x.__doc__)}"
             named = x.__code__.co_varnames[: x.__code__.co_argcount]
             defaults = dict(zip(reversed(named), reversed(x.__defaults__ or ()), strict=False))
-            return text, [*inside, *self._given("", defaults | (x.__kwdefaults__ or {}))]
+            return text, [*inside, *self._named_values("", defaults | (x.__kwdefaults__ or {}))]
         if isinstance(x, Mapping | list | tuple | Set):
             flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
             flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
@@ -242,14 +242,14 @@ class _Walk:
         if isinstance(x, types.ModuleType):
             is_read = self._is_read(x.__name__)
             read = {name: vars(x)[name] for name in sorted(self.names & {*vars(x)}) if is_read}
-            return x.__name__, self._given(f"{x.__name__}.", read)
+            return x.__name__, self._named_values(f"{x.__name__}.", read)
         if isinstance(x, type):
             read = [c for c in x.__mro__ if self._is_read(c.__module__)]
             members = {name: y for c in reversed(read) for name, y in vars(c).items()}
             called = {name for name, y in members.items() if isinstance(y, types.FunctionType)
                       and name[:2] == "__" and name not in _UNCALLED}  # fmt: skip
-            given = {name: members[name] for name in sorted((self.names | called) & {*members})}
-            return f"{x.__module__}.{x.__qualname__}", self._given(f"{x.__name__}.", given)
+            counted = {name: members[name] for name in sorted((self.names | called) & {*members})}
+            return f"{x.__module__}.{x.__qualname__}", self._named_values(f"{x.__name__}.", counted)
         slots = (getattr(c, "__slots__", ()) for c in kind.__mro__)
         names = [n for s in slots for n in ([s] if isinstance(s, str) else s) if n[:2] != "__"]
         members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
@@ -261,13 +261,15 @@ class _Walk:
         is_whole |= not _READING_ANY.isdisjoint(self.names)
         is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
         names = (self.names | {*(fields if is_whole else ())}) & {*members}
-        flat = self._given(f"{kind.__name__}.", {name: members[name] for name in sorted(names)})
+        flat = self._named_values(
+            f"{kind.__name__}.", {name: members[name] for name in sorted(names)}
+        )
         inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
         inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
         label = getattr(x, "__qualname__", "") if members or inside else repr(x)
         return f"{title} {label if self.is_exact else without_address(str(label))}", inside
 
-    def _given(self, owner: str, values: Mapping[str, Any]) -> list[Any]:
+    def _named_values(self, owner: str, values: Mapping[str, Any]) -> list[Any]:
         """Names and values, without numbers and contents that the code changes while it runs."""
         found: list[Any] = []
         for name, x in values.items():
