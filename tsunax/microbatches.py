@@ -65,9 +65,11 @@ def check_rows(batch: PyTree) -> None:
 
 def indivisible(rows: int, n: int, which: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
-    fix = "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
-    fix += "name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your own "
-    fix += "in its place: the batch is then padded."
+    fix = (
+        "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
+        "name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your own "
+        "in its place: the batch is then padded."
+    )
     got, expected = f"{rows} rows{which}", f"a multiple of accumulate={n}"
     return LossError("batch", "train_step()", got, expected, fix)
 

@@ -39,8 +39,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
     checkpoint = _checkpoint(options.remat, where)
     checks.as_axes(options.axis_name, where)
     whole: Any = loss_fn if isinstance(loss_fn, CutsItsBatch) else None
-    drops = options.on_nonfinite == "drop" and whole is not None
-    if per_example is not False or options.noise_scale is not False or drops:
+    if whole or per_example is not False or options.noise_scale is not False:
         from tsunax._step.loss_fn_errors import check_options
 
         check_options(options, whole is not None, where)
@@ -105,8 +104,7 @@ def _strategy(options: GradientOptions) -> Strategy:
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
 
-        drops = options.on_nonfinite == "drop"
-        strategy = functools.partial(over_micro_batches, n=n, drop=drops)
+        strategy = functools.partial(over_micro_batches, n=n, drop=options.on_nonfinite == "drop")
     if not options.per_example:
         return strategy
     from tsunax._step import per_example
@@ -126,12 +124,12 @@ def _varying(
     """
     from tsunax._core import axes as named_axes
 
-    more: Extra = {}
     if carries and "model_state" in keywords:
-        more["model_state"] = named_axes.vary(keywords["model_state"], axes)
+        keywords = keywords | {"model_state": named_axes.vary(keywords["model_state"], axes)}
     if "key" in keywords and not has_key:
-        more["key"] = jax.random.fold_in(keywords["key"], jax.lax.axis_index(axes))
-    return named_axes.vary(parts, axes), {**keywords, **more}
+        key = jax.random.fold_in(keywords["key"], jax.lax.axis_index(axes))
+        keywords = keywords | {"key": key}
+    return named_axes.vary(parts, axes), keywords
 
 
 def _objective(fn: LossFn, state: TrainState, whole: Loss | None = None) -> Function:

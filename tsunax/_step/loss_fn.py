@@ -136,7 +136,9 @@ class LossFn:
             elif name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
-                raise _explaining().missing_keyword(name, _OFFERED, extra, train)
+                from tsunax._step.loss_fn_errors import missing_keyword
+
+                raise missing_keyword(name, _OFFERED, extra, train)
         for name in extra:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."
@@ -166,7 +168,9 @@ class LossFn:
             if not isinstance(error, TsunaxError):
                 check_movable(batch, "batch")
                 state_leaves = keywords.get("model_state")
-                error.add_note(_explaining().note(self.fn, batch, error, state_leaves))
+                from tsunax._step.loss_fn_errors import note
+
+                error.add_note(note(self.fn, batch, error, state_leaves))
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
@@ -194,13 +198,6 @@ def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> Non
         got, fix = "a loss that does not use it", "Return ts.Loss.mean(values, mask)."
         expected = "one in which masked rows do not count"
         raise LossError("mask", "loss_fn", got, expected, fix)
-
-
-def _explaining() -> Any:
-    """The module that explains errors of a loss function, imported only when there is one."""
-    from tsunax._step import loss_fn_errors
-
-    return loss_fn_errors
 
 
 # The params and the batch that a loss function gets
