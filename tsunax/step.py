@@ -55,8 +55,8 @@ def value_and_grad(
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
     searches). `remat`, `axis_name` and `check_rows` are those of `train_step`; of its policies
-    `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that `z - rate * g`
-    goes downhill, as in PyTorch: JAX's own do not.
+    `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that
+    `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
 
     With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
     0))` over batches of one row, each with a key of its own. A row without weight has zeros. The
