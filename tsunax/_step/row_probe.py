@@ -35,8 +35,8 @@ from tsunax.state import TrainState, trained_part, with_rest
 
 ROWS = 8  # of a micro-batch: more take time, and with fewer some losses raise
 PARTS = 8  # micro-batches: of two, masks may agree by chance; of large ones two are enough
-# How much the moved params of each measurement change the outputs of a layer, about. One of them
-# may miss a loss whose parts agree by chance, such as masks with as many ones.
+# How much the moved params of each measurement change the outputs of a layer, about. A single one
+# may miss a loss whose parts agree by chance, for example under masks with as many ones.
 NEAR = 0.0, 0.25, 0.5, 1.0, 1.5
 LEAST = 1e-4  # a smaller part of a loss is left to rounding, whatever the dtype
 MOST = 1 << 24  # elements to make up: more would take seconds, and memory that a step needs
