@@ -85,6 +85,8 @@ def operations_of(lines: list[str]) -> tuple[collections.Counter, int]:
         if operation in FREE or operation.endswith("-done"):
             continue
         counts[operation] += 1
+        if operation == "conditional":  # Its branch that moves bytes is not taken.
+            continue
         read = re.findall(r"%([\w.\-]+)", arguments.split("), ")[0])
         total += size_of(shape) + sum(size_of(shapes.get(argument, "")) for argument in read)
     return counts, total

@@ -1,6 +1,6 @@
 """What the number of leaves costs, beside plain JAX: an MLP of 10, 200 and 1,000 arrays.
 
-`same info` computes both norms, the finite check and a select of each array, `one cond` the same in
+`same info` computes the norm of the gradient, the finite check and a select of each array, `one cond` the same in
 the fastest way known (benchmarks/step.py), which tsunax takes, too; `bare` computes none of them.
 `--leaves 10 3000` measures other numbers; one compilation of 3,000 takes minutes. Times are the
 best of three, but of one trace and compilation from 1,000 leaves on; a step is the median of bursts

@@ -1,9 +1,10 @@
-"""A step of tsunax over the hand-written, jitted, donated optax loop: tiny MLP, and a model of 200 leaves.
+"""A step of tsunax over the hand-written, jitted, donated optax loop: small, deep and memory-bound models.
 
-`same info` also computes both norms, the finite check and a select of each array, as most people write it; `one cond`
-computes the same in the fastest way that `benchmarks verdict` knows, the one that the default step of tsunax takes;
-`bare` computes none of them. `tsunax, bare` is the step with norms and guard off.
-Each ratio is over the hand-written loop above it.
+`same info` also computes the norm of the gradient, the finite check and a select of each array, as most people write
+it; `one cond` computes the same in the fastest way that `benchmarks verdict` knows, the one that the default step of
+tsunax takes; `bare` computes none of them. `tsunax, bare` is the step with norms and guard off.
+Each ratio is over the hand-written loop above it. Memory-bound models and MLPs of several depths are in CPU time, with
+the temporary memory of the compiled programs. `NPROC=1 python -m benchmarks step` has XLA use one thread.
 """
 
 import functools
@@ -45,7 +46,7 @@ def guarded(loss_and_grads):
         applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         new = optax.apply_updates(params, updates), new_opt_state
         params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (params, opt_state))
-        info = {"loss": loss, "grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), "applied": applied}
+        info = {"loss": loss, "grad_norm": grad_norm, "applied": applied}
         return params, opt_state, info
 
     return step
@@ -53,7 +54,7 @@ def guarded(loss_and_grads):
 
 bare = unguarded(mlp_loss)
 same_info = guarded(jax.value_and_grad(mlp_loss))
-ONE_COND = "late, cond, twice, one vector"  # of benchmarks/verdict.py
+ONE_COND = "before, cond, one vector"  # of benchmarks/verdict.py
 one_cond = verdict.jitted(ONE_COND)
 CLOCK = jnp.zeros(4, jnp.int32)
 
@@ -85,6 +86,49 @@ def by_tsunax(step, state, batch):
     return burst
 
 
+def table_loss(params, batch):
+    users, items, score = batch
+    return jnp.mean((jnp.sum(params["users"][users] * params["items"][items], -1) - score) ** 2)
+
+
+def cpu_cases():
+    """`{name: (params, batch, loss_fn, tx, rule, steps of a burst, rounds)}`."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    tables = {name: jax.random.normal(key, (120_000, 16)) for name, key in zip(("users", "items"), keys, strict=False)}
+    rows = [jax.random.randint(key, (256,), 0, 120_000) for key in keys[2:]]
+    adam = TX, ts.rules.adam(1e-3)
+    found = {
+        "tables 2 x 120,000 x 16, Adagrad": (
+            *(tables, (*rows, jnp.ones(256)), table_loss, optax.adagrad(1e-2), ts.rules.adagrad(1e-2), 10, 20),
+        ),
+        "six dense 1024 x 1024, batch 4, Adam": (mlp([1024] * 7), batch_of(4, 1024), mlp_loss, *adam, 3, 12),
+    }
+    for n in range(1, 6):
+        found[f"MLP of {n} layers, 64 wide"] = mlp([64] * n + [10]), batch_of(32, 64), mlp_loss, *adam, 200, 20
+    return found
+
+
+def cpu_times() -> None:
+    """The default step in CPU time, over bare and over by hand with the same verdict, and its temporary memory."""
+    rows = []
+    for name, (params, batch, loss_fn, tx, rule, steps, rounds) in cpu_cases().items():
+        problem, step = {"loss_fn": loss_fn, "tx": tx}, ts.train_step(loss_fn)
+        bursts, memory = {}, {}
+        for kind in ("bare", ONE_COND):
+            bursts[kind], memory[kind] = verdict.single(kind, params, batch, **problem)
+        for contender, own in (("tsunax, live", rule), ("tsunax, optax", tx)):
+            state = ts.setup(own, params)
+            memory[contender] = step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes / 1e6
+            bursts[contender] = by_tsunax(step, state, batch)
+        times = interleave(bursts, rounds=rounds, steps=steps, clock=time.process_time)
+        for contender, values in times.items():
+            over = [ratio(times, contender, floor)[1] for floor in ("bare", ONE_COND)]
+            middle = sorted(values)[len(values) // 2]
+            rows.append((f"{name}: {contender}", middle, *over, memory[contender], memory[contender] / memory["bare"]))
+    head = ("contender", "CPU us/step", "x bare", "x one cond", "temporary MB", "x bare's")
+    table("CPU time and temporary memory", rows, head)
+
+
 def compile_seconds(lowered: dict, rounds=5) -> dict[str, list[float]]:
     """Of each contender, once a round; the caches of JAX are empty before each."""
     times = {name: [] for name in lowered}
@@ -98,6 +142,7 @@ def compile_seconds(lowered: dict, rounds=5) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    cpu_times()
     step = ts.train_step(mlp_loss)
     plain_step = ts.train_step(mlp_loss, norms=False, on_nonfinite="ignore")
     for name, (sizes, rows, steps, rounds) in CASES.items():

@@ -1,10 +1,10 @@
 """What a verdict costs a hand-written step: where the choice is made, and whether it sees the update.
 
-`select` chooses each array; `cond` the whole state. `early` judges loss and gradient before the rule
-runs; `late` judges the update too, from the norm of what the rule would add. `twice` runs the rule
-again in the cond's taken branch, so that XLA drops all but the norm from the first run. `one vector`
-sums small leaves together. tsunax takes `late, cond, twice, one vector` for small states on a CPU and
-`late, select` for all others (`tsunax/guard.py`).
+`select` chooses each array; `cond` the whole state. `before` judges loss and gradient before the rule
+runs, and has no norm of the update; `early` has it, in the taken branch; `late` judges the update too,
+from that norm. `twice` runs the rule again in the cond's taken branch, so that XLA drops all but the
+norm from the first run. `one vector` sums leaves of up to 16,384 elements together. On a CPU tsunax takes `before, cond,
+one vector`, or `late, select` for rules that may make infinite updates of finite gradients.
 """
 
 import functools
@@ -19,7 +19,8 @@ from benchmarks._common import batch_of, copied, interleave, mlp, mlp_loss, rati
 TX = optax.adam(1e-3)
 CASES = {"tiny MLP 64-64-10": ([64, 64, 10], 32, 300, 40), "MLP 2048-2048-2048-10": ([2048, 2048, 2048, 10], 32, 3, 6)}
 KINDS = (
-    *("bare", "early, select", "early, cond", "early, cond, one vector"),
+    *("bare", "before, select", "before, cond", "before, cond, one vector"),
+    *("early, select", "early, cond", "early, cond, one vector"),
     *("late, select", "late, cond", "late, cond, twice", "late, cond, twice, one vector"),
 )
 
@@ -27,19 +28,21 @@ KINDS = (
 def norm(kind, tree):
     leaves = jax.tree.leaves(tree)
     if "one vector" in kind:
-        leaves = [jnp.concatenate([x.ravel() for x in leaves])]
+        small = [x.ravel() for x in leaves if x.size <= 1 << 14]
+        leaves = [x for x in leaves if x.size > 1 << 14] + ([jnp.concatenate(small)] if small else [])
     return jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
 
 
-def step(kind, params, opt_state, clock, batch):
+def step(kind, params, opt_state, clock, batch, *, loss_fn=mlp_loss, tx=TX):
     """One step: `((params, opt_state, clock), info)`."""
-    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 
     def applied():
-        updates, new = TX.update(grads, opt_state, params)
+        updates, new = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), new), updates
 
     old = params, opt_state
+    judged_before = kind.startswith("before")
     if kind == "bare":
         new, _ = applied()
         return (*new, clock + 1), (loss,)
@@ -50,23 +53,24 @@ def step(kind, params, opt_state, clock, batch):
         new, update_norm = jax.lax.cond(ok, taken, lambda: (old, jnp.float32(0)))
         return (*new, clock + ok), (loss, grad_norm, update_norm, ok)
     new, updates = applied()
-    update_norm = norm(kind, updates)
+    update_norm = jnp.float32(0) if judged_before else norm(kind, updates)
     if kind.startswith("late"):
         ok &= jnp.isfinite(update_norm)
     if "select" in kind:
         new = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
     else:
-        new = jax.lax.cond(ok, (lambda: applied()[0]) if "twice" in kind else lambda: new, lambda: old)
+        again = "twice" in kind or judged_before
+        new = jax.lax.cond(ok, (lambda: applied()[0]) if again else lambda: new, lambda: old)
     return (*new, clock + ok), (loss, grad_norm, update_norm, ok)
 
 
-def jitted(kind):
-    return jax.jit(functools.partial(step, kind), donate_argnums=(0, 1, 2))
+def jitted(kind, **problem):
+    return jax.jit(functools.partial(step, kind, **problem), donate_argnums=(0, 1, 2))
 
 
-def single(kind, params, batch):
-    run = jitted(kind)
-    held = [copied(params), TX.init(params), jnp.zeros(4, jnp.int32)]
+def single(kind, params, batch, *, loss_fn=mlp_loss, tx=TX):
+    run = jitted(kind, loss_fn=loss_fn, tx=tx)
+    held = [copied(params), tx.init(params), jnp.zeros(4, jnp.int32)]
     program = run.lower(*held, batch).compile()
 
     def burst(n):

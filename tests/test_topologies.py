@@ -211,10 +211,10 @@ def test_without_the_plugin(monkeypatch):
 # What the default step moves over the bare step by hand, its kernels and megabytes of temporary memory, in a program
 # for an H100 (`python -m benchmarks compiled`): as they are today, and a little room for other versions of XLA.
 CEILINGS = {  # of an H100
-    "tiny MLP": (1.50, 28, 0.05),
-    "wide MLP": (1.60, 55, 102.0),
-    "200 leaves": (1.22, 620, 0.2),
-    "tables under Adagrad": (1.24, 14, 24.0),
+    "tiny MLP": (1.07, 21, 0.04),
+    "wide MLP": (1.11, 41, 52.0),
+    "200 leaves": (1.05, 480, 0.15),
+    "tables under Adagrad": (1.10, 15, 23.5),
     "GPT of 2 layers": (1.10, 165, 445.0),
 }
 CEILINGS_OF_TPU = {  # of a v5e
@@ -232,7 +232,7 @@ def check_ceilings(name, topology, ceilings):
     ours, bare = counts["tsunax"], counts["by hand, bare"]
     ratio, kernels, temporary = ceilings
     assert ours.megabytes <= ratio * bare.megabytes and ours.kernels <= kernels and ours.temporary <= temporary, counts
-    assert ours.copied == ours.callbacks == ours.conditionals == 0
+    assert ours.copied == ours.callbacks == 0 and ours.conditionals <= 1
 
 
 @pytest.mark.medium
@@ -247,26 +247,48 @@ def test_programs_for_a_tpu_move_no_more_than_they_did(devices, name):
     check_ceilings(name, "v5e:2x4", CEILINGS_OF_TPU[name])
 
 
-@pytest.mark.medium
-def test_on_a_gpu_the_loop_of_fit_is_one_graph(gpus, tmp_path):
-    """XLA writes its commands: all of the loop is in a command buffer, which becomes a CUDA graph."""
-    source = """
+def commands_of(tmp_path, program: str, name: str) -> list[str]:
+    """The lines that XLA writes of the commands of a program for a GPU."""
+    source = f"""
 import jax
 from benchmarks import compiled
 init, loss_fn, _, rule, batch = compiled.problems()["tiny MLP"]
 mesh = compiled.ts.mesh(devices=compiled.ts.devices.topology("h100"))
-shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape), x.dtype), jax.eval_shape(batch))
+shapes = compiled.shapes_on(mesh, jax.eval_shape(batch))
+stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape), x.dtype), jax.eval_shape(batch))
 state = compiled.ts.shard(lambda: compiled.ts.setup(rule, init()), mesh)
-compiled.loop_program(compiled.ts.train_step(loss_fn), state, compiled.shapes_on(mesh, shapes)).compile()
+step = compiled.ts.train_step(loss_fn)
+{program}.compile()
 """
     env = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", source], env=env, check=True, cwd=ROOT, capture_output=True)
-    (path,) = tmp_path.glob("*train_steps.thunk_sequence_after_thunk_passes.txt")
-    lines = path.read_text().splitlines()
-    indent = lambda line: len(line) - len(line.lstrip())
+    (path,) = tmp_path.glob(f"*{name}.thunk_sequence_after_thunk_passes.txt")
+    return path.read_text().splitlines()
+
+
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+@pytest.mark.medium
+def test_on_a_gpu_the_loop_of_fit_is_one_graph(gpus, tmp_path):
+    """XLA writes its commands: all of the loop is in a command buffer, which becomes a CUDA graph."""
+    loop_program = "compiled.loop_program(step, state, compiled.shapes_on(mesh, stacked))"
+    lines = commands_of(tmp_path, loop_program, "train_steps")
     (loop,) = (i for i, line in enumerate(lines) if "kWhile" in line)
     outside = [line for line in lines[:loop] if indent(line) < indent(lines[loop])]
     assert any("kCommandBuffer" in line for line in outside), lines[: loop + 1]
+
+
+@pytest.mark.medium
+def test_on_a_gpu_a_condition_is_within_the_graph_of_its_step(gpus, tmp_path):
+    """Outside of a command buffer the host would wait for it. Its branch for numbers within bounds is a copy."""
+    lines = [x for x in commands_of(tmp_path, "step.lower(state, shapes)", "train_step") if x.strip()]
+    (condition,) = (i for i, line in enumerate(lines) if "kConditional" in line)
+    outside = [line for line in lines[:condition] if indent(line) < indent(lines[condition])]
+    assert any("kCommandBuffer" in line for line in outside), lines
+    branch = next(i for i, line in enumerate(lines) if "false_branch" in line)
+    assert "kCopy" in lines[branch + 1] and "true_branch" in lines[branch + 2]
 
 
 def test_shapes_on_a_mesh_that_is_here():

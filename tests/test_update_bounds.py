@@ -18,7 +18,7 @@ DECLARED = (
 ).split()
 MORE = {"sgd": {"momentum": 0.9}, "rmsprop": {"momentum": 0.9}, "signum": {}}
 SIZES = [0.0, 1e-45, 1e-38, 1e-30, 1e-22, 1e-19, 1e-8, 1.0, 1e10, 1e18]
-STARTS = np.float32([0, 1, -1, 1e10, 1e30, -3e38, 3.4028235e38, -3.4028235e38])
+STARTS = [0, 1, -1, 1e10, 1e30, -3e38]
 STEPS = 24
 
 
@@ -32,15 +32,9 @@ def plain_rule_of(name):
     return getattr(optax, name)(1e-2, **MORE.get(name, {})) if hasattr(optax, name) else None
 
 
-def is_certain(rule, params, grads=None):
-    """True or a traced bool that is true, False, or None and the reason."""
-    state = ts.setup(rule, params)
-    found, reason = (
-        jax.jit(lambda s, g: certainty(s, g, None)[0] is None or certainty(s, g, None)[0])(
-            state, params if grads is None else grads
-        ),
-        certainty(state, params, None)[1],
-    )
+def is_certain(rule, params):
+    """Whether it is certain that updates are finite, or the reason why nobody knows."""
+    found, reason = certainty(ts.setup(rule, params), params, None)
     return reason or bool(found)
 
 
@@ -49,23 +43,19 @@ def draws(seed, dtype, n=64):
     signs = rng.choice([-1, 1], (STEPS, n))
     # long runs of one size, and changes of all sizes
     sizes = np.where(rng.uniform(size=(1, n)) < 0.3, rng.choice(SIZES, (1, n)), rng.choice(SIZES, (STEPS, n)))
-    return jnp.asarray(signs * sizes, dtype), jnp.asarray(np.resize(STARTS, n), dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.asarray(signs * sizes, dtype), jnp.asarray(np.resize([*STARTS, most, -most], n), dtype)
 
 
-def ends(rule, grads, start, **numbers):
-    """Whether the params were finite at each step, and which steps were applied."""
+def ends(rule, grads, start):
+    """Whether the params were finite at each step, and whether all steps were applied."""
     state = ts.setup(rule, {"w": start})
-    state = ts.adjust(state, **numbers) if numbers else state
 
     def one(state, g):
         new, info = ts.update(state, {"w": g}, loss=jnp.float32(1.0))
-        return new, (jnp.isfinite(new.params["w"]).all(), info.applied, jnp.all(new.params["w"] == state.params["w"]))
+        return new, (jnp.isfinite(new.params["w"]).all(), info.applied)
 
-    return [np.asarray(x) for x in RUN(one, state, grads)]
-
-
-def RUN(one, state, grads):
-    return jax.jit(lambda s, g: jax.lax.scan(one, s, g)[1])(state, grads)
+    return jax.jit(lambda s, g: jax.tree.map(jnp.all, jax.lax.scan(one, s, g)[1]))(state, grads)
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -80,8 +70,8 @@ def test_declared_rules_are_certain(name):
 @pytest.mark.parametrize("name", DECLARED)
 def test_declared_rules_keep_params_finite(name, dtype):
     grads, start = draws(len(name), dtype)
-    finite, applied, _ = ends(rule_of(name), grads, start)
-    assert finite.all() and applied.all()
+    finite, applied = ends(rule_of(name), grads, start)
+    assert finite and applied
 
 
 VALUES = [0.0, 1e-45, 1e-30, 1e-16, 1e-8, 1e-3, 0.1, 0.9, 0.999, 0.9999999, 1.0, 10.0, 1e10, 1e30]
@@ -112,7 +102,8 @@ def test_with_any_numbers_params_stay_finite_whoever_judges(name):
     assert applied > 0
 
 
-OTHERS = sorted({*OPTAX, *CONTRIB} - {*DECLARED, "galore"})
+NEED_MORE = {"galore", "lbfgs", "noisy_sgd", "optimistic_adam"}  # other leaves, functions, a key; deprecated
+OTHERS = sorted({*OPTAX, *CONTRIB} - {*DECLARED} - NEED_MORE)
 
 
 @pytest.mark.medium

@@ -244,7 +244,6 @@ def update_unchecked(
             new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
         return _changed_fields(new, state), updates, emitted
 
-    excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
     verdict = update_norm = is_certain = None
     if is_judged and norms != "update" and trees.is_tracing():
         is_certain = certainty(state, grads, loss.weight)[0]
@@ -258,13 +257,14 @@ def update_unchecked(
     else:
         applied = jax.jit(applied)  # It is traced once, although several branches call it.
         shapes, _, emits = jax.eval_shape(applied)
+        excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
+        norm = None if is_certain is True else guard.unless(is_certain, excess)
         fields = applied()[0] if guard.reports(state.opt_state) else {}
-        norm = None
-        if not isinstance(is_certain, bool):
-            norm = jax.lax.cond(is_certain, lambda: jnp.zeros((), jnp.float32), excess)
         verdict = _verdict(state, value, grad_norm, fields, norm, loss)
         old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)
-        fields, emitted = guard.decide(verdict == 0, lambda: applied()[::2], old)
+        # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
+        decide = guard.decide if loss.overwritten is None else guard.select
+        fields, emitted = decide(verdict == 0, lambda: applied()[::2], old)
     new = _recorded(state, _with_fields(state, fields), verdict, emitted, loss)
     shown = grad_norm if norms else None, update_norm if norms == "update" else None
     new = trees.offloaded_like(new, given)

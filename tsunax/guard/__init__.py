@@ -18,6 +18,8 @@ from tsunax.guard.verdict import (
     locate,
     overflowed,
     reports,
+    select,
+    unless,
 )
 from tsunax.guard.windows import LIMIT, count, emitted, with_gathered
 
@@ -41,7 +43,9 @@ __all__ = [
     "locate",
     "overflowed",
     "reports",
+    "select",
     "square_sums",
     "tracing",
+    "unless",
     "with_gathered",
 ]

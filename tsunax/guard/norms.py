@@ -40,7 +40,7 @@ def tracing(over_mesh: bool) -> Generator[None, None, None]:
 
 def is_over_mesh(x: ArrayLike) -> bool:
     """Whether an array belongs to a program over a mesh: its type says so, or the context."""
-    return _over_mesh.get() or bool(jax.typeof(x).sharding.mesh.axis_names)
+    return _over_mesh.get() or jax.typeof(x).sharding.mesh.size > 1
 
 
 def _square_sum(x: ArrayLike) -> jax.Array:

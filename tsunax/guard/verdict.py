@@ -10,6 +10,7 @@ it into words on the host. It does not say which leaf of the gradient was bad, b
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,11 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
 
+def select(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
+    """`choose` between the result of `applied()` and `old`."""
+    return choose(take, applied(), old)
+
+
 def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
     """The result of `applied()` if `take` is true, else `old`, which has the same structure.
 
@@ -147,8 +153,8 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
     So do devices of a mesh, for whom a collective must not be behind a condition, and devices
     inside `shard_map` that may decide differently. Under `vmap` the cond is a select by itself.
     """
-    selected = lambda: choose(take, applied(), old)
-    if not trees.is_tracing() or any(map(is_over_mesh, jax.tree.leaves((take, old)))):
+    selected = functools.partial(select, take, applied, old)
+    if any(map(is_over_mesh, jax.tree.leaves((take, old)))):
         return selected()
     if trees.manual_axes():
         from tsunax._core import axes
@@ -159,3 +165,13 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
     rejected = lambda: jax.tree.map(as_new, jax.eval_shape(applied), old)
     cond = lambda: jax.lax.cond(take, applied, rejected)
     return jax.lax.platform_dependent(cpu=cond, default=selected)
+
+
+def unless(condition: jax.Array, excess: Callable[[], jax.Array]) -> jax.Array:
+    """0 if the condition holds, else what this function of few scalars returns.
+
+    The barrier keeps XLA from computing it in any case, to select: a GPU runs the cond in its
+    CUDA graph.
+    """
+    branch = lambda: jax.lax.optimization_barrier(excess())
+    return jax.lax.cond(condition, lambda: jnp.zeros((), jnp.float32), branch)
