@@ -72,7 +72,7 @@ class RowProbe:
             contextlib.suppress(Exception),  # the step itself raises what is wrong
             jax.transfer_guard("allow"),
             jax.default_matmul_precision("highest"),
-            jax.core.eval_context(),
+            jax.core.eval_context(),  # pyright: ignore[reportAttributeAccessIssue]
         ):
             difference = self.difference(*_with_values(state, batch, extra))
         if difference is not None:
