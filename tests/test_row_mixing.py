@@ -325,6 +325,8 @@ def test_random_losses_are_measured_without_train_or_not_at_all():
     assert difference(masked, state=state) is not None
     raw = lambda p, b, noise: jnp.mean(dropped(p, b, noise))
     assert difference(raw, noise=jax.random.PRNGKey(0)) is None
+    own = lambda p, b, key, train: dropped(p, b, key if train else jax.random.key(0)).mean()
+    assert difference(own, state=state) is None
     named_only = lambda p, b, key: jnp.average(values(p, b), weights=b["m"])
     assert difference(named_only, state=state) is not None
 

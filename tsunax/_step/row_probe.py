@@ -10,7 +10,8 @@ the step's program, forward only. A warning about a right loss is worse than a m
   numbers for each row differs by construction);
 - if a loss names `train`, and `key` or `model_state`, it is measured with `train=False`;
 - a loss that cannot be measured is taken for a right one, without a word: if it raises for a few
-  rows and for two micro-batches, is not finite, or has a model state and no `train`.
+  rows and for two micro-batches, is not finite, draws numbers without train too, or has a model
+  state and no `train`.
 
 Params and rows may agree by chance (zeros at the start, sorted labels), so the loss is measured
 again for params near these, with the rows in another order. Traced arrays have no values: inside a
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_context
 
 from tsunax._core import Extra, PyTree, placement, trees
 from tsunax._step.loss_fn import GradientOptions, LossFn, seen_by
@@ -72,7 +74,7 @@ class RowProbe:
             contextlib.suppress(Exception),  # the step itself raises what is wrong
             jax.transfer_guard("allow"),
             jax.default_matmul_precision("highest"),
-            jax.core.eval_context(),  # pyright: ignore[reportAttributeAccessIssue]
+            eval_context(),
         ):
             difference = self.difference(*_with_values(state, batch, extra))
         if difference is not None:
@@ -156,6 +158,8 @@ def _difference(
     trained, order = trained_part(state), np.arange(rows_of(rows))
     leaves, treedef = jax.tree.flatten(trained)
     program = loss_of.trace(trained, state, rows, extra, order, np.uint32(0))
+    if not train and "random_bits" in str(program.jaxpr):  # it evaluates with a key of its own
+        return None
     rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:
         whole, merged, size = measured(near, 0)
