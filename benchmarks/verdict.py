@@ -3,9 +3,8 @@
 `select` chooses each array; `cond` the whole state. `before` judges loss and gradient before the rule
 runs, and has no norm of the update; `early` has it, in the taken branch; `late` judges the update too,
 from that norm. `twice` runs the rule again in the cond's taken branch, so that XLA drops all but the
-norm from the first run. `one vector` sums leaves of up to 16,384 elements together. On a CPU tsunax
-takes `before, cond, one vector`, or `late, select` for rules that may make infinite updates of finite
-gradients.
+norm from the first run. `one vector` sums leaves of up to 16,384 elements together. On a CPU tsunax takes `before,
+cond, one vector`, or `late, select` for rules that may make infinite updates of finite gradients.
 """
 
 import functools

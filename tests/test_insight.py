@@ -539,3 +539,19 @@ def test_peak_memory_is_what_the_process_grows_by(model):
     out = subprocess.run([sys.executable, "-c", _MEMORY.format(**model)], capture_output=True, text=True, check=True)
     said, grown = map(int, out.stdout.split())
     assert said == pytest.approx(grown, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "said"),
+    [
+        (optax.adam(1e-3), {}, "by loss and gradient"),
+        (ts.rules.adam(1e-3), {}, "by loss and gradient while its live numbers are within bounds, else also by"),
+        (ts.rules.lamb(1e-3), {}, "by loss, gradient and update: scale_by_trust_ratio may make an infinite update"),
+        (ts.rules.adam(1e-3), {"norms": "update"}, "by loss, gradient and update: norms='update'"),
+        (ts.rules.adam(1e-3), {"on_nonfinite": "ignore"}, "by nothing"),
+    ],
+)
+def test_describe_says_by_what_a_step_is_judged(rule, options, said):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), **options)
+    about = ts.describe(step, ts.setup(rule, {"w": jnp.ones(3)}), jnp.ones((2, 3)))
+    assert about.judged.startswith(said) and f"judged    {said[:10]}" in str(about)

@@ -1,5 +1,6 @@
 """Bounds of updates: whatever finite gradients come, no step makes params that are not finite."""
 
+import functools
 import itertools
 
 import jax
@@ -102,7 +103,7 @@ def test_with_any_numbers_params_stay_finite_whoever_judges(name):
     assert applied > 0
 
 
-NEED_MORE = {"galore", "lbfgs", "noisy_sgd", "optimistic_adam"}  # other leaves, functions, a key; deprecated
+NEED_MORE = {"galore", "lbfgs", "noisy_sgd", "optimistic_adam", "sophia"}  # other leaves, functions, a key; deprecated
 OTHERS = sorted({*OPTAX, *CONTRIB} - {*DECLARED} - NEED_MORE)
 
 
@@ -153,6 +154,11 @@ def test_schedules_masks_and_what_is_not_certain():
     assert "float16" in is_certain(ts.rules.adam(1e-3), {"w": jnp.ones(3, jnp.float16)})
     own = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s))
     assert "may make an infinite update" in is_certain(own, params)
+    signs = optax.scale_by_sign()
+    around = functools.wraps(signs.update)(lambda g, s, p=None: signs.update(g, s, p))
+    assert "may make an infinite update" in is_certain(optax.GradientTransformation(signs.init, around), params)
+    assert is_certain(signs, params) is True
+    assert is_certain(optax.sgd(np.float32(0.1)), params) is True
 
 
 def test_float16_params_that_would_overflow_are_rejected():

@@ -295,7 +295,8 @@ def _update_norm(fields: Extra, updates: PyTree) -> jax.Array:
     """The norm of the updates, infinite if they make a float16 parameter infinite."""
     norm = guard.global_norm(updates)
     small = [x for x in jax.tree.leaves(fields["params"]) if x.dtype == jnp.float16]
-    return jnp.where(jnp.isfinite(guard.global_norm(small)), norm, jnp.inf) if small else norm
+    overflows = ~jnp.isfinite(guard.global_norm(small)) & jnp.isfinite(norm)
+    return jnp.where(overflows, jnp.inf, norm) if small else norm
 
 
 def _verdict(

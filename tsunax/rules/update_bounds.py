@@ -91,7 +91,8 @@ def certain(update: Any, opt_state: PyTree, dtype: str, weight: Scalar, params_n
     seen = Survey(*LARGEST[dtype], weight, params_norm)
     bounds = seen.walk(update, opt_state, [(seen.largest, 0.0)])
     seen.need(*((c >= -1) & (c <= 0) for _, c in bounds))
-    return functools.reduce(operator.and_, seen.conditions)
+    found = functools.reduce(operator.and_, seen.conditions)
+    return bool(found) if isinstance(found, np.bool_) else found
 
 
 def _is_static(x: Any, value: float) -> bool:
@@ -99,10 +100,14 @@ def _is_static(x: Any, value: float) -> bool:
 
 
 def _factory(update: Any) -> str:
-    """The factory of a function of optax or of ours; "" for others."""
-    if (getattr(update, "__module__", None) or "").partition(".")[0] not in ("optax", "tsunax"):
+    """The factory of a function of optax or of ours; "" for others.
+
+    Read from its code: `functools.wraps` copies the names of a function to one around it.
+    """
+    code, module = getattr(update, "__code__", None), getattr(update, "__globals__", {})
+    if not module.get("__name__", "").startswith(("optax._src", "optax.transforms", "tsunax.")):
         return ""
-    return getattr(update, "__qualname__", "").partition(".<locals>")[0]
+    return "" if code is None else code.co_qualname.partition(".<locals>")[0]
 
 
 def _closure(f: Any) -> dict[str, Any]:
