@@ -93,9 +93,11 @@ class RowProbe:
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
         n = rows if self._alone else self._accumulate
         pads, has_modes = rows % n > 0, "train" in fn.names
-        if (pads and "mask" not in fn.names) or ("model_state" in fn.names and not has_modes):
+        if "model_state" in fn.names and not has_modes:
             return None
-        mask = np.arange(rows) < rows - 1 if pads else None
+        mask = (
+            np.arange(rows) < rows - 1 if pads else None
+        )  # a loss without one raises, as its step
         mask = extra.get("mask", mask)
         most = -(-rows // n)  # in a micro-batch of the step
         few = [size for size in range(ROWS, most) if most % size == 0][:1]
