@@ -211,7 +211,7 @@ def test_without_the_plugin(monkeypatch):
 # What the default step moves over the bare step by hand, its kernels and megabytes of temporary memory, in a program
 # for an H100 (`python -m benchmarks compiled`): as they are today, and a little room for other versions of XLA.
 CEILINGS = {  # of an H100
-    "tiny MLP": (1.07, 21, 0.04),
+    "tiny MLP": (1.60, 22, 0.04),  # 0.4 MB: a second look at its updates takes less time than a condition
     "wide MLP": (1.11, 41, 52.0),
     "200 leaves": (1.05, 480, 0.15),
     "tables under Adagrad": (1.10, 15, 23.5),
@@ -247,12 +247,12 @@ def test_programs_for_a_tpu_move_no_more_than_they_did(devices, name):
     check_ceilings(name, "v5e:2x4", CEILINGS_OF_TPU[name])
 
 
-def commands_of(tmp_path, program: str, name: str) -> list[str]:
+def commands_of(tmp_path, program: str, name: str, problem: str = "tiny MLP") -> list[str]:
     """The lines that XLA writes of the commands of a program for a GPU."""
     source = f"""
 import jax
 from benchmarks import compiled
-init, loss_fn, _, rule, batch = compiled.problems()["tiny MLP"]
+init, loss_fn, _, rule, batch = compiled.problems()["{problem}"]
 mesh = compiled.ts.mesh(devices=compiled.ts.devices.topology("h100"))
 shapes = compiled.shapes_on(mesh, jax.eval_shape(batch))
 stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape), x.dtype), jax.eval_shape(batch))
@@ -283,7 +283,7 @@ def test_on_a_gpu_the_loop_of_fit_is_one_graph(gpus, tmp_path):
 @pytest.mark.medium
 def test_on_a_gpu_a_condition_is_within_the_graph_of_its_step(gpus, tmp_path):
     """Outside of a command buffer the host would wait for it. Its branch for numbers within bounds is a copy."""
-    lines = [x for x in commands_of(tmp_path, "step.lower(state, shapes)", "train_step") if x.strip()]
+    lines = [x for x in commands_of(tmp_path, "step.lower(state, shapes)", "train_step", "wide MLP") if x.strip()]
     (condition,) = (i for i, line in enumerate(lines) if "kConditional" in line)
     outside = [line for line in lines[:condition] if indent(line) < indent(lines[condition])]
     assert any("kCommandBuffer" in line for line in outside), lines

@@ -221,14 +221,18 @@ def update_unchecked(
     thawed = thawed_flags(state)
     grads = _without_frozen(grads, thawed)
     is_judged = on_nonfinite != "ignore"
-    grad_norm = None
+    mean, grad_norm = _mean(grads, trained_part(state)), None
+    # A rule that clips first gets the verdict's norm, and has to clip by the same bits as optax.
+    shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)
     if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
-        grad_norm = guard.global_norm(_mean(grads, trained_part(state)))
+        grad_norm = guard.global_norm(mean, by_leaf=shares_norm)
     given, state = state, trees.on_device(state, after=grad_norm)
 
     def applied() -> tuple[dict[str, Any], PyTree, Any]:
         """The fields that an applied step changes, its updates, and whether they move params."""
-        updates, opt_state = _ruled(state, grads, grad_norm, value, loss.weight, extra)
+        updates, opt_state = _ruled(
+            state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
+        )
         emitted = guard.emitted(opt_state)
         opt_state = number_table.hoist_like(opt_state, state.numbers)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
@@ -258,7 +262,8 @@ def update_unchecked(
         applied = jax.jit(applied)  # It is traced once, although several branches call it.
         shapes, _, emits = jax.eval_shape(applied)
         excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
-        norm = None if is_certain is True else guard.unless(is_certain, excess)
+        size = sum(x.nbytes for x in jax.tree.leaves(grads))
+        norm = None if is_certain is True else guard.unless(is_certain, excess, size)
         fields = applied()[0] if guard.reports(state.opt_state) else {}
         verdict = _verdict(state, value, grad_norm, fields, norm, loss)
         old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)
@@ -386,8 +391,7 @@ def _ruled(
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
     given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     given |= ({} if value is None else {"value": value}) | extra
-    if mean is grads and getattr(state.plan.update, "begins_with_norm", False):
-        given["grad_norm"] = grad_norm
+    given |= {} if grad_norm is None else {"grad_norm": grad_norm}
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)

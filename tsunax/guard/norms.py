@@ -67,12 +67,12 @@ def _joined(tree: PyTree) -> list[jax.Array]:
     return large + [jnp.concatenate(xs) if len(xs) > 1 else xs[0] for xs in small.values()]
 
 
-def global_norm(tree: PyTree) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`.
+def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`; with `by_leaf` also its last bit.
 
     Float32 whatever the dtypes of the leaves, float64 if any is.
     """
-    sums = square_sums(_joined(tree)) or [jnp.zeros((), jnp.float32)]
+    sums = square_sums(tree if by_leaf else _joined(tree)) or [jnp.zeros((), jnp.float32)]
     dtype = np.result_type(*(s.dtype for s in sums))
     return jnp.sqrt(sum(s.astype(dtype) for s in sums))
 
