@@ -524,6 +524,19 @@ def test_the_probe_raises_nothing():
     assert not warnings_of(lambda: jax.jit(outer)(2.0))  # the loss refers to a traced value
 
 
+def test_callbacks_of_a_loss_run_in_steps_alone():
+    calls = []
+
+    def loss_fn(params, x):
+        jax.debug.callback(lambda: calls.append(1))
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)})
+    ts.train_step(loss_fn, accumulate=2)(state, BATCH["x"])
+    jax.effects_barrier()
+    assert len(calls) == 2
+
+
 def test_other_rows_as_an_extra_argument_are_no_mixing():
     """What the warning advises: embeddings of the whole batch, computed before."""
 

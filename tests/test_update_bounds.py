@@ -161,6 +161,46 @@ def test_schedules_masks_and_what_is_not_certain():
     assert is_certain(optax.sgd(np.float32(0.1)), params) is True
 
 
+ONES = np.ones(3, np.float32)
+
+
+def rule_with_an_empty_cell(scales):
+    if scales:
+        scale = 2.0
+    update = lambda g, s, p=None: (jax.tree.map(lambda x: -x * (scale if scales else 0.1), g), s)
+    return optax.GradientTransformation(lambda p: (), update)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.scale(-0.1 * ONES),
+        optax.scale(-0.1 * jnp.asarray(ONES)),
+        optax.scale_by_schedule(lambda count: -0.1 * jnp.asarray(ONES)),
+        optax.chain(optax.add_decayed_weights(0.0 * ONES), optax.sgd(0.1)),
+        rule_with_an_empty_cell(False),
+    ],
+)
+def test_any_rule_of_optax_steps_whatever_its_closures_hold(rule):
+    """One number for each column, as an array, and a variable that is not assigned."""
+    state = ts.setup(rule, {"w": ONES})
+    state, info = ts.train_step(lambda p, x: jnp.sum(p["w"] * x))(state, ONES)
+    assert bool(info.applied)
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30])
+def test_numbers_of_numpy_that_are_out_of_bounds_warn_of_nothing(eps):
+    assert "eps" in is_certain(optax.adam(1e-3, eps=np.float32(eps)), {"w": jnp.ones(3)})
+
+
+def test_a_look_at_float64_updates_knows_their_range():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        state = ts.setup(ts.rules.adam(1e150, eps=1e-300), {"w": jnp.ones(3, np.float64)})
+        new, info = jax.jit(ts.update)(state, {"w": jnp.ones(3, np.float64)})
+        assert bool(info.applied) and float(new.params["w"][0]) < -1e149
+
+
 def test_float16_params_that_would_overflow_are_rejected():
     state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.full(2, 65504.0, jnp.float16)})
     for update in (ts.update, jax.jit(ts.update)):

@@ -10,8 +10,8 @@ the step's program, forward only. A warning about a right loss is worse than a m
   numbers for each row differs by construction);
 - if a loss names `train`, and `key` or `model_state`, it is measured with `train=False`;
 - a loss that cannot be measured is taken for a right one, without a word: if it raises for a few
-  rows and for two micro-batches, is not finite, draws numbers without train too, or has a model
-  state and no `train`.
+  rows and for two micro-batches, is not finite, draws numbers without train too, has a model
+  state and no `train`, or calls Python (`jax.debug.print`, `io_callback`).
 
 Params and rows may agree by chance (zeros at the start, sorted labels), so the loss is measured
 again for params near these, with the rows in another order. Traced arrays have no values: inside a
@@ -160,7 +160,8 @@ def _difference(
     trained, order = trained_part(state), np.arange(rows_of(rows))
     leaves, treedef = jax.tree.flatten(trained)
     program = loss_of.trace(trained, state, rows, extra, order, np.uint32(0))
-    if not train and "random_bits" in str(program.jaxpr):  # it evaluates with a key of its own
+    draws = not train and "random_bits" in str(program.jaxpr)  # it evaluates with its own key
+    if draws or program.jaxpr.effects:  # a callback of the user runs in steps alone
         return None
     rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:

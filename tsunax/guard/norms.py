@@ -22,7 +22,6 @@ from tsunax._core import PyTree
 # join shards that lie on different devices, the devices would have to talk.
 
 SMALL = 1 << 14  # elements
-LARGEST = 2.0**64  # its square is beyond float32
 
 
 _over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", default=False)
@@ -78,14 +77,14 @@ def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
 
 
 def excess(tree: PyTree) -> jax.Array:
-    """0 if every element has a square in float32, else NaN if one is NaN, or infinity.
+    """0 if every element has a finite square in its dtype, else NaN if one is NaN, or infinity.
 
     A reduction of two results: XLA:CPU needs memory for the operands of one with one result.
     """
     either = lambda a, b: (a[0] | b[0], a[1] | b[1])
     found = []
     for x in _joined(tree):
-        operands = ~(jnp.abs(x) < LARGEST), x != x
+        operands = ~(jnp.abs(x) < float(jnp.finfo(x.dtype).max) ** 0.5), x != x
         found.append(jax.lax.reduce(operands, (False, False), either, range(x.ndim)))
     is_large, is_nan = functools.reduce(either, found)
     return jnp.where(is_large, jnp.where(is_nan, jnp.nan, jnp.inf), 0.0).astype(jnp.float32)

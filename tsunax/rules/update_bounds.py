@@ -75,10 +75,7 @@ class Survey:
         if name not in _BOUNDS:
             raise Undeclared(name or trees.describe_call(update))
         numbers = _closure(init) | numbers
-        try:
-            bounds = [_BOUNDS[name](numbers, self, b, c, state) for b, c in bounds]
-        except (LookupError, TypeError, ValueError) as error:  # of another version of optax
-            raise Undeclared(name) from error
+        bounds = [_BOUNDS[name](numbers, self, b, c, state) for b, c in bounds]
         self.need(*(b <= self.limit for b, _ in bounds), *(abs(c) <= 1 for _, c in bounds))
         return bounds
 
@@ -88,11 +85,18 @@ def certain(update: Any, opt_state: PyTree, dtype: str, weight: Scalar, params_n
 
     Raises Undeclared, with the name of the rule, if there is no bound.
     """
-    seen = Survey(*LARGEST[dtype], weight, params_norm)
-    bounds = seen.walk(update, opt_state, [(seen.largest, 0.0)])
-    seen.need(*((c >= -1) & (c <= 0) for _, c in bounds))
-    found = functools.reduce(operator.and_, seen.conditions)
-    return bool(found) if isinstance(found, np.bool_) else found
+    survey = Survey(*LARGEST[dtype], weight, params_norm)
+    try:
+        with np.errstate(all="ignore"):  # NumPy's numbers warn where others are infinite
+            bounds = survey.walk(update, opt_state, [(survey.largest, 0.0)])
+            survey.need(*((c >= -1) & (c <= 0) for _, c in bounds))
+            holds: Any = functools.reduce(operator.and_, survey.conditions)
+    # of a closure or a state that is not as in the versions of optax that this file knows
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Undeclared(trees.describe_call(update)) from error
+    if np.ndim(holds):  # a number of optax may be an array, with one for each column
+        holds = holds.all()
+    return bool(holds) if isinstance(holds, np.bool_) else holds
 
 
 def _is_static(x: Any, value: float) -> bool:
