@@ -189,6 +189,25 @@ def test_any_rule_of_optax_steps_whatever_its_closures_hold(rule):
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
 
 
+POISONS = {
+    "0 · inf of a square": (optax.chain(optax.scale(10.0), optax.adam(0.1, b2=0.0)), 1e19),
+    "0 · inf under rmsprop": (optax.chain(optax.scale(10.0), optax.rmsprop(0.1, decay=0.0)), 1e19),
+    "0 / 0, flushed": (
+        optax.chain(optax.scale_by_sign(), optax.scale_by_belief(eps=1e-38, eps_root=1e-38), optax.scale(-0.1)),
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_infinite_squares_and_flushed_numbers_are_judged_by_the_update(name):
+    rule, first = POISONS[name]
+    state, update = ts.setup(rule, {"w": jnp.ones(2)}), jax.jit(lambda s, g: ts.update(s, {"w": g})[0])
+    for g in ([first, 1.0], [1.0, 1.0], [1.0, 1.0]):
+        state = update(state, jnp.array(g))
+        assert np.isfinite(state.params["w"]).all()
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-30])
 def test_numbers_of_numpy_that_are_out_of_bounds_warn_of_nothing(eps):
     assert "eps" in is_certain(optax.adam(1e-3, eps=np.float32(eps)), {"w": jnp.ones(3)})

@@ -129,17 +129,22 @@ def _is_decay(x: Scalar) -> Any:
     return (x >= 0) & (x <= BELOW_ONE)
 
 
+def _is_decay_of_squares(x: Scalar) -> Any:
+    """Squares of gradients that a rule before scaled may be infinite, and 0 · inf is NaN."""
+    return (x >= TINY) & (x <= BELOW_ONE)
+
+
 def _averaged(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     """Adam and its kin: an average of gradients over a root of squares, plus eps."""
     eps, under_root = n["eps"], n.get("eps_root", 0.0)
-    seen.need(_is_decay(n["b1"]), _is_decay(n["b2"]), eps >= 0, under_root >= 0)
-    least = eps + abs(under_root) ** 0.5
+    seen.need(_is_decay(n["b1"]), _is_decay_of_squares(n["b2"]), eps >= 0, under_root >= 0)
+    least = eps + (abs(under_root) * (under_root >= TINY)) ** 0.5
     seen.need(least >= TINY)
     return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), least), 0.0
 
 
 def _rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
-    seen.need(_is_decay(n["decay"]), n["eps"] >= TINY, n["initial_scale"] >= 0)
+    seen.need(_is_decay_of_squares(n["decay"]), n["eps"] >= TINY, n["initial_scale"] >= 0)
     return _over(seen.flat(b, c), n["eps"] ** 0.5 if n["eps_in_sqrt"] else n["eps"]), 0.0
 
 
