@@ -424,7 +424,7 @@ class EvalStep:
         return _over_members(self._one, state, batch, extra)
 
     def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        keywords = self._fn.keywords(state, batch, extra, train=False)
+        keywords = self._fn.keywords(state, extra, train=False)
         seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*seen, keywords, merges=True)
         if axes := axes_around(self.axis_name, "eval_step()"):

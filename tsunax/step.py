@@ -384,8 +384,8 @@ def _ruled(
     state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule."""
-    params, precision = base(state), state.plan.precision
-    if state.masters is not None or (precision is not None and precision.stochastic):
+    params, policy, opt_state = base(state), state.plan.precision, state.opt_state
+    if state.masters is not None or (policy is not None and policy.stochastic):
         grads = trees.cast_like(grads, params)
     mean = _mean(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
@@ -395,7 +395,6 @@ def _ruled(
     for name in checks.SEARCHES:
         if callable(given.get(name)):
             given[name] = checks.accepting(given[name], given)
-    policy, opt_state = state.plan.precision, state.opt_state
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     opt_state = number_table.lower(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **given)

@@ -25,7 +25,7 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
-        keywords = fn.keywords(state, batch, extra, train=True)
+        keywords = fn.keywords(state, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             expected = "ts.Loss.mean(values, model_state=...)"

@@ -56,7 +56,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
             trained = at
         parts = trained, overwritten_part(state)
-        keywords = fn.keywords(state, batch, extra, train=True)
+        keywords = fn.keywords(state, extra, train=True)
         if "key" in fn.names and "key" not in keywords:
             from tsunax._step.loss_fn_errors import warn_of_no_key
 
@@ -244,7 +244,7 @@ def search_functions(
     fn: LossFn, state: TrainState, batch: PyTree, extra: Extra, axes: AxisName
 ) -> dict[str, Function]:
     """The loss and its gradient at other trained params, by the names that line searches use."""
-    keywords = fn.keywords(state, batch, extra, train=True)
+    keywords = fn.keywords(state, extra, train=True)
 
     def value_fn(params: PyTree, **_: Any):
         if axes:

@@ -114,7 +114,7 @@ class LossFn:
         names = tuple(p.name for p in rest)
         return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
-    def keywords(self, state: TrainState, batch: PyTree, extra: Extra, *, train: bool) -> Extra:
+    def keywords(self, state: TrainState, extra: Extra, *, train: bool) -> Extra:
         """The keywords that this function names, from the state and `extra`."""
         for name in extra:
             if name in _TAKEN or (name == "key" and train and state.key is not None):

@@ -140,7 +140,7 @@ def _difference(
         params = with_rest(state, trained)
         batch, mask = jax.tree.map(lambda x: x[index], rows)
         more = {} if mask is None else {"mask": mask.astype(np.float32)}
-        keywords = fn.keywords(state, batch, extra | more, train=True)
+        keywords = fn.keywords(state, extra | more, train=True)
         keywords |= {"train": train} if "train" in keywords else {}
         loss = fn(*seen_by(fn, state, params, batch, keywords, train=train), keywords)
         return dataclasses.replace(loss, metrics={}, model_state=None, mean_value=None)

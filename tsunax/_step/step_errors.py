@@ -119,7 +119,7 @@ def wrong_label(step, state: TrainState, batch, extra) -> str:
     """The first wrong label, if without such labels the loss is finite; loss_fn runs eagerly."""
     fn = LossFn.of(step.loss_fn)
     with repaired_labels() as found, contextlib.suppress(Exception):
-        keywords = fn.keywords(state, batch, extra, train=True)
+        keywords = fn.keywords(state, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords).compute()
         return found[0] if found and np.isfinite(loss) else ""
     return ""

@@ -143,14 +143,12 @@ def _averaged(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any)
     return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), least), 0.0
 
 
-def _rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
-    seen.need(_is_decay_of_squares(n["decay"]), n["eps"] >= TINY, n["initial_scale"] >= 0)
-    return _over(seen.flat(b, c), n["eps"] ** 0.5 if n["eps_in_sqrt"] else n["eps"]), 0.0
-
-
-def _rss(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+def _over_rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    """RMSprop divides by the root of an average of squares, Adagrad by that of their sum."""
+    if "decay" in n:
+        seen.need(_is_decay_of_squares(n["decay"]), n["initial_scale"] >= 0)
     seen.need(n["eps"] >= TINY)
-    return _over(seen.flat(b, c), n["eps"] ** 0.5), 0.0
+    return _over(seen.flat(b, c), n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]), 0.0
 
 
 def _trace(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
@@ -199,8 +197,7 @@ def _at(schedule: Any, state: Any) -> Any:
 _BOUNDS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("scale_by_adam", "scale_by_amsgrad", "scale_by_adamax"), _averaged),
     "scale_by_belief": _averaged,
-    "scale_by_rms": _rms,
-    "scale_by_rss": _rss,
+    **dict.fromkeys(("scale_by_rms", "scale_by_rss"), _over_rms),
     "trace": _trace,
     "ema": _ema,
     **dict.fromkeys(("scale_by_sign", "scale_by_lion"), _signs),
