@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, trees
 from tsunax._cpu import convolutions
@@ -64,11 +65,12 @@ class WholeBatch(CutsItsBatch):
         return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
 
     def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
-        """A mean over rows, unless `embed` mixes them; not linear, or it would miss `x - mean`."""
+        """A mean over rows, unless `embed` mixes them; not linear: that would miss `x - mean`."""
         state, out = self._embedded(params, batch, _named(self._embed, keywords))
         real = [jnp.real(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
         mean = sum((jnp.mean(jax.nn.softplus(x)) for x in real), jnp.float32(0))
-        return Loss(mean, mean_value=mean, model_state=state)
+        rows = np.float32(rows_of(batch))  # A mask does not change it: `embed` has those rows, too.
+        return Loss(mean * rows, rows, model_state=state)
 
     def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         embedded = self._embedded if n == 1 else functools.partial(self._in_turn, n)
