@@ -160,8 +160,8 @@ def _difference(
     trained, order = trained_part(state), np.arange(rows_of(rows))
     leaves, treedef = jax.tree.flatten(trained)
     program = loss_of.trace(trained, state, rows, extra, order, np.uint32(0))
-    draws = not train and "random_bits" in str(program.jaxpr)  # it evaluates with its own key
-    if draws or program.jaxpr.effects:  # a callback of the user runs in steps alone
+    draws = "random_bits" in str(program.jaxpr)
+    if (draws and not train) or program.jaxpr.effects:  # a callback of the user runs in steps alone
         return None
     rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:
@@ -171,6 +171,8 @@ def _difference(
         if abs(whole - merged) > least and not adds_up:
             again, merged_again, _ = measured(near, 1)
             noise = max(abs(whole - again), abs(merged - merged_again))
+            if draws and noise > 16 * rounding * size:  # Other rows have other random numbers.
+                return None
             if min(abs(whole - merged), abs(again - merged_again)) > max(least, 8 * noise):
                 return whole, merged, near
         order = np.random.default_rng(0).permutation(order)

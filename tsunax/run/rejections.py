@@ -89,7 +89,7 @@ class Rejections:
             self.in_a_row += not members
             raises = self.max_bad == 1 and not members
             if self.count in (1, 10, 100, 1000, 10_000, 100_000) and not raises:
-                why, loss = _why(parts) or "a loss or gradient is not finite", ""
+                why, loss = _why(parts) or "a loss, gradient or update is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
                 at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
