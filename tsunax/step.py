@@ -262,8 +262,7 @@ def update_unchecked(
         applied = jax.jit(applied)  # It is traced once, although several branches call it.
         shapes, _, emits = jax.eval_shape(applied)
         excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
-        size = sum(x.nbytes for x in jax.tree.leaves(grads))
-        norm = None if is_certain is True else guard.unless(is_certain, excess, size)
+        norm = None if is_certain is True else guard.unless(is_certain, excess, grads)
         fields = applied()[0] if guard.reports(state.opt_state) else {}
         verdict = _verdict(state, value, grad_norm, fields, norm, loss)
         old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)

@@ -167,20 +167,21 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
     return jax.lax.platform_dependent(cpu=cond, default=selected)
 
 
-# A conditional costs an H200 6 us in its CUDA graph, and a second look at so many bytes of updates
-# less. Above, the look would be memory traffic that no step needs.
-LOOKED_AT = 1 << 20  # bytes
+# A conditional costs an H200 6 us in its CUDA graph, and a look at the updates of so few leaves and
+# bytes less. Above, the look would take more kernels, or memory traffic that no step needs.
+FEW_LEAVES, FEW_BYTES = 8, 1 << 20
 
 
-def unless(condition: jax.Array, excess: Callable[[], jax.Array], size: int) -> jax.Array:
-    """0 if the condition holds, else the result of `excess`, a look at updates of `size` bytes.
+def unless(condition: jax.Array, excess: Callable[[], jax.Array], grads: PyTree) -> jax.Array:
+    """0 if the condition holds, else the result of `excess`, a look at the updates of `grads`.
 
     The barrier keeps XLA from computing both, to select.
     """
     zero = lambda: jnp.zeros((), jnp.float32)
     barred = lambda: jax.lax.optimization_barrier(excess())
     cond = lambda: jax.lax.cond(condition, zero, barred)
-    if size > LOOKED_AT:
+    leaves = jax.tree.leaves(grads)
+    if len(leaves) > FEW_LEAVES or sum(x.nbytes for x in leaves) > FEW_BYTES:
         return cond()
     select = lambda: jnp.where(condition, zero(), excess())
     return jax.lax.platform_dependent(cpu=cond, default=select)
