@@ -220,7 +220,7 @@ CEILINGS = {  # of an H100
 CEILINGS_OF_TPU = {  # of a v5e
     "tiny MLP": (1.60, 150, 2.0),  # 0.9 MB: it looks at its few updates in any case
     "wide MLP": (1.37, 190, 110.0),
-    "tables under Adagrad": (1.10, 100, 320.0),
+    "tables under Adagrad": (1.17, 105, 320.0),
 }
 
 
@@ -319,7 +319,7 @@ def test_a_model_too_large_for_this_host_is_spread_over_64_devices(size, tensor,
 
 @pytest.mark.slow
 def test_offloaded_moments_leave_their_room_to_the_gradient(devices):
-    width, rows = 4096, 90112
+    width, rows = 4096, 94208
     mesh, step = ts.mesh(devices=devices[:1]), ts.train_step(lambda params, x: loss_fn(params, {"x": x, "y": 0.0}))
     layer = lambda: {"up": jnp.ones((width, 4 * width)), "down": jnp.ones((4 * width, width))}
     make = lambda: ts.setup(ts.rules.adam(1e-3), {"l0": layer(), "l1": layer()})
