@@ -189,7 +189,7 @@ def test_micro_batches_and_windows_on_axes_that_are_types():
         step, data = ts.train_step(loss_fn, accumulate=accumulate), batches_of(1, rows)[0]
         testing.check_sharding(step, setup(rule=rule), data, mesh, steps=1)
     blind = ts.train_step(lambda params, batch: loss_fn(params, batch, None), accumulate=2)
-    with pytest.raises(DataError, match=r"got 40 rows over 8 devices, expected a multiple of 16.*accumulate=2.*mask"):
+    with pytest.raises(DataError, match=r"got 40 rows over 8 devices, expected a multiple of 16.*into 2.*mask"):
         blind(ts.shard(setup(), mesh), batches_of(1)[0])
 
 
