@@ -353,7 +353,7 @@ def test_a_flush_that_is_rejected_counts():
     clip = ts.rules.clip_by_norm(1.0, p=4)  # 1e12 to the fourth is beyond float32
     state = ts.setup(ts.rules.accumulate(ts.rules.chain(clip, ts.rules.sgd(1.0)), every=4), {"w": jnp.zeros(1)})
     state, _ = ts.update(state, {"w": jnp.full(1, 1e12)})
-    after = ts.rules.flush(state)
+    after = ts.flush(state)
     assert [int(n) for n in after.clock] == [0, 2, 1, 1]
     assert_trees_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
@@ -375,10 +375,10 @@ def test_flush_divides_by_what_the_window_holds():
     state = ts.setup(ts.rules.accumulate(ts.rules.sgd(1.0), every=4), {"w": jnp.zeros(1)})
     for g in (1.0, 5.0):
         state, _ = ts.update(state, {"w": jnp.full(1, g)})
-    state = ts.rules.flush(state)
+    state = ts.flush(state)
     assert float(state.params["w"][0]) == -3.0 and int(state.step) == 1
     with count_compiles() as count:
-        again = ts.rules.flush(state)
+        again = ts.flush(state)
     assert not count.compiles  # at the end of every epoch, the same program
     assert_trees_equal(again.params, state.params)
     assert int(again.step) == 1
@@ -439,7 +439,7 @@ def test_a_rule_beside_a_window_moves_on_every_call():
         state, info = ts.update(state, ones("a", "b"))
         assert bool(info.applied)
     np.testing.assert_allclose([state.params["a"][0], state.params["b"][0]], [-0.1, -0.3], rtol=1e-6)
-    state = ts.rules.flush(state)
+    state = ts.flush(state)
     np.testing.assert_allclose([state.params["a"][0], state.params["b"][0]], [-0.2, -0.3], rtol=1e-6)
 
 
@@ -456,16 +456,16 @@ def test_nothing_stands_behind_a_window_in_a_chain():
 def test_flush_touches_nothing_but_windows():
     plain = ts.setup(ts.rules.adam(0.1), zeros("a"))
     plain, _ = ts.update(plain, ones("a"))
-    assert_trees_equal(ts.rules.flush(plain), plain)
+    assert_trees_equal(ts.flush(plain), plain)
     rule = ts.rules.chain(ts.rules.reject_spikes(), ts.rules.accumulate(ts.rules.sgd(0.1), every=2))
     state = ts.setup(rule, zeros("a"), precision="float16", ema=0.5)
     for _ in range(2):
         state, _ = ts.update(state, ones("a"), loss=jnp.float32(1.0))
-    flushed = ts.rules.flush(state)  # an empty window
+    flushed = ts.flush(state)  # an empty window
     assert int(flushed.calls) == int(state.calls) + 1
     assert_trees_equal(flushed.replace(calls=state.calls), state)
     state, _ = ts.update(state, ones("a"), loss=jnp.float32(1.0))
-    flushed = ts.rules.flush(state)
+    flushed = ts.flush(state)
     assert_trees_equal((flushed.opt_state[0], flushed.loss_scale), (state.opt_state[0], state.loss_scale))
     np.testing.assert_allclose(flushed.params["a"], -0.2, rtol=1e-6)
 
@@ -473,7 +473,7 @@ def test_flush_touches_nothing_but_windows():
 def test_flush_gives_the_rule_the_loss_of_the_window():
     rule = ts.rules.accumulate(ts.rules.chain(ts.rules.sgd(0.1), ts.rules.reduce_on_plateau()), every=2)
     state, _ = ts.update(ts.setup(rule, zeros("a")), ones("a"), loss=jnp.float32(0.36))
-    state = ts.rules.flush(state)
+    state = ts.flush(state)
     assert any(np.allclose(x, 0.36) for x in jax.tree.leaves(state.opt_state))
 
 

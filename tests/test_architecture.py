@@ -23,17 +23,13 @@ PACKAGE = ROOT / "tsunax"
 TIERS = {
     0: "errors _core _cpu",
     1: "metrics losses loss regularize guard precision averages reproduce rules schedules",
-    2: "state states microbatches _step step program hyper",
+    2: "_state state states microbatches _step step program hyper between_steps",
     3: "distributed data devices",
     4: "checkpoints models run loop",
     5: "populations migration insight testing tuning",
     6: "__init__ __main__",
 }
 TIER = {room: tier for tier, rooms in TIERS.items() for room in rooms.split()}
-
-# Functions that are called from below and stand above, so that their public name is where users look for it. Each is
-# imported when it is called.
-UPWARD = {("averages", "_step"), ("losses", "_step"), ("rules", "_step")}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
 LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
@@ -52,15 +48,13 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str, bool]]:
-    """(line, module of this package, if it is imported later) for every import in a file.
+def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str]]:
+    """(line, module of this package) for every import in a file.
 
     Imports inside functions and for type checkers count: what a file names, it knows about.
     """
     here = path.relative_to(package.parent).parent.parts  # ("tsunax",) or ("tsunax", "models")
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    inner = (n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f))
-    later = set(map(id, inner))
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -76,7 +70,7 @@ def imported_modules(path: Path, package: Path, modules) -> list[tuple[int, str,
             if root == package.name:
                 longest = (".".join(rest[:n]) for n in range(len(rest), 0, -1))
                 target = next((name for name in longest if name in modules), "__init__")
-                found.append((node.lineno, target, id(node) in later))
+                found.append((node.lineno, target))
     return found
 
 
@@ -109,10 +103,10 @@ def import_problems(package: Path) -> list[str]:
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         room = room_of(module)
-        for line, target, is_later in imported_modules(path, package, files):
+        for line, target in imported_modules(path, package, files):
             there = f"{path.relative_to(package.parent)}:{line}: {module}"
             other = room_of(target)
-            if target == module or (is_later and (room, other) in UPWARD):
+            if target == module:
                 continue
             graph.setdefault(module, set()).add(target)
             if TIER.get(other, 0) > TIER.get(room, 9):
@@ -347,7 +341,8 @@ def write(folder: Path, files: dict[str, str]) -> Path:
         ({"loop.py": "from tsunax.data import _rows", "data/__init__.py": "", "data/_rows.py": ""},
          ["loop.py:1: loop imports data._rows, which is private to data/"]),
         ({"data/__init__.py": "from tsunax.data._rows import f", "data/_rows.py": ""}, []),
-        ({"averages.py": "def f():\n    from tsunax import _step", "_step.py": "import tsunax.averages"}, []),
+        ({"averages.py": "def f():\n    from tsunax import _step", "_step.py": "import tsunax.averages"},
+         ["averages (tier 1) imports _step", "cycle: _step -> averages -> _step"]),
         ({"averages.py": "from tsunax import program", "program.py": ""}, ["averages (tier 1) imports program"]),
         ({"state.py": "from .step import f", "step.py": "from .hyper import g",
           "hyper.py": "from .state import h"}, ["cycle: hyper -> state -> step -> hyper"]),

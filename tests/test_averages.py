@@ -144,7 +144,7 @@ def test_batch_statistics_of_averaged_params():
     step = ts.train_step(fn)
     for _ in range(3):
         state, _ = step(state, batch)
-    averaged, refresh = ts.averaged(state), ts.averages.update_batch_stats(fn)
+    averaged, refresh = ts.averaged(state), ts.update_batch_stats(fn)
     for _ in range(30):
         averaged = refresh(averaged, batch)
     np.testing.assert_allclose(averaged.model_state["mean"], averaged.params["w"].sum(), rtol=1e-6)
@@ -152,7 +152,7 @@ def test_batch_statistics_of_averaged_params():
     with pytest.raises(WrongTypeError, match=r"leaf at batch\['x'\]: got 'text' \(str\)"):
         refresh(state, {"x": "text"})
     with pytest.raises(LossError, match=r"model_state at update_batch_stats\(\)"):
-        ts.averages.update_batch_stats(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
+        ts.update_batch_stats(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
 
 
 @pytest.mark.parametrize("precision", [None, ts.precision.Policy(param="bfloat16", compute="bfloat16", batch="**")])

@@ -90,7 +90,7 @@ def test_a_window_of_each_member_is_flushed():
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), donate=False)
     one, runs = make(), ts.population(lambda key: make(), 3)
     one, runs = step(one, X)[0], step(runs, X)[0]
-    one, runs = ts.rules.flush(one), ts.rules.flush(runs)
+    one, runs = ts.flush(one), ts.flush(runs)
     assert int(one.step) == 1
     for i in range(3):
         assert_trees_close(ts.populations.member(runs, i).params, one.params, **CLOSE)
@@ -145,7 +145,7 @@ def test_skip_zero_around_accumulate_is_refused():
 
 @pytest.mark.parametrize("how", ["whole", "per_example"])
 def test_nothing_can_be_dropped_of_one_gradient(how):
-    whole = ts.losses.whole_batch(lambda params, x: x @ params["w"], lambda z, x: jnp.mean(z**2))
+    whole = ts.whole_batch(lambda params, x: x @ params["w"], lambda z, x: jnp.mean(z**2))
     loss, options = (
         (whole, {}) if how == "whole" else (lambda params, x: jnp.mean(x @ params["w"]), {"per_example": True})
     )

@@ -525,7 +525,7 @@ def short_window():
     grads = [*GRADS, *GRADS[:3]]
     by_lightning = lambda g, k: jax.tree.map(lambda p, *gs: p - 0.1 * sum(gs) / k, PARAMS, *g)
     state = ours(rules.accumulate(rules.sgd(0.1), every=4), grads)
-    moved = jax.tree.map(lambda a, b: a - b, ts.rules.flush(state).params, state.params)
+    moved = jax.tree.map(lambda a, b: a - b, ts.flush(state).params, state.params)
     last = jax.tree.map(lambda *gs: -0.1 * sum(gs) / 4, *GRADS[:3])  # and ours by the 3 that are there
     return (by_lightning(GRADS, 4), jax.tree.map(lambda x: x * 4 / 3, last)), (state.params, moved)
 

@@ -693,7 +693,7 @@ def test_optaxs_losses_are_its_own():
     assert differ == {"softmax_cross_entropy_with_integer_labels"}
     assert len(shared) == 31
     ours = set(losses.__all__) - shared
-    assert ours == {*PAIRS, "smooth_binary_labels", "whole_batch"}
+    assert ours == {*PAIRS, "smooth_binary_labels"}
     assert all(getattr(losses, name).__module__ == "tsunax.losses" for name in ours)
 
 

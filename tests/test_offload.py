@@ -218,7 +218,7 @@ def test_both_halves_by_hand_and_the_rest_of_a_window(n):
     assert len(offloaded(state)) >= 8
     for batch in batches_of(4):
         (plain, _), (state, _) = step(plain, batch), step(state, batch)
-    plain, state = ts.rules.flush(plain), ts.rules.flush(state)
+    plain, state = ts.flush(plain), ts.flush(state)
     assert_trees_equal(state, plain)
     assert len(offloaded(state)) >= 8
 

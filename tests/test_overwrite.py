@@ -131,7 +131,7 @@ def test_calls_that_only_gather_overwrite_as_in_flax():
     assert not bool(info.applied) and int(state.step) == 1
     expected = by_flax(3, every=2)
     np.testing.assert_allclose(flat(state.params), flat(expected.params), rtol=1e-6, atol=1e-7)
-    after = ts.rules.flush(state)
+    after = ts.flush(state)
     assert int(after.step) == 2
     assert_trees_equal(after.params[OWG], state.params[OWG])
 

@@ -47,7 +47,7 @@ def prepared(name):
             return ts.train_step(loss_fn), state, data
         case "clip":
             data, state, parts = module.make(STEPS)
-            return ts.train_step(ts.losses.whole_batch(*parts), accumulate=4), state, data
+            return ts.train_step(ts.whole_batch(*parts), accumulate=4), state, data
         case "dp_sgd":
             data, state, loss_fn, clipped = module.make()
             return ts.train_step(loss_fn, per_example=clipped, accumulate=5), state, data

@@ -449,7 +449,7 @@ def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
         f"loss at clip(p, b): got {whole:.6g} for 8 rows and {sum(parts) / 4:.6g} for these in 4 "
         "micro-batches, expected a mean over rows under accumulate=4. Return a mean over rows; "
     )
-    assert "ts.losses.whole_batch(embed, loss)" in text
+    assert "ts.whole_batch(embed, loss)" in text
     for options in ({}, {"accumulate": 4, "check_rows": False}):
         assert not warnings_of(lambda options=options: ts.train_step(clip, donate=False, **options)(state, BATCH))
 
@@ -461,7 +461,7 @@ def test_the_fixes_are_those_of_the_loss():
     (text,) = warnings_of(lambda: ts.value_and_grad(clip, per_example=True)(STATE, BATCH))
     assert "under per_example. Each row is alone in its gradient" in text
     centered = lambda p, b: b["x"] @ p["w"] - jnp.mean(b["x"] @ p["w"], 0, keepdims=True)
-    loss_fn = ts.losses.whole_batch(centered, lambda z, b: jnp.mean((z - 1) ** 2))
+    loss_fn = ts.whole_batch(centered, lambda z, b: jnp.mean((z - 1) ** 2))
     (text,) = warnings_of(lambda: ts.value_and_grad(loss_fn, accumulate=2)(STATE, BATCH))
     assert text.startswith("embed at whole_batch") and "mix them in loss(embeddings, batch)" in text
 

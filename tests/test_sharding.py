@@ -413,7 +413,7 @@ def test_a_refresh_spreads_its_rows_too():
 
     state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh())
     batch = batches_of(1)[0]
-    found = ts.averages.update_batch_stats(loss)(state, batch).model_state["mean"]
+    found = ts.update_batch_stats(loss)(state, batch).model_state["mean"]
     np.testing.assert_allclose(found, batch["x"].mean(0), rtol=1e-5, atol=1e-6)
 
 
@@ -436,7 +436,7 @@ def test_states_that_were_edited_compile_nothing(axes):
     assert pickle.dumps(state)
     before = state.params["down"]["kernel"].sharding
     for edit in (
-        ts.rules.flush,
+        ts.flush,
         copy.deepcopy,
         lambda s: s.replace(params=init(1)),
         lambda s: s.replace(params=jax.tree.map(lambda x: x * 1.0, s.params), key=3),
@@ -455,7 +455,7 @@ def test_a_refresh_leaves_everything_in_its_place():
     state = ts.shard(setup(model_state={"mean": np.zeros(WIDTH, np.float32)}), ts.mesh(data=1, fsdp=-1))
     step, batch = ts.train_step(loss), batches_of(1)[0]
     state, _ = step(state, batch)
-    state, _ = step(ts.averages.update_batch_stats(loss)(state, batch), batch)
+    state, _ = step(ts.update_batch_stats(loss)(state, batch), batch)
     (program,) = step.programs.values()
     assert program._cache_size() == 1
 

@@ -43,7 +43,7 @@ def composed(params, batch):
     return clip(embed(params, batch), batch, params)
 
 
-CLIP = ts.losses.whole_batch(embed, clip)
+CLIP = ts.whole_batch(embed, clip)
 
 
 def setup(**options):
@@ -102,7 +102,7 @@ def test_both_passes_of_a_micro_batch_draw_the_same_numbers():
         z = jax.tree.map(lambda *x: jnp.concatenate(x)[np.argsort(order)], *parts)
         return clip(z, batch, params)
 
-    loss, grads = gradient(ts.losses.whole_batch(noisy, clip), n, state)
+    loss, grads = gradient(ts.whole_batch(noisy, clip), n, state)
     whole, expected = gradient(by_hand, state=state)
     assert relative(grads, expected) <= 1e-6
     np.testing.assert_allclose(loss.compute(), whole.compute(), rtol=1e-6)
@@ -122,7 +122,7 @@ def test_the_loss_has_a_key_of_its_own():
         return rows["image"] @ params["image"]
 
     with jax.disable_jit():
-        ts.value_and_grad(ts.losses.whole_batch(one, loss))(setup(key=0), BATCH)
+        ts.value_and_grad(ts.whole_batch(one, loss))(setup(key=0), BATCH)
     assert (seen["loss"] != seen["embed"]).any()
 
 
@@ -148,7 +148,7 @@ def test_each_micro_batch_has_the_model_state_of_the_one_before():
         z = jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(ROWS, -1), *parts)
         return dataclasses.replace(clip(z, batch, params), model_state=model_state)
 
-    fn = ts.losses.whole_batch(counted, clip)
+    fn = ts.whole_batch(counted, clip)
     (loss, grads), (whole, expected) = gradient(fn, n, state), gradient(by_hand, state=state)
     assert relative(grads, expected) <= 1e-6
     assert_trees_close(loss.model_state, whole.model_state, rtol=1e-6, atol=0)
@@ -167,7 +167,7 @@ def test_a_mask_reaches_both_parts():
         assert mask.shape == (ROWS,)
         return clip(z, batch | {"m": batch["m"] * mask}, params)
 
-    fn, mask = ts.losses.whole_batch(masked_embed, masked_clip), (np.arange(ROWS) < 20).astype(np.float32)
+    fn, mask = ts.whole_batch(masked_embed, masked_clip), (np.arange(ROWS) < 20).astype(np.float32)
     run = lambda n: jax.jit(ts.value_and_grad(fn, accumulate=n))(setup(), BATCH, mask=mask)
     (loss, grads), (whole, expected) = run(5), run(1)
     assert relative(grads, expected) <= 1e-6 and loss.weight == whole.weight == 16
@@ -198,7 +198,7 @@ def test_micro_batches_are_summed_in_float32():
     """In bfloat16, 1 + 2^-9 is 1: of many small parts of a gradient nothing would be left."""
     rows = np.full((512, 1), 2.0**-9, np.float32)
     rows[0] = 1
-    fn = ts.losses.whole_batch(lambda p, x: x @ p["w"], lambda z, x: jnp.sum(z.astype(jnp.float32)))
+    fn = ts.whole_batch(lambda p, x: x @ p["w"], lambda z, x: jnp.sum(z.astype(jnp.float32)))
     state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones((1, 1), np.float32)}, precision="bfloat16")
     loss_of = lambda n: float(jax.jit(ts.value_and_grad(fn, accumulate=n))(state, rows)[1]["w"][0, 0])
     assert loss_of(512) == pytest.approx(1 + 511 * 2.0**-9, rel=2**-8)
@@ -210,9 +210,7 @@ def test_over_many_devices_it_is_that_of_one(explicit):
     place = lambda x: jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
     reshard = lambda x: jax.sharding.reshard(x, place(x)) if jax.typeof(x).sharding.mesh.axis_names else x
     whole = functools.partial(jax.tree.map, reshard)  # with explicit axes
-    step = ts.train_step(
-        ts.losses.whole_batch(embed, lambda z, b, params: clip(whole(z), whole(b), params)), accumulate=4
-    )
+    step = ts.train_step(ts.whole_batch(embed, lambda z, b, params: clip(whole(z), whole(b), params)), accumulate=4)
     alone, info = ts.train_step(CLIP)(setup(), batch)
     spread, seen = step(ts.shard(setup(), ts.mesh(explicit=explicit)), batch)
     np.testing.assert_allclose(seen.loss, info.loss, rtol=1e-6)
@@ -226,14 +224,14 @@ def test_inside_shard_map_the_loss_gathers_the_embeddings():
         z, batch = jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), (z, batch))
         return clip(z, batch, params)
 
-    fn = ts.losses.whole_batch(counted, gathered)
+    fn = ts.whole_batch(counted, gathered)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     step = ts.train_step(fn, accumulate=3, axis_name="data", norms=True)
     spec = PartitionSpec()
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, PartitionSpec("data")), out_specs=spec))
     still = lambda params, rows, model_state: (counted(params, rows, model_state)[0], model_state)
     start = {"mean": jnp.float32(0), "n": jnp.int32(0)}
-    _, info = ts.train_step(ts.losses.whole_batch(still, clip))(setup(model_state=start), BATCH)
+    _, info = ts.train_step(ts.whole_batch(still, clip))(setup(model_state=start), BATCH)
     state, seen = step(setup(model_state=start), BATCH)
     assert int(state.model_state["n"]) == 3
     np.testing.assert_allclose(seen.loss, info.loss, rtol=0.1)  # the state moves from part to part
@@ -271,7 +269,7 @@ def test_values_that_gradients_replace_are_the_maximum_of_all_micro_batches():
     net = linen.Dense(4, dot_general_cls=functools.partial(linen.Fp8DirectDotGeneralOp, amax_history_length=4))
     model = ts.models.linen(net, net.init(jax.random.key(0), BATCH["image"]))
     one = lambda params, rows: model.apply(params, rows["image"])[0]
-    fn = ts.losses.whole_batch(one, lambda z, batch: jnp.mean((z @ z.T) ** 2))
+    fn = ts.whole_batch(one, lambda z, batch: jnp.mean((z @ z.T) ** 2))
     state = ts.setup(ts.rules.sgd(0.1), model.params)
     cut, whole = (gradient(fn, n, state)[0].overwritten for n in (4, 1))
     history = lambda tree: tree["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
@@ -288,7 +286,7 @@ def test_convolutions_stay_fast_in_the_loop():
         z = jax.lax.conv_general_dilated(x, params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return unit(jnp.tanh(z).mean((1, 2)))
 
-    fn, state = ts.losses.whole_batch(conv, lambda z, x: jnp.mean((z @ z.T) ** 2)), ts.setup(ts.rules.sgd(0.1), params)
+    fn, state = ts.whole_batch(conv, lambda z, x: jnp.mean((z @ z.T) ** 2)), ts.setup(ts.rules.sgd(0.1), params)
     step = ts.train_step(fn, accumulate=2)
     assert str(step.trace(state, x).jaxpr).count("convolution_in_loop") >= 1
     assert relative(gradient(fn, 2, state, x)[1], gradient(fn, 1, state, x)[1]) <= 1e-6
@@ -302,7 +300,7 @@ def test_memory_is_that_of_one_micro_batch_and_the_embeddings():
     rows = lambda n: jnp.zeros((n, 64))
     deep = lambda params, x: jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
     pairs = lambda z, x: jnp.mean(jax.nn.logsumexp(z @ z[:32].T, axis=1))
-    fn, state = ts.losses.whole_batch(deep, pairs), ts.setup(ts.rules.sgd(0.1), params)
+    fn, state = ts.whole_batch(deep, pairs), ts.setup(ts.rules.sgd(0.1), params)
 
     def temporary(n, size):
         step = ts.train_step(fn, accumulate=n)
@@ -317,7 +315,7 @@ def test_memory_is_that_of_one_micro_batch_and_the_embeddings():
 
 
 def test_the_warning_for_mixed_rows_names_the_way_and_the_way_does_not_warn():
-    with pytest.warns(UserWarning, match=r"expected a mean over rows.*ts\.losses\.whole_batch\(embed, loss\)"):
+    with pytest.warns(UserWarning, match=r"expected a mean over rows.*ts\.whole_batch\(embed, loss\)"):
         jax.eval_shape(ts.value_and_grad(composed, accumulate=4), setup(), BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,7 +328,7 @@ def test_the_check_of_accumulation_passes():
 
 
 def test_it_is_a_value():
-    again = ts.losses.whole_batch(embed, clip)
+    again = ts.whole_batch(embed, clip)
     assert again == CLIP and hash(again) == hash(CLIP)
     assert ts.train_step(again, accumulate=4) == ts.train_step(CLIP, accumulate=4)
     assert pickle.loads(pickle.dumps(ts.train_step(CLIP))).loss_fn == CLIP
@@ -353,40 +351,40 @@ BAD = {
 def test_wrong_parts_are_told(name, n):
     one, loss, kind, text = BAD[name]
     with pytest.raises(kind, match=text):
-        ts.value_and_grad(ts.losses.whole_batch(one, loss), accumulate=n)(setup(), BATCH)
+        ts.value_and_grad(ts.whole_batch(one, loss), accumulate=n)(setup(), BATCH)
 
 
 def test_wrong_arguments_are_told_before_anything_is_compiled():
     with pytest.raises(
         WrongTypeError, match=r"loss at whole_batch\(\): got None, not callable, expected a function loss"
     ):
-        ts.losses.whole_batch(embed, None)
+        ts.whole_batch(embed, None)
     with pytest.raises(
         LossError, match=r"signature at whole_batch\(\): got <lambda>\(params\), expected embed\(params, rows"
     ):
-        ts.losses.whole_batch(lambda params: params, clip)
+        ts.whole_batch(lambda params: params, clip)
     for first, second in ((embed, composed), (lambda params, rows, batch: rows, clip), (embed, lambda params, z, b: z)):
         with pytest.raises(
             LossError, match=r"signatures at whole_batch\(\): got .*, expected embed\(params, rows, ...\), loss"
         ):
-            ts.losses.whole_batch(first, second)
+            ts.whole_batch(first, second)
     with pytest.raises(WrongTypeError, match=r"per_example at train_step\(\): got a whole_batch loss"):
         ts.train_step(CLIP, per_example=True)
     with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got a whole_batch loss"):
         ts.train_step(CLIP, accumulate=2, noise_scale=True)
     with pytest.raises(LossError, match=r"leaf at batch\['t'\]: got a scalar"):
         gradient(CLIP, 2, batch=BATCH | {"t": np.float32(1)})
-    fn = ts.losses.whole_batch(lambda p, x, model_state: embed(p, x), clip)
+    fn = ts.whole_batch(lambda p, x, model_state: embed(p, x), clip)
     with pytest.raises(LossError, match=r"result at embed: got dict with a, b, expected \(embeddings, model_state\)"):
         gradient(fn, 2, setup(model_state={"n": jnp.int32(0)}))
-    fn = ts.losses.whole_batch(lambda p, x, model_state: (embed(p, x), {}), clip)
+    fn = ts.whole_batch(lambda p, x, model_state: (embed(p, x), {}), clip)
     with pytest.raises(StateError, match=r"leaf at model_state\[.n.\]: got nothing"):
         gradient(fn, 2, setup(model_state={"n": jnp.int32(0)}))
 
 
 def test_an_embed_that_mixes_rows_is_warned_of():
     centered = lambda params, rows: embed(params, rows | {"image": rows["image"] - rows["image"].mean(0)[None]})
-    fn = ts.losses.whole_batch(centered, clip)
+    fn = ts.whole_batch(centered, clip)
     with pytest.warns(UserWarning, match=r"embed at whole_batch.*: mix them in loss\(embeddings, batch\)"):
         jax.eval_shape(ts.value_and_grad(fn, accumulate=4), setup(), BATCH)
 
@@ -411,6 +409,6 @@ def test_two_means_with_weights_of_their_own_add_up():
     embed = lambda params, batch: batch["x"] @ params["w"]
     alone = lambda params, batch: loss(embed(params, batch), batch)
     for n in (1, 2, 8):
-        for fn in (ts.losses.whole_batch(embed, loss), ts.losses.whole_batch(embed, mean_of), alone):
+        for fn in (ts.whole_batch(embed, loss), ts.whole_batch(embed, mean_of), alone):
             mean, grads = ts.value_and_grad(fn, accumulate=n)(state, batch)
             assert_trees_close((mean.compute(), grads), expected, rtol=1e-5, atol=0)

@@ -21,6 +21,9 @@ from tsunax import rules as rules
 from tsunax import schedules as schedules
 from tsunax import testing as testing
 from tsunax import tuning as tuning
+from tsunax._step.whole_batch import whole_batch as whole_batch
+from tsunax.between_steps import flush as flush
+from tsunax.between_steps import update_batch_stats as update_batch_stats
 from tsunax.checkpoints import Checkpoints as Checkpoints
 from tsunax.checkpoints import exchange as exchange
 from tsunax.data import batches as batches

@@ -117,7 +117,7 @@ def swa(start: int, every: int) -> Average:
 
     The same as `polyak(start=start, every=every)`, HyperparameterError included: `start` updates
     come before the first cycle. Use a cyclic or constant learning rate (Izmailov et al. 2018,
-    arXiv:1803.05407), and `update_batch_stats` at the end if the model has batch statistics.
+    arXiv:1803.05407), and `ts.update_batch_stats` at the end if the model has batch statistics.
     """
     return _average("swa()", start, every)
 
@@ -134,16 +134,4 @@ def as_average(
     return ema(given)
 
 
-def update_batch_stats(loss_fn: Function) -> Function:
-    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state`, not params.
-
-    It runs the forward pass in training mode. For batch statistics that belong to averaged
-    parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
-    Raises LossError for a loss_fn that returns no model state.
-    """
-    from tsunax._step import between_steps
-
-    return between_steps.batch_stats_updated(loss_fn)
-
-
-__all__ = ["ema", "polyak", "swa", "update_batch_stats"]
+__all__ = ["ema", "polyak", "swa"]

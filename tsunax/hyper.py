@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Extra, Where, checks, patterns, trees
 from tsunax._core.placement import beside
-from tsunax._step.state_fields import frozen_words
+from tsunax._state.state_fields import frozen_words
 from tsunax.errors import (
     HyperparameterError,
     PatternError,

@@ -34,47 +34,10 @@ from optax.losses import (  # isort: skip
 # fmt: on
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
-from tsunax._core import Function, Maybe, Scalar, trees
+from tsunax._core import Maybe, Scalar, trees
 from tsunax.errors import LossError, missing_name
 
 Axis = int | tuple[int, ...]
-
-
-def whole_batch(embed: Function, loss: Function) -> Function:
-    """A loss over the rows of the whole batch, exact under `accumulate`: CLIP, SimCLR, retrieval.
-
-    It is the loss function `loss(embed(params, batch), batch)`, for `train_step`, `value_and_grad`
-    and `eval_step`. Under `accumulate=n` it is the same one, with the memory of one micro-batch and
-    of the embeddings, for one more forward pass of `embed`: gradient caching (Gao et al. 2021,
-    arXiv:2101.06983).
-
-    Args:
-      embed: `embed(params, rows, ...)` returns arrays whose first axis is the rows (any pytree of
-        them), each made of its own row. If it names `model_state`, it returns `(embeddings,
-        model_state)`; each micro-batch gets that of the one before, and statistics are those of
-        micro-batches.
-      loss: `loss(embeddings, batch, ...)` of all rows returns a scalar or a `Loss`. If it names
-        `params`, for a temperature for example, it is given them.
-
-    Both may name what a loss function may: `key`, `train`, `mask`, `step`, `ema` and extra
-    arguments. Both passes of a micro-batch have one key; `loss` has another one.
-
-    Raises LossError for a function of another form, and for embeddings without an axis of rows.
-
-    >>> import tsunax as ts
-    >>> def embed(params, rows):
-    ...     return rows @ params["w"]
-    >>> def loss(embeddings, batch):  # each row against all others
-    ...     return jnp.mean(jax.nn.logsumexp(embeddings @ embeddings.T, axis=1))
-    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.eye(3)})
-    >>> step = ts.train_step(ts.losses.whole_batch(embed, loss), accumulate=4)
-    >>> state, info = step(state, jnp.eye(8, 3))
-    >>> print(f"{info.loss:.4f}")
-    2.1524
-    """
-    from tsunax._step.whole_batch import WholeBatch
-
-    return WholeBatch(embed, loss)
 
 
 # -------------------------------------------------------------------------------------- regressions
@@ -436,6 +399,6 @@ __all__ = [
     "absolute_error", "binary_cross_entropy", "binary_focal_loss", "cross_entropy",
     "euclidean_distance", "focal_loss", "kl_divergence_with_probabilities", "poisson_loss",
     "siamese_contrastive_loss", "smooth_binary_labels", "softmax_focal_loss", "squared_dice_loss",
-    "squared_hinge_loss", "squared_logarithmic_error", "tversky_loss", "whole_batch",
+    "squared_hinge_loss", "squared_logarithmic_error", "tversky_loss",
 ]
 globals()["__getattr__"] = missing_name("tsunax.losses", __all__)

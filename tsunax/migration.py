@@ -23,8 +23,8 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import beside, offloaded
+from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.members import members_of
-from tsunax._step.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
 from tsunax.errors import StateError, WrongTypeError

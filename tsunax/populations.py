@@ -21,8 +21,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tsunax._core import Function, PyTree, checks, trees
+from tsunax._state.state_setup import as_key
 from tsunax._step.members import each, members_of
-from tsunax._step.state_setup import as_key
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState

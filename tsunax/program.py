@@ -342,7 +342,7 @@ def train_step(
       accumulate: cut the batch into so many micro-batches, one after another, for the memory of
         one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
         loss that compares rows, uses batch statistics, or is a sum over rows changes, with a
-        warning: give it in two parts, `losses.whole_batch`. A batch that does not divide is padded
+        warning: give it in two parts, `ts.whole_batch`. A batch that does not divide is padded
         if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
         see `update`; or "drop" such micro-batches, and skip the step if none is left.

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
 from tsunax._core.trees import own
-from tsunax._step.state_fields import COUNTS, Plan, averages_of, field, state_class
+from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, missing_name, unknown
 from tsunax.rules.number_table import Numbers
 
@@ -114,7 +114,7 @@ class TrainState(Clocked):
         An average is given as in `setup(ema=)`, and begins with the trained leaves. Raises
         StateError for other names, and for a field like the trained leaves that has other leaves.
         """
-        from tsunax._step import state_setup
+        from tsunax._state import state_setup
 
         where = f"{cls.__name__}.of()"
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
@@ -133,7 +133,7 @@ class TrainState(Clocked):
         of `model_state`), and for a state that was donated.
         """
         from tsunax._core import placement
-        from tsunax._step import state_setup
+        from tsunax._state import state_setup
 
         known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
@@ -169,7 +169,7 @@ class TrainState(Clocked):
             missing_name(type(self).__name__, names)(name)
 
     def __repr__(self) -> str:
-        from tsunax._step.state_text import state_text
+        from tsunax._state.state_text import state_text
 
         return state_text(self)
 
@@ -342,7 +342,7 @@ def setup(
     (0, 0.001)
     """
     from tsunax._core import device_kinds, placement, stable_text
-    from tsunax._step import state_setup
+    from tsunax._state import state_setup
     from tsunax.averages import as_average
     from tsunax.precision import as_loss_scale, as_policy
     from tsunax.rules import extra_arguments, inspecting, number_table

@@ -25,7 +25,7 @@ from jax.tree_util import GetAttrKey
 from tsunax import guard
 from tsunax._core import PyTree, placement, tables, trees
 from tsunax._core.trees import own
-from tsunax._step.state_fields import COUNTS
+from tsunax._state.state_fields import COUNTS
 from tsunax.errors import StateError, WrongTypeError, unknown
 from tsunax.state import Clocked, TrainState, assemble, split
 

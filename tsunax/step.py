@@ -25,11 +25,11 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
+from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
-from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, check_model_state, finished, number_text
 from tsunax.rules import number_table

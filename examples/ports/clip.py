@@ -72,7 +72,7 @@ def make(steps, seed=0):
 def main(steps, seed, target=0.33):
     data, state, parts = make(steps, seed)
     # training
-    loss_fn = ts.losses.whole_batch(*parts)
+    loss_fn = ts.whole_batch(*parts)
     test = ts.batches(load()[1], 100, drop_remainder=True)
     score = ts.eval_step(loss_fn)
     state, _ = ts.fit(

@@ -16,6 +16,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
+from tsunax._state.state_fields import thawed_flags
 from tsunax._step.loss_fn import (
     CutsItsBatch,
     GradientOptions,
@@ -24,7 +25,6 @@ from tsunax._step.loss_fn import (
     Strategy,
     scaled_loss,
 )
-from tsunax._step.state_fields import thawed_flags
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import TrainState, base, check_state, overwritten_part, trained_part, with_rest

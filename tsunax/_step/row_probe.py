@@ -46,7 +46,7 @@ MOST = 1 << 24  # elements to make up: more would take seconds, and memory that 
 _NOT_A_MEAN = (
     "Return a mean over rows; under a mask or weights ts.Loss.mean(values, mask). If the loss "
     "compares rows or uses statistics of the batch, give it in two parts, "
-    "ts.losses.whole_batch(embed, loss), or give it the other rows as an extra argument. "
+    "ts.whole_batch(embed, loss), or give it the other rows as an extra argument. "
     "With check_rows=False nothing is measured."
 )
 _SUM = (
@@ -89,7 +89,7 @@ class RowProbe:
 
             state, batch, extra = of_first_member(state, batch, extra)
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
-        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `losses.whole_batch`
+        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `ts.whole_batch`
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
         n = rows if self._alone else self._accumulate
         pads, has_modes = rows % n > 0, "train" in fn.names

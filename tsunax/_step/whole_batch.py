@@ -25,9 +25,44 @@ from tsunax.microbatches import check_rows, in_turn
 _LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batches with their index
 
 
+def whole_batch(embed: Function, loss: Function) -> Function:
+    """A loss over the rows of the whole batch, exact under `accumulate`: CLIP, SimCLR, retrieval.
+
+    It is the loss function `loss(embed(params, batch), batch)`, for `train_step`, `value_and_grad`
+    and `eval_step`. Under `accumulate=n` it is the same one, with the memory of one micro-batch and
+    of the embeddings, for one more forward pass of `embed`: gradient caching (Gao et al. 2021,
+    arXiv:2101.06983).
+
+    Args:
+      embed: `embed(params, rows, ...)` returns arrays whose first axis is the rows (any pytree of
+        them), each made of its own row. If it names `model_state`, it returns `(embeddings,
+        model_state)`; each micro-batch gets that of the one before, and statistics are those of
+        micro-batches.
+      loss: `loss(embeddings, batch, ...)` of all rows returns a scalar or a `Loss`. If it names
+        `params`, for a temperature for example, it is given them.
+
+    Both may name what a loss function may: `key`, `train`, `mask`, `step`, `ema` and extra
+    arguments. Both passes of a micro-batch have one key; `loss` has another one.
+
+    Raises LossError for a function of another form, and for embeddings without an axis of rows.
+
+    >>> import tsunax as ts
+    >>> def embed(params, rows):
+    ...     return rows @ params["w"]
+    >>> def loss(embeddings, batch):  # each row against all others
+    ...     return jnp.mean(jax.nn.logsumexp(embeddings @ embeddings.T, axis=1))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.eye(3)})
+    >>> step = ts.train_step(ts.whole_batch(embed, loss), accumulate=4)
+    >>> state, info = step(state, jnp.eye(8, 3))
+    >>> print(f"{info.loss:.4f}")
+    2.1524
+    """
+    return WholeBatch(embed, loss)
+
+
 @dataclass(frozen=True)
 class WholeBatch(CutsItsBatch):
-    """What `losses.whole_batch` returns: a loss function that compares by value."""
+    """What `whole_batch` returns: a loss function that compares by value."""
 
     embed: Function
     loss: Function

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tsunax._core import checks, trees
-from tsunax._step.state_fields import averages_of
+from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
 from tsunax.checkpoints.checksums import Bounds

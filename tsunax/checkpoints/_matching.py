@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import patterns, trees
-from tsunax._step.state_fields import averages_of
+from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.checkpoints._blocks import other_bytes
 from tsunax.checkpoints._host_copies import holders_of

@@ -20,7 +20,7 @@ import numpy as np
 
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
-from tsunax._step.state_fields import COUNTS
+from tsunax._state.state_fields import COUNTS
 from tsunax.checkpoints import (
     _blocks,
     _foreign,

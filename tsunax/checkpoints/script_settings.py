@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
-from tsunax._step.state_fields import averages_of
+from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.data.batching import Batches
 from tsunax.data.prefetching import Prefetched

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import PyTree, placement, stable_text, trees
-from tsunax._step.state_fields import averages_of
+from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check

@@ -16,9 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
+from tsunax._state.state_text import leaf_rows
 from tsunax._step.certainty import certainty
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax._step.state_text import leaf_rows
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _cost, _memory

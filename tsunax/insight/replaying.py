@@ -16,9 +16,9 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
+from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
 from tsunax._step.members import members_of
-from tsunax._step.state_fields import averages_of
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, place_state

@@ -1,7 +1,6 @@
 # The names of `tsunax.rules`, each with its module. Type checkers read this file, and `__init__.py`
 # loads a name from here when it is first used.
 from tsunax.rules.accumulation import accumulate as accumulate
-from tsunax.rules.accumulation import flush as flush
 from tsunax.rules.clipping import add_decayed_weights as add_decayed_weights
 from tsunax.rules.clipping import clip as clip
 from tsunax.rules.clipping import clip_by_global_norm as clip_by_global_norm

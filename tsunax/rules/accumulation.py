@@ -135,7 +135,7 @@ def accumulate(
     `info.applied` is true for the last call. Weights are those of the losses (in plain optax code,
     `weight=`). A call whose gradient is not finite is left out and not counted. `every` is an int,
     or a schedule of `step`. What the last, short window holds is applied by
-    `ts.rules.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
+    `ts.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
     In `partition` beside a rule that runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
@@ -160,20 +160,3 @@ def accumulate(
         checks.check_count(every, "accumulate()", "every")
     rule = with_extra(rule)
     return as_rule(Init(_first_window, (rule.init,)), Gather(rule.update, every))
-
-
-def flush(state: PyTree) -> PyTree:
-    """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
-
-    It is divided by the weight that it has, not by that of a full window. A state whose windows are
-    empty stays as it is, but for `calls`.
-
-    >>> import tsunax as ts
-    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
-    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
-    >>> ts.rules.flush(state).params["w"]
-    Array([-0.1, -0.1], dtype=float32)
-    """
-    from tsunax._step import between_steps
-
-    return between_steps.windows_flushed(state)

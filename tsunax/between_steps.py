@@ -1,14 +1,13 @@
-"""What changes a state between steps: `averages.update_batch_stats` and `rules.flush`."""
+"""What changes a state between steps beside `adjust` and `freeze`: windows and batch statistics."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tsunax import guard
-from tsunax._core import placement
+from tsunax._core import Function, placement
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax._step.members import over_members
 from tsunax.errors import LossError
@@ -19,8 +18,13 @@ from tsunax.state import TrainState, check_state, trained_part
 from tsunax.step import update_unchecked
 
 
-def batch_stats_updated(loss_fn: Callable) -> Callable:
-    """`averages.update_batch_stats`."""
+def update_batch_stats(loss_fn: Function) -> Function:
+    """Make a compiled `f(state, batch, **extra) -> state` that updates `model_state`, not params.
+
+    It runs the forward pass in training mode. For batch statistics that belong to averaged
+    parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
+    Raises LossError for a loss_fn that returns no model state.
+    """
     fn = LossFn.of(loss_fn, "update_batch_stats()")
 
     @jax.jit
@@ -39,8 +43,18 @@ def batch_stats_updated(loss_fn: Callable) -> Callable:
     return call
 
 
-def windows_flushed(state: TrainState) -> TrainState:
-    """`rules.flush`."""
+def flush(state: TrainState) -> TrainState:
+    """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
+
+    It is divided by the weight that it has, not by that of a full window. A state whose windows are
+    empty stays as it is, but for `calls`.
+
+    >>> import tsunax as ts
+    >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
+    >>> state, _ = ts.update(state, {"w": jnp.ones(2)})
+    >>> ts.flush(state).params["w"]
+    Array([-0.1, -0.1], dtype=float32)
+    """
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
