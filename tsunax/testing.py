@@ -29,10 +29,10 @@ from jax.sharding import Mesh
 
 from tsunax import guard
 from tsunax._core import Function, PyTree, Where, trees
+from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax._step.members import members_of
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax._state.state_fields import averages_of, frozen_flags
-from tsunax.data.batching import Data
+from tsunax.data.positions import Data
 from tsunax.devices import meshes
 from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.hyper import freeze

@@ -1,7 +1,11 @@
-"""Tables of text: cells in columns, and their look in a notebook."""
+"""Tables of text: cells in columns and their look in a notebook, and numbers in short."""
 
 import html
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Iterable, Sequence
+
+# Columns of a history that pictures and the progress leave out.
+ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
@@ -16,3 +20,31 @@ def folded(shown: object) -> str:
     head, _, rest = html.escape(repr(shown)).partition("\n")
     rest = f'<pre style="white-space: pre; overflow-x: auto; margin: 0">{rest}</pre>'
     return f"<details open><summary><code>{head}</code></summary>{rest}</details>"
+
+
+def short(value: float) -> str:
+    """A number for people, in at most nine characters: 4 digits, and thousands apart.
+
+    >>> [short(x) for x in (0.693147, 3, 12345678, 1234.56, 1.5e-7, float("nan"))]
+    ['0.6931', '3', '12,345,678', '1,235', '1.5e-07', 'nan']
+    """
+    is_large = math.isfinite(value) and (isinstance(value, int) or 1000 <= abs(value) < 1e9)
+    return f"{value:,.0f}" if is_large else f"{value:.4g}"
+
+
+def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
+    """Names by kind: of `least` members or classes, `loss/0`, `loss/1`, ..., they are one kind.
+
+    >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
+    {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
+    """
+    names = list(names)
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition("/")
+        kinds.setdefault(head if number.isdecimal() else name, []).append(name)
+    found: dict[str, list[str]] = {}
+    for kind, members in kinds.items():
+        is_one = len(members) >= least and kind not in names
+        found |= {kind: members} if is_one else {name: [name] for name in members}
+    return found

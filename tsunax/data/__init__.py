@@ -5,14 +5,7 @@ graphs; `cursors` read any iterable of batches; `prefetching` reads ahead. Devic
 shardings only, states not at all.
 """
 
-from tsunax.data.batching import Batches, batches
-from tsunax.data.cursors import Source, as_source
-from tsunax.data.graphs import pack_graphs
-from tsunax.data.on_devices import gather
-from tsunax.data.packing import interleave, pack, pad
-from tsunax.data.prefetching import Prefetched, prefetch
+from tsunax._core import lazy as _lazy
 
-__all__ = [
-    "Batches", "Prefetched", "Source", "as_source", "batches", "gather", "interleave", "pack",
-    "pack_graphs", "pad", "prefetch",
-]  # fmt: skip
+# The names stand once, in the stub beside this file; each is loaded when it is first used.
+__all__, __getattr__, __dir__ = _lazy(globals())  # pyright: ignore[reportUnsupportedDunderAll]

@@ -9,10 +9,9 @@ epoch and batch. Nothing here knows of states and steps.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Never, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Never
 
 import jax
 import numpy as np
@@ -20,82 +19,9 @@ import numpy as np
 from tsunax._core import Device, PyTree, checks, placement, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
+from tsunax.data.positions import Positioned
 from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, told
-
-
-class Data(Sized, Iterable[PyTree]):
-    """Data that can be iterated again and again, an epoch each time, and stores its position."""
-
-    is_whole: bool = False  # whether the last batch has all rows on every process, and no shares
-    resumable: bool = True  # whether `set_state` needs nothing but the position
-    is_placed: bool = False  # whether `set_state` was called after the last batch
-
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last batch."""
-        ...
-
-    def afresh(self) -> Data:
-        """The same data at the beginning, with a separate position."""
-        ...
-
-    def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state`, a dict, of such a copy, as if its batches had been read here."""
-
-
-class Positioned(Data):
-    """Data whose position is two integers, epoch and batch."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._place: tuple[int, int] = (0, 0)
-        #: Everything that the order of an epoch depends on, except its number.
-        self.settings: dict[str, Any] = settings
-
-    def get_state(self) -> dict[str, int]:
-        """The `{"epoch", "position"}` after the last batch; after an epoch, of the next one."""
-        epoch, position = self._place
-        if position >= len(self):
-            epoch, position = epoch + 1, 0
-        return {"epoch": epoch, "position": position}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Set a position of `get_state`: the next loop begins there, and ends with its epoch.
-
-        The position in a checkpoint of `fit` has `settings`, too: other ones raise DataError.
-        """
-        now, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
-        before = place.pop("settings", now)
-        is_known = isinstance(before, Mapping)
-        if is_known and (differ := [name for name in now if before.get(name) != now[name]]):
-            listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
-            expected = f"{listed(before)}, as in the checkpoint"
-            fix = "Another order of the data is another run: give it another path."
-            raise DataError("data", "resume", listed(now), expected, fix)
-        is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
-        fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
-        if not (fits and is_known) or int(state["position"]) > len(self):
-            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
-            raise DataError("state", "set_state()", state, expected)
-        self._place = int(state["epoch"]), int(state["position"])
-        self.follow(self.get_state())  # the end of an epoch is the beginning of the next
-        self.is_placed = True
-
-    def afresh(self) -> Self:
-        """The same data at the beginning, with a separate position."""
-        other = copy.copy(self)
-        other._place, other.is_placed = (0, 0), False
-        return other
-
-    def follow(self, state: Mapping[str, Any]) -> None:
-        self._place, self.is_placed = (state["epoch"], state["position"]), False
-
-    def _begin(self) -> tuple[int, int]:
-        """The position at the first batch of a loop: a new epoch, or the one that was set."""
-        epoch, position = tuple(self.get_state().values())
-        if position and not self.is_placed:
-            epoch, position = epoch + 1, 0
-        self.is_placed = False
-        return epoch, position
 
 
 class Batches(Positioned):
@@ -104,6 +30,8 @@ class Batches(Positioned):
     Each iteration is an epoch; `set_state` sets the position. `share` is the number of rows that
     this process has of a full batch, `resident` the arrays on the `device`, or None.
     """
+
+    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -163,7 +91,7 @@ class Batches(Positioned):
         return self._rows // self.batch_size if self._drop else -(-self._rows // self.batch_size)
 
     @property
-    def tail_rows(self) -> int:
+    def tail_rows(self) -> int:  # type: ignore[override]
         """Rows of the short batch that ends an epoch, of all processes; 0 for none."""
         return 0 if self._drop else self._rows % self.batch_size
 

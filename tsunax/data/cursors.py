@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import PyTree, checks, placement, trees
-from tsunax.data.batching import Batches, Data
 from tsunax.data.checks import check_casts, owned
+from tsunax.data.positions import Data
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
@@ -191,7 +191,7 @@ class Source:
         Eight batches of shape (32, 4) have the shape (8, 32, 4): `source.take(8)`. Fewer at the end
         of an epoch, and if shapes change. `Batches` gather them at once. Raises as `next`.
         """
-        if isinstance(self.data, Batches):
+        if self._is_ours and self.data.gathers:
             chunk = self._pull(k)
             if chunk is END:
                 return self._ended()

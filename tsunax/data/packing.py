@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -18,7 +18,8 @@ import numpy as np
 
 from tsunax._core import PyTree, TreeDef, Where, checks, patterns, trees
 from tsunax.data import order
-from tsunax.data.batching import Batches, Positioned
+from tsunax.data.batching import Batches
+from tsunax.data.positions import Positioned
 from tsunax.errors import DataError, WrongTypeError, told
 
 
@@ -227,6 +228,7 @@ class Interleaved(Positioned):
     """Data made by `interleave`: batches of several sources in turn, with one position."""
 
     is_whole: bool = False
+    has_few_shapes: ClassVar[bool] = True
 
     def __init__(self, parts: Sequence[Batches], seed: int) -> None:
         super().__init__({"seed": seed, "parts": [part.settings for part in parts]})

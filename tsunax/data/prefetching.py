@@ -5,16 +5,16 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import Device, PyTree, checks
-from tsunax.data.batching import Data
 from tsunax.data.cursors import END, Source, as_source
 from tsunax.data.on_devices import placement, put, sharding_of, spans_processes
+from tsunax.data.positions import Data, innermost
 from tsunax.errors import DataError
 
 
@@ -62,6 +62,7 @@ class Prefetched(Data):
     """
 
     is_whole: bool = False
+    reads_ahead: ClassVar[bool] = True
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
         self._source, self._place, self._size = as_source(data), _placer(device), size
@@ -72,6 +73,10 @@ class Prefetched(Data):
     def data(self) -> Any:
         """The iterable that is read ahead, as it was given."""
         return self._source.data
+
+    @property
+    def innermost(self) -> Any:
+        return innermost(self.data)
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]

@@ -22,10 +22,10 @@ from tsunax._core import Function, PyTree, stable_text, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
+from tsunax.data.positions import innermost
 from tsunax.distributed import collectives
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
-from tsunax.hyper import hyperparams
-from tsunax.run.feed import Chunk, innermost
+from tsunax.run.feed import Chunk
 from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
@@ -137,6 +137,8 @@ class Alike:
         """Why the run stops, on any process. ProcessError if callbacks changed the state unlike."""
         everyone = self._everyone(place, (stopped, has_changed))
         if self._speaks and any(changed for _, changed in everyone):
+            from tsunax.hyper import hyperparams
+
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
             things = {"hyperparams": numbers, "state": small(state)}
             collectives.compare(f"the callbacks of {place}", things, collectives.LAST)

@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, trees
 from tsunax._step.loss_fn import LossFn
-from tsunax._step.loss_fn_errors import check_no_loss_fn
 from tsunax._step.members import members_of
-from tsunax.data.batching import Data
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
+from tsunax.data.positions import Data
 from tsunax.errors import LossError, WrongTypeError
 from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
@@ -100,6 +99,8 @@ def evaluate(
             loss = eval_step(state, batch, **extra, **mask)
         except Exception:
             if not is_ours:
+                from tsunax._step.loss_fn_errors import check_no_loss_fn
+
                 check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
             raise
         if not isinstance(loss, Loss):

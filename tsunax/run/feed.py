@@ -12,11 +12,9 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import PyTree, placement, trees
 from tsunax._step.members import members_of
-from tsunax.data.batching import Batches, Data, Positioned
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source, as_source
-from tsunax.data.packing import Interleaved
-from tsunax.data.prefetching import Prefetched
+from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
@@ -87,9 +85,9 @@ class Feed:
         # data that were given follow it, call by call.
         self._given: Any = None
         self._has_begun = False
-        if isinstance(data, Data) and isinstance(innermost(data), Batches):
+        if isinstance(data, Data) and isinstance(innermost(data), Positioned):
             self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
-        elif begins and isinstance(data, Prefetched) and not isinstance(innermost(data), Iterator):
+        elif begins and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source: Source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not begins:
@@ -160,13 +158,13 @@ class Feed:
             return Chunk(fused_loop.Nothing(self.size), _count(count, limit), count, 0, 0)
         if self._setting is None:
             return self._single(state, step)
-        if isinstance(data, Batches) and self._is_beside(data.resident, state):
+        if isinstance(data, Data) and self._is_beside(data.resident, state):
             return self._resident(data, n, state, limit)
         if self._repeats:
             return self._one_batch(n, state, step, limit)
         if self._block is None:
             most, before = min(n, self.size), None
-            is_of_arrays = isinstance(data, Batches) and data.is_of_arrays
+            is_of_arrays = isinstance(data, Data) and data.is_of_arrays
             # epochs of batches of one shape, shorter than a call
             if self._crosses and is_of_arrays and data.tail_rows == 0 and len(data) < most:
                 left = (self._last - epochs) * len(data) - self.source.position
@@ -259,7 +257,7 @@ class Feed:
         are_there = lambda x: home is None or not x.committed or x.devices() == home.device_set
         return resident is not None and all(map(are_there, jax.tree.leaves(resident)))
 
-    def _resident(self, data: Batches, n: int, state, limit: int) -> Chunk | None:
+    def _resident(self, data: Any, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays on the device, which the program gathers: nothing is copied."""
         epoch = self.epoch
         self.size = max(2, min(len(data), RESIDENT))
@@ -307,7 +305,7 @@ class Feed:
         if difference := trees.first_difference(one, self._first, "batch"):
             raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
         kinds = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (one, self._first)]
-        if isinstance(innermost(self.source.data), Interleaved):
+        if getattr(innermost(self.source.data), "has_few_shapes", False):
             return False  # its shapes are a few, and known to the user
         rows_only = kinds[0] == kinds[1]
         if len(self._sizes) >= SHAPES:
@@ -321,7 +319,8 @@ class Feed:
             listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
             text = f"{listed(one)} after {listed(self._first)}, which compiles the step once more"
             warn(f"{where}: {text}")
-        is_ours = isinstance(self.source.data, Batches)
+        data = self.source.data
+        is_ours = isinstance(data, Data) and data.gathers
         return rows_only and is_ours and check_batch(one) < check_batch(self._first)
 
     def place(self) -> dict[str, Any]:
@@ -359,7 +358,7 @@ class Feed:
 
     def close(self) -> None:
         self.sync()
-        if isinstance(self.source.data, Prefetched):
+        if isinstance(self.source.data, Data):
             self.source.data.close()
 
 
@@ -442,17 +441,10 @@ def _is_new(state) -> bool:
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 
-def innermost(data: Any) -> Any:
-    """What is read ahead, however often; other data themselves."""
-    while isinstance(data, Prefetched):
-        data = data.data
-    return data
-
-
 def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
     data = innermost(data)
-    return data.settings if isinstance(data, Batches | Interleaved) else None
+    return data.settings if isinstance(data, Positioned) else None
 
 
 def length_of(batches: PyTree, where: str) -> int:

@@ -47,9 +47,7 @@ from tsunax._core import (
     trees,
 )
 from tsunax._cpu import convolutions
-from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
 from tsunax._step.members import over_members
-from tsunax._step.on_mesh import masked
 from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import tracing
@@ -227,7 +225,9 @@ class Fused:
 
             def one(moving, still, batch):
                 state, given = whole(moving, still), extra
-                if (mask := getattr(feed, "mask", None)) is not None:
+                if (mask := getattr(feed, "mask", None)) is not None:  # rows of padding on a mesh
+                    from tsunax._step.on_mesh import masked
+
                     given = {**extra, "mask": masked(extra.get("mask"), mask)}
                 with tracing(shardings is not None):
                     new, info = run(state, batch, given)
@@ -300,6 +300,8 @@ class Fused:
             out = self.step(*given, **extra)
         except Exception:
             if isinstance(state, TrainState):
+                from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
+
                 check_no_loss_fn(self.step, state, batch, "step", A_STEP)
             raise
         if not isinstance(out, tuple) or len(out) != 2:

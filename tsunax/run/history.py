@@ -19,7 +19,6 @@ import numpy as np
 
 from tsunax._core import Figure, tables, trees
 from tsunax.errors import RowError, WrongTypeError, unknown
-from tsunax.run import plots
 
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
 MOST = 50_000  # rows that a history keeps
@@ -246,6 +245,8 @@ class History:
         `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
         itself. MissingLibraryError without matplotlib, RowError for unknown names or no rows.
         """
+        from tsunax.run import plots
+
         return plots.plot(self, names, x)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -299,7 +300,7 @@ class History:
         span = f", steps {self._steps[0]:,} to {self._steps[-1]:,}" if self._steps else ""
         marks = f", {len(self.marks)} marks" if self.marks else ""
         rows = [["", "last", "min", "max", "rows"]] if self.names else []
-        for kind, members in plots.families(self.names).items():
+        for kind, members in tables.families(self.names).items():
             columns = [self._columns[name][1] for name in members]
             label = f"{kind}/0…{len(members) - 1}" if len(members) > 1 else kind
             newest = sorted(values[-1] for values in columns)

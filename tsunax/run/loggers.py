@@ -37,6 +37,7 @@ from typing import Any
 
 from tsunax._core import StrPath, durable_files, trees
 from tsunax._core.libraries import library
+from tsunax._core.tables import short
 from tsunax.errors import SaveError, WrongTypeError, missing_name, told
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
@@ -203,16 +204,6 @@ class console:
     def __call__(self, row: Row, step: int) -> None:
         numbers = (f"{name} {short(value)}" for name, value in row.items())
         print(f"step {step:>8,}", *numbers, sep="  ", flush=True)
-
-
-def short(value: float) -> str:
-    """A number for people, in at most nine characters: 4 digits, and thousands apart.
-
-    >>> [short(x) for x in (0.693147, 3, 12345678, 1234.56, 1.5e-7, float("nan"))]
-    ['0.6931', '3', '12,345,678', '1,235', '1.5e-07', 'nan']
-    """
-    is_large = math.isfinite(value) and (isinstance(value, int) or 1000 <= abs(value) < 1e9)
-    return f"{value:,.0f}" if is_large else f"{value:.4g}"
 
 
 class csv(_TextFile):

@@ -12,17 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from tsunax import guard
 from tsunax._core import PyTree, Step, StrPath, checks, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.data import Batches
+from tsunax.data.positions import Positioned, innermost
 from tsunax.errors import CheckpointError, WrongTypeError, warn
 from tsunax.hyper import hyperparams
-from tsunax.microbatches import indivisible
 from tsunax.program import TrainStep
-from tsunax.rules.accumulation import any_emitted
 from tsunax.run import progress
-from tsunax.run.feed import innermost
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
@@ -89,7 +87,8 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
             for note in script_settings.edits(before.get("settings"), script["settings"]):
                 warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
-    if options.goal.epochs and any_emitted(state) is not None:
+    waits = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
+    if options.goal.epochs and any(waits):
         total = None  # a step is several calls, and it is not known which of them are left out
     bar = progress.progress(jax.process_index() == 0 and options.progress, total, start)
     bar.seconds = options.clock.seconds
@@ -123,13 +122,16 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
     LossError if the run comes so far, as the step itself would raise.
     """
     step, goal, feed, start = fitting.step, fitting.options.goal, fitting.feed, fitting.run.step
-    if not (isinstance(step, TrainStep) and type(data) is Batches and jax.process_count() == 1):
+    is_ours = isinstance(data, Positioned) and data.gathers and jax.process_count() == 1
+    if not (isinstance(step, TrainStep) and is_ours):
         return
     ends: Any = feed.steps_to(feed.epoch + 1, start)
     comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
     is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
     if step.cuts_evenly and comes and is_the_one:
         which = f", the last batch of an epoch of {len(data)}"
+        from tsunax.microbatches import indivisible
+
         raise indivisible(data.tail_rows, step.accumulate, which)
 
 

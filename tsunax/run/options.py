@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from tsunax._core import Function, PyTree, checks, trees
-from tsunax._step.loss_fn_errors import A_STEP
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
@@ -210,6 +209,8 @@ def _functions(name: str, given) -> tuple[Any, ...]:
 def check_step(where: str, step: object, state: PyTree) -> None:
     """Raise WrongTypeError for what is no step, or no state for it."""
     if not callable(step):
+        from tsunax._step.loss_fn_errors import A_STEP
+
         fix = "Make one: ts.train_step(loss_fn)."
         if isinstance(step, TrainState):
             fix = f"The order is {where[:-1]}step, state, data, ...)."

@@ -7,37 +7,19 @@ state of pyplot is read or written, and nothing is shown.
 import io
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Figure
 from tsunax._core.libraries import library
+from tsunax._core.tables import ASIDE, families
 from tsunax.errors import RowError
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
-LEFT_OUT = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
 _MOST = 12  # names in a legend
 _LEGEND: Any = {"fontsize": 8, "title_fontsize": 8, "edgecolor": "none"}
-
-
-def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
-    """Names by kind: of `least` members or classes, `loss/0`, `loss/1`, ..., they are one kind.
-
-    >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
-    {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
-    """
-    names = list(names)
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        head, _, number = name.rpartition("/")
-        kinds.setdefault(head if number.isdecimal() else name, []).append(name)
-    found: dict[str, list[str]] = {}
-    for kind, members in kinds.items():
-        is_one = len(members) >= least and kind not in names
-        found |= {kind: members} if is_one else {name: [name] for name in members}
-    return found
 
 
 def _base(name: str) -> str:
@@ -51,7 +33,7 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Series by name, by panel: the given names, else the loss, metrics, the learning rate."""
     if not history.names:
         raise RowError("history", "plot()", "no rows", "at least one", "Nothing was logged yet.")
-    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in LEFT_OUT
+    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in ASIDE
     chosen = [names] if isinstance(names, str) else names or list(filter(is_shown, history.names))
     panels: dict[str, dict[str, Any]] = {}
     for name in chosen or history.names:

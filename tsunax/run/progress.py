@@ -16,9 +16,8 @@ from typing import Any
 import jax
 
 from tsunax._core import checks
+from tsunax._core.tables import ASIDE, families, short
 from tsunax.run.history import CAUSES
-from tsunax.run.loggers import short
-from tsunax.run.plots import LEFT_OUT, families
 
 
 def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
@@ -177,7 +176,7 @@ class Progress:
     def results(self) -> str:
         """The loss, what evaluation gave, then other metrics."""
         is_aside = lambda name: name.endswith("_per_second") or "learning_rate" in name
-        names = [x for x in self.numbers if x.split("/")[0] not in LEFT_OUT and not is_aside(x)]
+        names = [x for x in self.numbers if x.split("/")[0] not in ASIDE and not is_aside(x)]
         names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
         found = summary({name: self.numbers[name] for name in names})
         counts = (x for name, x in self.numbers.items() if name.split("/")[0] == "rejected")

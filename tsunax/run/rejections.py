@@ -8,7 +8,6 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step, trees
-from tsunax._step import step_errors
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
@@ -70,6 +69,8 @@ class Rejections:
         if not np.any(verdicts > 0):
             self.in_a_row = 0
             return None
+        from tsunax._step import step_errors  # words, and only here is something to say
+
         for i, by_member in enumerate(verdicts > 0):
             if not np.all(by_member):
                 self.in_a_row = 0
@@ -112,6 +113,8 @@ class Rejections:
         self.calls += len(verdicts)
         if not self._is_known(infos) or not np.any(verdicts > 0) or jax.process_count() > 1:
             return  # of several processes none has the whole batch
+        from tsunax._step import step_errors
+
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             if not step_errors.is_searching(state, info, verdicts[i]):
@@ -128,6 +131,8 @@ class Rejections:
         limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
         why, after = _why(self._rejected_parts(run.info)) or "not finite", ""
         if self._has_batch(run.info):
+            from tsunax._step import step_errors
+
             batch, _ = _batch_of(i, chunks)
             why = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
             after = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."

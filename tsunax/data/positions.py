@@ -1,0 +1,111 @@
+"""What data of this package have in common: a position, and what a loop must know of them.
+
+Nothing here knows how batches are made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from tsunax._core import PyTree
+from tsunax.errors import DataError
+
+
+class Data(Sized, Iterable[PyTree]):
+    """Data that can be iterated again and again, an epoch each time, and stores its position."""
+
+    is_whole: bool = False  # whether the last batch has all rows on every process, and no shares
+    resumable: bool = True  # whether `set_state` needs nothing but the position
+    is_placed: bool = False  # whether `set_state` was called after the last batch
+    gathers: ClassVar[bool] = False  # whether its iterators `take` k batches at once, stacked
+    reads_ahead: ClassVar[bool] = False  # whether a thread reads its batches before they are needed
+    has_few_shapes: ClassVar[bool] = False  # whether its batches have a few shapes, known to users
+    resident: PyTree = None  # arrays on the device, of which a program gathers rows
+    is_of_arrays: bool = False  # whether reading further batches of it costs no more than memory
+    tail_rows: int = 0  # of a shorter batch that ends an epoch
+
+    @property
+    def innermost(self) -> Any:
+        """What is read ahead, however often; other data themselves."""
+        return self
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch."""
+        ...
+
+    def afresh(self) -> Data:
+        """The same data at the beginning, with a separate position."""
+        ...
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Take over the `state`, a dict, of such a copy, as if its batches had been read here."""
+
+    def restart(self) -> None:
+        """Drop what was read ahead: the next loop calls `iter` of the data again."""
+
+    def close(self) -> None:
+        """End what reads ahead."""
+
+
+def innermost(data: Any) -> Any:
+    """What is read ahead, however often; other data themselves."""
+    return data.innermost if isinstance(data, Data) else data
+
+
+class Positioned(Data):
+    """Data whose position is two integers, epoch and batch."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._place: tuple[int, int] = (0, 0)
+        #: Everything that the order of an epoch depends on, except its number.
+        self.settings: dict[str, Any] = settings
+
+    def get_state(self) -> dict[str, int]:
+        """The `{"epoch", "position"}` after the last batch; after an epoch, of the next one."""
+        epoch, position = self._place
+        if position >= len(self):
+            epoch, position = epoch + 1, 0
+        return {"epoch": epoch, "position": position}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Set a position of `get_state`: the next loop begins there, and ends with its epoch.
+
+        The position in a checkpoint of `fit` has `settings`, too: other ones raise DataError.
+        """
+        now, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
+        before = place.pop("settings", now)
+        is_known = isinstance(before, Mapping)
+        if is_known and (differ := [name for name in now if before.get(name) != now[name]]):
+            listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
+            expected = f"{listed(before)}, as in the checkpoint"
+            fix = "Another order of the data is another run: give it another path."
+            raise DataError("data", "resume", listed(now), expected, fix)
+        is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
+        fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
+        if not (fits and is_known) or int(state["position"]) > len(self):
+            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
+            raise DataError("state", "set_state()", state, expected)
+        self._place = int(state["epoch"]), int(state["position"])
+        self.follow(self.get_state())  # the end of an epoch is the beginning of the next
+        self.is_placed = True
+
+    def afresh(self) -> Self:
+        """The same data at the beginning, with a separate position."""
+        other = copy.copy(self)
+        other._place, other.is_placed = (0, 0), False
+        return other
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        self._place, self.is_placed = (state["epoch"], state["position"]), False
+
+    def _begin(self) -> tuple[int, int]:
+        """The position at the first batch of a loop: a new epoch, or the one that was set."""
+        epoch, position = tuple(self.get_state().values())
+        if position and not self.is_placed:
+            epoch, position = epoch + 1, 0
+        self.is_placed = False
+        return epoch, position
