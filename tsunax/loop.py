@@ -16,7 +16,7 @@ import functools
 import os
 import signal
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from tsunax._core import Function, PyTree, Step, StrPath, checks, placement
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
-from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.checks import owned
 from tsunax.errors import warn
 from tsunax.program import TrainStep
@@ -36,6 +35,9 @@ from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Goal, Options, check_step
 from tsunax.run.run import with_state
+
+if TYPE_CHECKING:
+    from tsunax.checkpoints.saving import Checkpoints
 
 _State = TypeVar("_State")
 
@@ -160,7 +162,7 @@ def fit(
     evaluate_every: int | str = "epoch",
     callbacks: Function | Sequence[Function] = (),
     logger: Function | Sequence[Function] | None = (),
-    checkpoint: StrPath | Checkpoints | None = None,
+    checkpoint: "StrPath | Checkpoints | None" = None,
     resume: str = "auto",
     fast_forward: bool = False,
     progress: bool = True,
@@ -256,34 +258,31 @@ def fit(
         history=history,
         resume=resume,
         fast_forward=fast_forward,
-        saver=checkpoint,
+        checkpoint=checkpoint,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(options.clock.lap, "idle")
+        saver = None
         if checkpoint is not None:
+            from tsunax.run.saving import opened
+
             with options.clock("checkpoint"):
-                options.saver = stack.enter_context(opening.opened(checkpoint))
-        saver, fitting = options.saver, opening.begin(step, state, data, options)
+                saver = stack.enter_context(opened(checkpoint))
+        fitting = opening.begin(step, state, data, options, saver)
         run = fitting.run
         stack.callback(_closed, fitting)
         if fitting.has_nothing_to_do():
-            warn(opening.nothing_to_do(fitting))
+            warn(opening.nothing_to_do(fitting, saver))
             return run.state, run.history
         is_over = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
-        has_closing_row = fitting.log.reopen(run.step, is_over or fitting.has_open_row)
+        run.rows.reopen(run.step, is_over or fitting.beginning.has_open_row)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
         waits = saver is not None or fitting.alike.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
-            with Interrupt(*signals) as interrupt, opening.told(fitting, has_closing_row):
+            with Interrupt(*signals) as interrupt, fitting.parts_begun():
                 _train(fitting, interrupt)
-                if saver is not None:
-                    # a second SIGTERM would end the process with the last save half written
-                    with options.clock("checkpoint"):
-                        saver.wait()
-            fitting.boundaries.bar.close(run.stopped)
         except BaseException as error:
-            fitting.boundaries.bar.close(type(error).__name__)
             with_state(error, run)
             raise
         if dry_run:

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 # Columns of a history that pictures and the progress leave out.
 ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
@@ -47,4 +47,22 @@ def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
     for kind, members in kinds.items():
         is_one = len(members) >= least and kind not in names
         found |= {kind: members} if is_one else {name: [name] for name in members}
+    return found
+
+
+def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
+    """Each number with its name; those of many members or classes as one range.
+
+    >>> summary({"val/loss": 0.5, "hits/0": 0.25, "hits/1": 0.75, "hits/2": 0.5, "hits/3": 1.0})
+    ['val/loss 0.5', 'hits/0…3 0.25…1']
+    """
+    found = []
+    for name, members in families(row).items():
+        values = [row[one] for one in members]
+        if len(values) == 1:
+            found.append(f"{name} {digits(values[0])}")
+            continue
+        high = next((x for x in values if not math.isfinite(x)), max(values))
+        low = min(filter(math.isfinite, values), default=high)
+        found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
     return found

@@ -77,6 +77,16 @@ class Watching:
         _real(where, "min_delta", self.min_delta)
 
     @property
+    def watches(self) -> dict[str, str]:
+        """The metric that it waits for, and its own name for messages: a dict of one str."""
+        return {self.metric: f"{type(self).__name__}()"}
+
+    @property
+    def may_log(self) -> bool:
+        """False: it logs no number of its own."""
+        return False
+
+    @property
     def events(self) -> tuple[str, ...] | None:
         """The events that bring the metric: evaluations for "val/loss", None (all) for others."""
         return ("start", "evaluate") if "/" in self.metric else None
@@ -238,6 +248,11 @@ class time_limit:
     def __post_init__(self) -> None:
         _real("time_limit()", "seconds", self.seconds)
 
+    @property
+    def may_log(self) -> bool:
+        """False: it logs no number of its own."""
+        return False
+
     def __call__(self, run: Run) -> None:
         memory, now = run.memory, time.monotonic()
         if run.event != "start":  # there, `since` may be another process's
@@ -319,6 +334,11 @@ class At:
 
     def __post_init__(self) -> None:
         checks.check_count(self.step, f"{self.change.__name__}_at()", "step", 0)
+
+    @property
+    def may_log(self) -> bool:
+        """False: it logs no number of its own."""
+        return False
 
     @property
     def at(self) -> tuple[int]:

@@ -14,7 +14,8 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,11 +27,11 @@ from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
-from tsunax.run.boundaries import INTERRUPTED, Boundaries
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
+from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import OF_FIT, OF_ROWS, RowLog, Run
+from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run
 from tsunax.step import StepInfo
 
 WAITING_BYTES = 64 << 20  # of batches of calls that were not read yet
@@ -39,48 +40,51 @@ CALL_SECONDS = 0.05
 STRETCH = 16  # reads over which rates are measured
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a run starts from."""
+
+    history: History
+    memory: dict[str, Any]  # of callbacks
+    is_resumed: bool = False  # at the step of a checkpoint
+    is_of_checkpoint: bool = False  # with the state of a checkpoint
+    # whether that checkpoint, or what there is in its place, has the end of a run
+    has_ended: bool = True
+    has_open_row: bool = False  # whether it was saved before loggers had its row
+    stopped: str = ""  # why the run stopped there
+
+
 class Fit:
     """A run of `fit` under way."""
 
     def __init__(
         self,
         step: Step,
-        state: PyTree,
-        data: Any,
         options: Options,
-        history: History,
-        memory: dict[str, Any],
-        start: int,
+        feed: feed.Feed,
+        run: Run,
+        parts: tuple[Part, ...],
+        alike: agreement.Alike,
+        beginning: Beginning,
     ) -> None:
         self.step: Step = step
         self.options: Options = options
-        interval = min(options.intervals, default=float("inf"))
-        left = options.goal.left(start)
-        crosses = not options.listens_to_epochs and jax.process_count() == 1
-        given, last = (options.steps_per_call, interval, left), options.goal.epochs
-        self.feed: feed.Feed = feed.Feed(
-            step, data, state, *given, goes_on=True, crosses=crosses, last=last
-        )
+        self.feed = feed
+        self.run: Run = run
+        self.parts: tuple[Part, ...] = parts
+        self.alike: agreement.Alike = alike
+        self.beginning: Beginning = beginning
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
-        self.run: Run = Run(state, start, self.feed.epoch, history)
-        self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
         self.signal: int = 0  # that ended the run: the same on all processes
         self.clock: Clock = options.clock
-        self.log: RowLog = RowLog(self.run, options.loggers, self.clock)
-        self.rejections: Rejections = Rejections(step, state, self.run, options.max_bad)
-        parts = self.run, options, self.feed, self.alike, self.log, self.rejections
-        self.boundaries: Boundaries = Boundaries(*parts, memory)
+        self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.given: Any = None  # what `extra` was placed from
         self.extra: Any
         self.place_extra()
-        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(memory)
-        self.is_resumed: bool = False  # at the step of a checkpoint
-        # whether that checkpoint, or what there is in its place, has the end of a run
-        self.has_ended: bool = True
-        self.has_open_row: bool = False  # whether it was saved before loggers had its row
+        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
-        self.pending: list[tuple[feed.Chunk, Any]] = []  # calls whose infos were not read
+        self.pending: list[tuple[Any, Any]] = []  # calls whose infos were not read
         self.ahead: int = 0  # steps in them
         # per call over the last reads, without compiling and boundaries; 0: unknown
         self.seconds: float = 0.0
@@ -104,6 +108,7 @@ class Fit:
         options = self.options
         settings = {
             "options": options.deciding(),
+            "parts": [[type(part).__name__, str(part.every), part.epochs] for part in self._asking],
             "place": self.feed.source.state(),
             "state": agreement.small(self.run.state),
             "step": agreement.outline(self.step),
@@ -113,12 +118,16 @@ class Fit:
         }
         self.alike.start(**settings)
 
+    @property
+    def _asking(self) -> list[Part]:
+        """The parts for which the run holds boundaries: the same on all processes."""
+        return [part for part in self.parts if part.every < float("inf") or part.epochs]
+
     def begin(self) -> None:
         """Hold the first boundary of the run."""
-        self.boundaries.look_for_names()
         run, is_stopped = self.run, bool(self.run.stopped)
         self.boundary(["start"])
-        if run.stopped and not is_stopped and self.is_resumed:
+        if run.stopped and not is_stopped and self.beginning.is_resumed:
             fix = (
                 "It remembers the run: to train on, give it more patience or time, or leave it out."
             )
@@ -130,7 +139,7 @@ class Fit:
         """Whether the run is beyond its goal, or is complete: its end was held, too."""
         run, goal, epoch = self.run, self.options.goal, self.feed.epoch
         is_over = bool(run.stopped) or goal.reached(run.step, epoch)
-        return is_over and (self.has_ended or goal.reached(run.step - 1, epoch - 1))
+        return is_over and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
     def is_over(self, interrupt: Interrupt) -> bool:
         """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
@@ -144,7 +153,9 @@ class Fit:
         """How many steps may be called before somebody needs the state, if none is rejected."""
         step = self.run.step
         if step != self.next[0]:
-            self.next = step, self.options.next_boundary(step)
+            goal = self.options.goal.left(0)
+            places = [part.next_step(step) for part in self.parts] + [goal] * (goal > step)
+            self.next = step, min(places, default=float("inf"))
         return self.next[1] - step - self.ahead
 
     def take(self, left: float) -> list[feed.Chunk]:
@@ -222,43 +233,60 @@ class Fit:
         """The boundary that the run was called up to, unless rejected steps left it behind."""
         self.read(0)
         if self.run.step == self.next[1]:
-            self.boundary(self.options.events(self.run.step))
+            self.boundary(["step"])
 
     def epoch_ended(self) -> None:
         """The boundary at the end of an epoch, if somebody waits for it."""
-        if not self.options.listens_to_epochs:
+        if not any(part.epochs for part in self.parts):
             return
         self.read(0)
-        n, step = self.options.evaluate_epochs, self.run.step
-        events = self.options.events(step) if step == self.next[1] else []
-        events += ["evaluate"] if n and self.feed.epoch % n == 0 else []
-        self.boundary([*dict.fromkeys([*events, "epoch"])])
+        self.boundary(["step"] * (self.run.step == self.next[1]) + ["epoch"])
 
     def end(self, interrupt: Interrupt) -> None:
         self.read(0)
-        run, options = self.run, self.options
+        run = self.run
         self.signal = self.signal or self.alike.signal(interrupt.asked)
         if self.signal:
+            run.interrupted = True
             run.stop(INTERRUPTED)
         if slowest := self.alike.slowest(self.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
-        evaluated = self.boundaries.evaluated == run.step or options.evaluate is None
-        evaluates = not (evaluated or self.signal)
-        tried = [*["evaluate"] * evaluates, "step"] if options.dry_run else []
-        self.boundary([*tried, "end"], evaluates=evaluates)
+        self.boundary(["end"])
 
-    def boundary(self, events: list[str], *, evaluates: bool = False) -> None:
-        before = self.clock.lap("idle")
-        self.boundaries.hold(events, evaluates=evaluates)
+    def boundary(self, events: list[str]) -> None:
+        """One boundary: each part that is due there, in order."""
+        before, run = self.clock.lap("idle"), self.run
+        self.feed.sync()
+        run.epoch, run.is_changed = self.feed.epoch, False
+        if "end" in events:
+            run.rows.close()
+        for part in self.parts:
+            if part.due(run, events):
+                part.at(run, events)
+        if run.is_changed:
+            self.rejections.calls = info_columns.most_calls(run.state)
         self.place_extra()
         self.idle += self.clock.lap("idle") - before
 
-    def rescue(self, error: BaseException) -> None:
-        """After an exception: log the numbers of applied steps, as far as they can be had."""
-        with contextlib.suppress(Exception):
-            if not isinstance(error, NonFiniteError):
-                self.read(0)
-            self.log.flush()
+    @contextlib.contextmanager
+    def parts_begun(self) -> Iterator[None]:
+        """A block between the beginning and the end of the parts."""
+
+        def end(part: Part, kind: Any, error: BaseException | None, trace: Any) -> None:
+            part.end(self.run, error)
+
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.push(functools.partial(end, part))
+                part.begin(self.run)
+            try:
+                yield
+            except BaseException as error:
+                # log the numbers of applied steps, as far as they can be had
+                if not isinstance(error, NonFiniteError):
+                    with contextlib.suppress(Exception):
+                        self.read(0)
+                raise
 
     def read(self, leave: int) -> None:
         """Make rows of all calls but the last `leave`. After `read(0)` nothing is under way."""
@@ -272,8 +300,6 @@ class Fit:
             self.ahead, self.steps_read = self.ahead - count, self.steps_read + count
             self.measure()
             self.rows(chunks, infos, named)
-        if self.options.saver is not None:
-            self.options.saver.poll()
 
     def measure(self) -> None:
         """The seconds per call over the last reads, from the steps that are done by now."""
@@ -331,10 +357,10 @@ class Fit:
         applied = np.flatnonzero(verdicts[:n] == 0)
         is_due = (steps[applied] % every == 0) | (steps[applied] == 1)
         if len(due := applied[is_due]):
-            self.log.emit(rows_of(due), steps[due])
+            run.rows.emit(rows_of(due), steps[due])
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
-            self.log.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
+            run.rows.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         if isinstance(run.info, fused_loop.Told):
             now, run.info = run.info.clock, run.info.info
@@ -342,9 +368,8 @@ class Fit:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
         rejections.by_member = rejected[n - 1]
-        if len(due):
-            self.boundaries.look_for_watched(is_end=False)
-        self.boundaries.bar.show(run.step, run.metrics)
+        for part in self.parts:
+            part.read(run, len(due) > 0)
         if fatal is not None:
             rejections.give_up(fatal, chunks, self.extra)
 

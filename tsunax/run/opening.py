@@ -1,150 +1,176 @@
-"""How a run of `fit` starts: checks, the newest checkpoint, and the settings that loggers get."""
+"""How a run of `fit` starts: checks, the newest checkpoint, and the parts that it has."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import operator
-import os
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import PyTree, Step, StrPath, checks, trees
-from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.data.positions import Positioned, innermost
-from tsunax.errors import CheckpointError, WrongTypeError, warn
-from tsunax.hyper import hyperparams
+from tsunax._core import PyTree, Step, checks
+from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
-from tsunax.run import progress
-from tsunax.run.fitting import Fit
+from tsunax.run.agreement import Alike
+from tsunax.run.feed import Feed
+from tsunax.run.fitting import Beginning, Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options
+from tsunax.run.part import Part
+from tsunax.run.run import Run
 from tsunax.state import TrainState, check_values, own
 from tsunax.states import training_states
 
 
-def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
-    """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
-    if isinstance(checkpoint, Checkpoints):
-        return contextlib.nullcontext(checkpoint)
-    if isinstance(checkpoint, str | os.PathLike):
-        return Checkpoints(checkpoint)
-    got, expected = trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
-    raise WrongTypeError("checkpoint", "fit()", got, expected)
-
-
-def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options) -> Fit:
-    """The run, where its newest checkpoint is if there is one."""
+def begin(
+    step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options, saver: Any
+) -> Fit:
+    """The run, where its newest checkpoint is if there is one; `saver` is `Checkpoints` or None."""
     checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
-    saver, history = options.saver, options.history
-    with options.clock("checkpoint"):
-        restored = Restored(state) if saver is None else saver.resumed(state, options.resume)
-    is_in_hand = restored.step is not None and restored.state is state
-    before = restored.script if isinstance(restored.script, dict) else {}
-    script = {} if saver is None else script_settings.script_of(step, state, data, options.extra)
-    state = restored.state
+    history, memory, restart = options.history, {}, None
+    if saver is not None:
+        from tsunax.run.saving import Restart
+
+        restart = Restart.of(saver, step, state, data, options)
+        state = restart.restored.state
     for member in training_states(state).values():
         check_values(member, "fit()")
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
-    start = logged_step(state, restored.step or 0)
-    if is_in_hand and history is not None:
-        restored = dataclasses.replace(restored, history=None)
-    saved_history, memory = _parts_of_fit(restored, saver)
-    history = next((x for x in (saved_history, history) if x is not None), History())
+    start = logged_step(state, 0 if restart is None else restart.step or 0)
+    if restart is not None:
+        saved_history, memory = restart.parts_of_fit()
+        history = history if saved_history is None else saved_history
+    history = History() if history is None else history
     options.clock.go_on(history.time)
-    fitting = Fit(step, state, data, options, history, memory, start)
-    fitting.boundaries.script, fitting.is_resumed = script, restored.step == start
-    if fitting.is_resumed and not is_in_hand and restored.script is not None:
-        fitting.has_ended = bool(before.get("has_ended", False))
-        fitting.has_open_row = bool(before.get("has_open_row", False))
-        match before.get("stop"):
-            case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
-                fitting.run.stop(reason)
-            case _:  # the run did not stop; or the script has another goal or other callbacks
-                pass
-    if restored.step is not None:
+    beginning = Beginning(history, memory)
+    if restart is not None:
+        beginning = restart.beginning(history, memory, start, options)
+    alike = Alike("fit()", state, data)
+    parts = _parts(options, restart, memory, alike)
+    feed = _feed(step, state, data, options, start, parts)
+    if restart is not None and restart.step is not None:
         with options.clock("data"):
-            fitting.feed.go_to(restored.data, options.fast_forward)
-    _check_last_batch(fitting, innermost(data))
-    fitting.compare()
-    is_over = fitting.has_nothing_to_do()
-    if restored.step is not None and not is_over:
-        history.mark("restart", start)
-    # the run began with another state, which the script gives when it is started again
-    if is_in_hand:
-        began = {name: before[name] for name in ("calls", "states") if name in before}
-        fitting.boundaries.script = {**script, **began}
-    elif saver is not None and restored.step is not None:
-        fitting.boundaries.saved = start, fitting.feed.place()
-        if not is_over:
-            for note in script_settings.edits(before.get("settings"), script["settings"]):
-                warn(f"fit(): resumed from step {start} in {saver.path}, but {note}")
-    total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
+            feed.go_to(restart.restored.data, options.fast_forward)
+    progress = _progress(state, options, feed, start)
+    run = Run(
+        state,
+        start,
+        feed,
+        history,
+        options=options,
+        settings=functools.partial(_settings, step, state, start, options, saver),
+        note=progress.note if progress else lambda text: None,
+        stopped=beginning.stopped,
+    )
+    _check_last_batch(step, options, feed, start)
+    fit = Fit(step, options, feed, run, _in_order(parts, run.rows, progress), alike, beginning)
+    fit.compare()
+    if restart is not None and restart.step is not None:
+        if not fit.has_nothing_to_do():
+            history.mark("restart", start)
+            restart.warn_of_edits(start)
+        run.note(f"resumed from {saver.path}, step {start}")
+    return fit
+
+
+def _parts(options: Options, restart: Any, memory: dict[str, Any], alike: Alike) -> list[Part]:
+    """The parts that this run has beside rows and progress, in the order of a boundary."""
+    parts: list[Part] = []
+    best = None if restart is None else restart.saver.keep_best
+    watched = options.watched | ({} if best is None else {best.metric: "keep_best"})
+    if options.evaluate is not None:
+        from tsunax.run.evaluations import Evaluations
+
+        parts.append(Evaluations(options, watched, alike))
+    if options.callbacks or options.parts:
+        from tsunax.run.callback_calls import CallbackCalls
+
+        parts.append(CallbackCalls(options, memory))
+    if watched:
+        from tsunax.run.awaited import Awaited
+
+        parts.append(Awaited(options, watched))
+    if alike.spans:
+        from tsunax.run.agreed import Agreed
+
+        parts.append(Agreed(alike))
+    if restart is not None:
+        from tsunax.run.saving import Saving
+
+        parts.append(Saving(options, restart, memory))
+    return parts
+
+
+def _in_order(parts: list[Part], rows: Part, progress: Part | None) -> tuple[Part, ...]:
+    """Evaluation, callbacks, loggers, progress, checkpoint: the order at a boundary."""
+    saving = [part for part in parts if part.is_last]
+    others = [part for part in parts if not part.is_last]
+    return (*others, rows, *([] if progress is None else [progress]), *saving)
+
+
+def _feed(
+    step: Step, state: PyTree, data: Any, options: Options, start: int, parts: list[Part]
+) -> Feed:
+    return Feed(
+        step,
+        data,
+        state,
+        options.steps_per_call,
+        min((part.every for part in parts), default=float("inf")),
+        options.goal.left(start),
+        goes_on=True,
+        crosses=not any(part.epochs for part in parts) and jax.process_count() == 1,
+        last=options.goal.epochs,
+    )
+
+
+def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
+    if not options.progress or jax.process_index():
+        return None
+    from tsunax.run.progress import progress
+
+    total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
     waits = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
     if options.goal.epochs and any(waits):
         total = None  # a step is several calls, and it is not known which of them are left out
-    bar = progress.progress(jax.process_index() == 0 and options.progress, total, start)
-    bar.seconds = options.clock.seconds
-    fitting.boundaries.bar, fitting.run.note = bar, bar.note
-    if saver is not None and restored.step is not None:
-        bar.note(f"resumed from {saver.path}, step {start}")
-    return fitting
+    return progress(True, total, start, seconds=options.clock.seconds)
 
 
-def _parts_of_fit(restored: Restored, saver: Any) -> tuple[History | None, dict[str, Any]]:
-    """The history and the memory of callbacks; CheckpointError for values of one's own loop."""
-    data, name = restored.data, "data"
-    try:
-        if data is not None:
-            _ = operator.index(data["epoch"]), operator.index(data["position"])
-        name = "callbacks"
-        callbacks = {} if restored.callbacks is None else restored.callbacks
-        memory = {key: {**x} for key, x in callbacks.items()}
-        name, saved = "history", restored.history
-        return None if saved is None else History.of(saved), memory
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        place, got = saver.path / str(restored.step), trees.describe(getattr(restored, name))
-        fix = "Restore the state with Checkpoints.restore, and give fit another path."
-        parts = f"{name} of a checkpoint", str(place), f"{got:.200}", "what fit saves", fix
-        raise CheckpointError(*parts) from error
-
-
-def _check_last_batch(fitting: Fit, data: Any) -> None:
+def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> None:
     """Raise now for the short last batch of an epoch that the step cannot cut, not when it comes.
 
     LossError if the run comes so far, as the step itself would raise.
     """
-    step, goal, feed, start = fitting.step, fitting.options.goal, fitting.feed, fitting.run.step
-    is_ours = isinstance(data, Positioned) and data.gathers and jax.process_count() == 1
-    if not (isinstance(step, TrainStep) and is_ours):
+    data = innermost(feed.source.data)
+    if not (isinstance(step, TrainStep) and getattr(data, "gathers", False)):
         return
     ends: Any = feed.steps_to(feed.epoch + 1, start)
+    goal = options.goal
     comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
     is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
-    if step.cuts_evenly and comes and is_the_one:
-        which = f", the last batch of an epoch of {len(data)}"
+    if step.cuts_evenly and comes and is_the_one and jax.process_count() == 1:
         from tsunax.microbatches import indivisible
 
+        which = f", the last batch of an epoch of {len(data)}"
         raise indivisible(data.tail_rows, step.accumulate, which)
 
 
-def settings(fitting: Fit, has_closing_row: bool, log: Any) -> dict[str, Any]:
-    """What a logger is told at the start; for `has_closing_row` see `RowLog.reopen`."""
-    step, state, start = fitting.step, fitting.run.state, fitting.run.step
-    found = {"goal": str(fitting.options.goal), "start": start}
+def _settings(
+    step: Step, state: PyTree, start: int, options: Options, saver: Any, log: Any, closing: bool
+) -> dict[str, Any]:
+    """What the logger with a file `log` is told at the start; for `closing` see `Rows.reopen`."""
+    from tsunax.hyper import hyperparams
+
+    found = {"goal": str(options.goal), "start": start}
     found |= {"jax": jax.__version__, "devices": jax.device_count()}
-    saver = fitting.options.saver
     if saver is not None and saver.run_id:
         # rows from there on are of a process that ended before it saved them; and the row that only
         # an end has. A row of step 0 is made again by a run that begins
-        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not has_closing_row)}
+        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not closing)}
         found |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")
     found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
@@ -156,31 +182,15 @@ def settings(fitting: Fit, has_closing_row: bool, log: Any) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def told(fitting: Fit, has_closing_row: bool) -> Iterator[None]:
-    """Loggers told of the run; after an error they get its last rows, and are closed."""
-    with contextlib.ExitStack() as stack:
-        for logger in fitting.options.loggers:
-            if hasattr(logger, "close"):
-                stack.callback(logger.close)
-            if hasattr(logger, "start"):
-                logger.start(settings(fitting, has_closing_row, getattr(logger, "path", "")))
-        try:
-            yield
-        except BaseException as error:
-            fitting.rescue(error)
-            raise
-
-
-def nothing_to_do(fitting: Fit) -> str:
+def nothing_to_do(fitting: Fit, saver: Any) -> str:
     """What is said of a goal that a run has reached before its first step."""
-    run, goal, saver = fitting.run, fitting.options.goal, fitting.options.saver
+    run, goal = fitting.run, fitting.options.goal
     if saver is not None and run.stopped:
         fix = "to train on, change the callbacks: some remember why they stopped a run"
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"
-    if saver is not None and fitting.boundaries.saved is not None:
+    if fitting.beginning.is_of_checkpoint:
         why = f"so says the checkpoint in {saver.path}"
     reached = f"{goal} counts from the beginning of training, and the run is at {at} already"
     return f"fit(): {reached}: nothing to do; {why}"

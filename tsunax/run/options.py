@@ -13,6 +13,7 @@ from tsunax._core import Function, PyTree, checks, trees
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
+from tsunax.run.part import Part
 from tsunax.state import TrainState, check_state
 
 
@@ -63,7 +64,8 @@ class Options:
     history: History | None
     resume: str
     fast_forward: bool
-    saver: Any  # `Checkpoints`, or None; first what the user gave
+    checkpoint: Any  # as the user gave it
+    parts: tuple[Part, ...] = ()  # those among the callbacks
     evaluate_steps: int | None = None  # evaluate every so many steps
     evaluate_epochs: int | None = None  # or every so many epochs
     clock: Clock = field(default_factory=Clock)  # it starts here
@@ -97,14 +99,17 @@ class Options:
             checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
         if not checks.is_one_of(self.resume, ("auto", "must", "never")):
             raise wrong("resume", self.resume, "'auto', 'must' or 'never'")
-        if self.resume == "must" and self.saver is None:
+        if self.resume == "must" and self.checkpoint is None:
             got, expected = "'must' without checkpoint=", "a path to resume from"
             raise WrongTypeError("resume", where, got, expected)
         if self.history is not None and not isinstance(self.history, History):
             raise wrong("history", self.history, "a ts.loop.History, to go on with")
         if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
             raise wrong("extra", self.extra, "{name: arrays}, with str names")
-        self.callbacks = _functions("callback", self.callbacks)
+        checks.check_flags("fit()", progress=self.progress)
+        given = _functions("callback", self.callbacks)
+        self.parts = tuple(f for f in given if isinstance(f, Part))
+        self.callbacks = tuple(f for f in given if not isinstance(f, Part))
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
         for f in self.callbacks:
             checks.check_takes("callback", where, f, "f(run)", None)
@@ -124,12 +129,11 @@ class Options:
         return [f"{name} #{n}" if n else name for name, n in zip(names, before, strict=True)]
 
     @functools.cached_property
-    def intervals(self) -> list[int]:
-        """A boundary lies at every multiple of these, and at `places`."""
+    def callback_intervals(self) -> list[int]:
+        """Callbacks and parts need a boundary at every multiple of these, and at `places`."""
         found = [f.every for f in self.callbacks if is_every(f)]
         found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
-        found += [self.saver.every] if self.saver is not None and self.saver.every else []
-        return found + ([self.evaluate_steps] if self.evaluate_steps else [])
+        return found + [int(part.every) for part in self.parts if part.every < float("inf")]
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -137,34 +141,21 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """What decides when a call ends: the same on all processes."""
-        names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run intervals "
-        names += "places listens_to_epochs"
+        names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run places"
         found = {name: getattr(self, name) for name in names.split()}
-        return {"goal": str(self.goal), "evaluate": self.evaluate is not None, **found}
+        found |= {"goal": str(self.goal), "evaluate": self.evaluate is not None}
+        return found | {"intervals": self.callback_intervals}
 
     @property
-    def listens_to_epochs(self) -> bool:
-        return bool(self.evaluate_epochs or self.saves_epochs) or any(map(is_bare, self.callbacks))
+    def watched(self) -> dict[str, str]:
+        """The metrics that callbacks wait for, and who."""
+        found = [getattr(f, "watches", {}) for f in self.callbacks]
+        return {name: who for watches in found for name, who in watches.items()}
 
     @property
-    def saves_epochs(self) -> bool:
-        """Whether a checkpoint is made at the end of every epoch: where nobody said when."""
-        return self.saver is not None and not self.saver.every
-
-    def next_boundary(self, step: int) -> float:
-        """The first step beyond this one that somebody waits for."""
-        found = [(step // n + 1) * n for n in self.intervals]
-        found += [place for place in (*self.places, self.goal.left(0)) if place > step]
-        return min(found, default=float("inf"))
-
-    def events(self, step: int) -> list[str]:
-        """What happens at this step, in order."""
-        due = {
-            "step": any(wants(f, "step", step) for f in self.callbacks),
-            "log": step % self.log_every == 0,
-            "evaluate": bool(self.evaluate_steps) and step % self.evaluate_steps == 0,
-        }
-        return [event for event, is_due in due.items() if is_due]
+    def may_log(self) -> bool:
+        """Whether a callback or a part of the user's may log any name."""
+        return bool(self.parts) or any(getattr(f, "may_log", True) for f in self.callbacks)
 
 
 def is_every(callback: object) -> bool:
@@ -198,7 +189,7 @@ def _functions(name: str, given) -> tuple[Any, ...]:
     """One function or several. Raises WrongTypeError for what is none."""
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     for f in found:
-        if not callable(f) or isinstance(f, type):
+        if not (callable(f) or isinstance(f, Part)) or isinstance(f, type):
             fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
             if name == "logger" and isinstance(f, str):
                 fix = f"For example ts.loggers.csv({f!r})."

@@ -9,33 +9,16 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import jax
 
 from tsunax._core import checks
-from tsunax._core.tables import ASIDE, families, short
+from tsunax._core.tables import ASIDE, short, summary
 from tsunax.run.history import CAUSES
-
-
-def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
-    """Each number with its name; those of many members or classes as one range.
-
-    >>> summary({"val/loss": 0.5, "hits/0": 0.25, "hits/1": 0.75, "hits/2": 0.5, "hits/3": 1.0})
-    ['val/loss 0.5', 'hits/0…3 0.25…1']
-    """
-    found = []
-    for name, members in families(row).items():
-        values = [row[one] for one in members]
-        if len(values) == 1:
-            found.append(f"{name} {digits(values[0])}")
-            continue
-        high = next((x for x in values if not math.isfinite(x)), max(values))
-        low = min(filter(math.isfinite, values), default=high)
-        found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
-    return found
+from tsunax.run.part import Part
 
 
 def _memory() -> list[str]:
@@ -123,10 +106,17 @@ class _Terminal(_Lines):
         self.live.stop()
 
 
-class Progress:
+class Progress(Part):
     """A run as its view shows it: `show` after a call, `note` for a line above, `close`."""
 
-    def __init__(self, view: Any, total: int | None, start: int, unit: str = "step") -> None:
+    def __init__(
+        self,
+        view: Any,
+        total: int | None,
+        start: int,
+        unit: str = "step",
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
         self.view: Any = view
         self.total: int | None = total
         self.start: int = start
@@ -139,7 +129,8 @@ class Progress:
         # the clock and the step when the first steps ended; the time before was that of compiling
         self._timed: tuple[float, int] | None = None
         self._newest = 0.0
-        self.seconds: Mapping[str, float] = dict.fromkeys(CAUSES, 0.0)  # so far, of a run
+        # so far, of a run
+        self.seconds: Mapping[str, float] = seconds or dict.fromkeys(CAUSES, 0.0)
         self._began = time.perf_counter()
         self._next = self._began + self.wait
 
@@ -184,6 +175,18 @@ class Progress:
             found.append(f"rejected {rejected:,.0f}")
         return "  ".join(found)
 
+    def due(self, run: Any, events: Sequence[str]) -> bool:
+        return True
+
+    def at(self, run: Any, events: list[str]) -> None:
+        self.show(run.step, run.metrics)
+
+    def read(self, run: Any, has_row: bool) -> None:
+        self.show(run.step, run.metrics)
+
+    def end(self, run: Any, error: BaseException | None) -> None:
+        self.close(run.stopped if error is None else type(error).__name__)
+
     def show(self, step: int, row: Mapping[str, float]) -> None:
         now = time.perf_counter()
         self.numbers = row or self.numbers
@@ -217,11 +220,15 @@ class Progress:
 
 
 def progress(
-    progress: bool = True, total: int | None = None, start: int = 0, unit: str = "step"
+    progress: bool = True,
+    total: int | None = None,
+    start: int = 0,
+    unit: str = "step",
+    seconds: Mapping[str, float] | None = None,
 ) -> Progress:
     """The progress display of a run of `total` steps (None: unknown) from step `start`."""
     checks.check_flags("fit()", progress=progress)
-    return Progress(_view() if progress else _Silent(), total, start, unit)
+    return Progress(_view() if progress else _Silent(), total, start, unit, seconds)
 
 
 def _view() -> _Lines:

@@ -1,0 +1,109 @@
+"""Callbacks and parts of the user's: when they are due, and what they may give back."""
+
+import itertools
+from typing import Any
+
+import jax
+
+from tsunax._core import Function, checks, trees
+from tsunax.errors import StateError, WrongTypeError
+from tsunax.run.info_columns import logged_step
+from tsunax.run.options import Options, is_bare, wants
+from tsunax.run.part import Part, blamed
+from tsunax.run.run import Run
+from tsunax.state import TrainState, donated
+from tsunax.states import States, training_states
+
+
+class CallbackCalls(Part):
+    """Calls callbacks at the events that each of them wants, and then the parts of the user."""
+
+    def __init__(self, options: Options, memory: dict[str, Any]) -> None:
+        self.options, self.memory = options, memory
+        callbacks, parts = options.callbacks, options.parts
+        self.every: float = min(options.callback_intervals, default=float("inf"))
+        self.epochs: bool = any(map(is_bare, callbacks)) or any(part.epochs for part in parts)
+
+    def next_step(self, step: int) -> float:
+        places = (place for place in self.options.places if place > step)
+        found = [(step // n + 1) * n for n in self.options.callback_intervals]
+        return min([*found, *places], default=float("inf"))
+
+    def due(self, run: Run, events: Any) -> bool:
+        return True
+
+    def begin(self, run: Run) -> None:
+        for part in self.options.parts:
+            with blamed("part", part, run):
+                part.begin(run)
+
+    def at(self, run: Run, events: list[str]) -> None:
+        options = self.options
+        for event in self._heard(run.step, events):
+            run.event = event
+            is_tried = options.dry_run and event == "step"
+            for name, callback in zip(options.names, options.callbacks, strict=True):
+                if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
+                    self._call(run, name, callback)
+        for part in options.parts:
+            if part.due(run, events):
+                with options.clock("callbacks"), blamed("part", part, run):
+                    part.at(run, events)
+
+    def _heard(self, step: int, events: list[str]) -> list[str]:
+        """What happens at this boundary, in order, as callbacks hear of it."""
+        options, heard = self.options, []
+        for event in events:
+            if event == "step":
+                is_wanted = any(wants(f, "step", step) for f in options.callbacks)
+                heard += ["step"] * is_wanted + ["log"] * (step % options.log_every == 0)
+            elif event == "end" and options.dry_run:
+                heard += ["step", "end"]
+            else:
+                heard.append(event)
+        return heard
+
+    def _call(self, run: Run, name: str, callback: Function) -> None:
+        run.memory = self.memory.setdefault(name, {})
+        run.rows.begin_row(run.step)
+        before = dict(run.row)
+        with self.options.clock("callbacks"), blamed("callback", callback, run):
+            state = callback(run)
+            if state is not None:
+                check_returned(state, run)
+                run.state, run.is_changed = state, True
+        if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
+            run.rows.record(logged, run.step)
+
+    def read(self, run: Run, has_row: bool) -> None:
+        for part in self.options.parts:
+            with blamed("part", part, run):
+                part.read(run, has_row)
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        for part in self.options.parts:
+            with blamed("part", part, run):
+                part.end(run, error)
+
+
+def check_returned(new: Any, run: Run) -> None:
+    """Raise unless it is a state like the one given; rules, numbers and freezes may differ."""
+    old, fix = run.state, "A callback keeps the structure of the state."
+    if any(map(trees.is_gone, jax.tree.leaves(new))):
+        raise StateError(donated("the callback's result"))
+    both = training_states(old), training_states(new)
+    if both[0] and both[0].keys() == both[1].keys():
+        for at, name in itertools.product(both[0], ("params", "model_state")):
+            mine, theirs = (getattr(states[at], name) for states in both)
+            checks.check_like(f"{at}{name}", theirs, mine, fix)
+        if isinstance(old, States):
+            checks.check_like("carry", new.carry, old.carry, fix)
+        if logged_step(new, run.step) != run.step:
+            fix = "The history goes forward: state.replace(step=run.step)."
+            raise StateError("step", "the callback's state", int(new.step), run.step, fix)
+        return
+    if type(new) is not type(old):
+        fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
+        expected = "a TrainState" if isinstance(old, TrainState) else trees.describe(old)
+        raise WrongTypeError("result", "callback", trees.describe(new), expected, fix)
+    checks.check_like("state", new, old, fix)

@@ -1,0 +1,74 @@
+"""A part of a run: what happens beside its steps, in a file that the loop does not know.
+
+Evaluation, callbacks, rows and loggers, progress and checkpoints are parts. To write another one,
+make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
+
+    class Webhook(Part):
+        every = 100
+
+        def at(self, run, events):
+            post(run.step, run.metrics)
+
+        def end(self, run, error):
+            if error is not None:
+                post(run.step, repr(error))
+
+The loop holds a boundary at the steps that a part asks for, and there calls the parts in order.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tsunax._core import Function, trees
+
+
+class Part:
+    """A part of a run of `fit`. This one does nothing: write the methods that yours needs.
+
+    `run` is what callbacks get: its step, state, metrics, history, `log` and `stop`.
+    """
+
+    #: The part needs a boundary at every multiple of so many steps; inf for none.
+    every: float = float("inf")
+    #: Whether it needs a boundary at the end of every epoch.
+    epochs: bool = False
+    #: Whether it comes after loggers and progress, as checkpoints do.
+    is_last: bool = False
+
+    def next_step(self, step: int) -> float:
+        """The first step beyond this one at which the part needs a boundary; inf for none."""
+        return float("inf") if self.every == float("inf") else (step // self.every + 1) * self.every
+
+    def due(self, run: Any, events: Sequence[str]) -> bool:
+        """Whether `at` is called at this boundary: at multiples of `every`, and ends of epochs.
+
+        Events are "start" (before the first step), "step" (a part asked for it), "evaluate" (an
+        evaluation was done), "epoch" (one has ended) and "end" (of the run).
+        """
+        return ("step" in events and run.step % self.every == 0) or (
+            self.epochs and "epoch" in events
+        )
+
+    def begin(self, run: Any) -> None:
+        """Called once, before the first boundary."""
+
+    def at(self, run: Any, events: list[str]) -> None:
+        """Called at a boundary, if the part is due there. The state of `run` is of its step."""
+
+    def read(self, run: Any, has_row: bool) -> None:
+        """Called when the numbers of further steps are read, between boundaries, too."""
+
+    def end(self, run: Any, error: BaseException | None) -> None:
+        """Called once at the end of the run; with the error, if one ends it."""
+
+
+@contextlib.contextmanager
+def blamed(what: str, fn: Function | Part, run: Any) -> Iterator[None]:
+    """Say of an exception which function raised it, and when."""
+    try:
+        yield
+    except Exception as error:
+        at = f"step {run.step} (epoch {run.epoch})"
+        error.add_note(f"raised by the {what} {trees.describe_call(fn)} at {at}")
+        raise
