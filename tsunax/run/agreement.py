@@ -20,12 +20,10 @@ import jax
 
 from tsunax._core import Function, PyTree, stable_text, trees
 from tsunax._step.members import check_local_members
-from tsunax.data.batching import Batches
 from tsunax.data.cursors import Source
-from tsunax.data.positions import innermost
+from tsunax.data.positions import Data, innermost
 from tsunax.distributed import collectives
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
-from tsunax.run.feed import Chunk
 from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
@@ -41,7 +39,7 @@ class Alike:
         self.spans: bool = spread is not None
         self._speaks = spread is not None and collectives.spans_all(spread.sharding.device_set)
         data = innermost(data)
-        self._data = data if isinstance(data, Batches) else None
+        self._data: Any = data if isinstance(data, Data) and data.gathers else None
         is_known = self._data is not None and self._data.is_of_arrays  # by its settings
         self._has_program = False  # whether it was compared
         self._compares = self._speaks and not is_known  # the batches, one after the other
@@ -91,7 +89,7 @@ class Alike:
             found = f"{then}{then and ', after '}{steps} of {shapes}"
         collectives.compare(f"{place} of {self.where}", {"batches": found}, collectives.LAST)
 
-    def chunk(self, step: int, chunk: Chunk | None, source: Source) -> Chunk | None:
+    def chunk(self, step: int, chunk: Any, source: Source) -> Any:
         """The batches of a call that begins with a step, compared."""
         given: Any = (None,)
         if chunk is not None:

@@ -259,6 +259,8 @@ class Feed:
 
     def _resident(self, data: Any, n: int, state, limit: int) -> Chunk | None:
         """The next rows of arrays on the device, which the program gathers: nothing is copied."""
+        from tsunax.run.resident_batches import Gathered
+
         epoch = self.epoch
         self.size = max(2, min(len(data), RESIDENT))
         if (ahead := self.source.advance(min(n, self.size))) is None:
@@ -268,7 +270,7 @@ class Feed:
         size = self.size if rows == self._rows else 2  # the short batch at the end
         spread = None if self._is_population else placement.rows_over(self._home_of(state), rows)
         order, first = data.device_order(epoch), np.int32(first)
-        feed = fused_loop.Gathered(data.resident, order, first, rows, size, spread)
+        feed = Gathered(data.resident, order, first, rows, size, spread)
         return Chunk(feed, _count(count, limit), count, epoch, 0)
 
     def _home_of(self, state) -> Any:

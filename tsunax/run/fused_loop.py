@@ -48,7 +48,6 @@ from tsunax._core import (
 )
 from tsunax._cpu import convolutions
 from tsunax._step.members import over_members
-from tsunax.data.on_devices import gather
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
@@ -131,23 +130,6 @@ class Stacked:
     def at(self, i: Scalar) -> PyTree:
         row = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
         return jax.tree.map(row, self.batches)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Gathered:
-    """Rows of arrays on the device: batch i has `order[first + i·rows : first + (i + 1)·rows]`."""
-
-    arrays: PyTree
-    order: jax.Array | None  # int32 (all rows,); None: as they lie
-    first: Scalar  # int32
-    rows: int = field(metadata={"static": True})
-    size: int = field(metadata={"static": True})
-    spread: Any = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
-
-    def at(self, i: Scalar) -> PyTree:
-        batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
-        return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
 
 
 @jax.tree_util.register_dataclass
