@@ -55,7 +55,9 @@ class Loss:
     `loss + penalty` and `0.5 * loss` change the mean and keep the weight. `float(loss)` and
     `f"{loss:.3f}"` show the mean. Two losses can be added whatever their weights: each mean, and
     each metric, stays under its own mask over micro-batches, devices and batches, where a mean
-    without any weight adds nothing. Then `weight` is the larger of the two.
+    without any weight adds nothing. Then `weight` is the larger of the two. By that weight
+    `rules.accumulate` averages the gradients of several calls, in each of which both means were
+    divided already: under masks cut one batch instead, `train_step(accumulate=n)`.
 
     `metrics` are scalars (weighed like the loss) or objects with `merge` and `compute`, by name.
     `model_state` is the new one. A step sets the other fields: `mean_value`, `dropped`,
@@ -135,7 +137,8 @@ class Loss:
             raise LossError("other", "Loss.merge()", told(other), told(self))
         if len(self.terms) != len(other.terms):
             got, expected = (f"{len(loss.terms) or 1} weights" for loss in (other, self))
-            raise LossError("other", "Loss.merge()", got, expected)
+            fix = "Merge losses that are sums of as many means: each is merged with its like."
+            raise LossError("other", "Loss.merge()", got, expected, fix)
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 raise LossError(name, "Loss.merge()", *_NO_WEIGHT)

@@ -257,6 +257,14 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
+def in_float32(state: TrainState) -> TrainState:
+    """The state without its precision: what it computes is computed in the dtypes of its params."""
+    plan = state.plan
+    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
+    params = with_rest(state, base(state))
+    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
+
+
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 

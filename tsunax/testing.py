@@ -31,6 +31,7 @@ from tsunax import guard
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._step.members import members_of
 from tsunax._step.retrace_reasons import retrace_reasons
+from tsunax._step.row_probe import RowProbe
 from tsunax._step.state_fields import averages_of, frozen_flags
 from tsunax.data.batching import Data
 from tsunax.devices import meshes
@@ -43,7 +44,7 @@ from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.run.feed import innermost
 from tsunax.run.info_columns import logged_step
-from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
+from tsunax.state import TrainState, base, check_state, donated, in_float32, own, trained_part
 from tsunax.step import StepInfo
 
 __all__ = [
@@ -69,8 +70,9 @@ def check_accumulation(
 
     Returns the largest relative difference, a float; raises CheckError if it is more than
     `tolerance`, as for models that mix rows (batch norm, contrastive losses) and losses that
-    average averages. `extra` are arguments for `step`. Randomness drawn per row differs by
-    construction: give a `state` without a key.
+    average averages, and for a loss that does so near these params, as `train_step` warns. `extra`
+    are arguments for `step`. Randomness drawn per row differs by construction: give a `state`
+    without a key.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
@@ -85,7 +87,12 @@ def check_accumulation(
     _check_taken([_all_finite(one)], where, batch)
     worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
     parts = many[1], one[1], tolerance, "grads", _sizes_of_noise(one[1])
-    return max(worst, _compared(f"accumulate={n}", *parts))
+    worst = max(worst, _compared(f"accumulate={n}", *parts))
+    probe = RowProbe(dataclasses.replace(step, accumulate=n))
+    difference = probe.difference(state, batch, extra)
+    if difference and abs(difference.whole - difference.merged) > tolerance * abs(difference.whole):
+        raise CheckError(probe.text(difference))
+    return worst
 
 
 def check_precision(
@@ -99,13 +106,10 @@ def check_precision(
     """
     where = "check_precision()"
     _check(step, state, where)
-    plan = state.plan
-    if plan.precision is None:
+    if (policy := state.plan.precision) is None:
         raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
-    title = f"precision {plan.precision.compute}"
-    own = {"params": with_rest(state, base(state)), "masters": None, "loss_scale": None}
-    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    full = _gradient(step, dataclasses.replace(state, plan=plan, **own), batch, extra)
+    title = f"precision {policy.compute}"
+    full = _gradient(step, in_float32(state), batch, extra)
     low = _gradient(step, _settled(step, state, batch, extra), batch, extra)
     _check_taken([_all_finite(full)], where, batch)
     return _compared(title, low[1], full[1], tolerance, "grads", _sizes_of_noise(full[1]))

@@ -9,6 +9,7 @@ of the whole batch in `whole_batch.py`.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,11 +224,10 @@ def scaled_loss(
     batch: PyTree,
     keywords: Extra,
     whole: Loss | None = None,
-    inputs: list[Any] | None = None,
 ) -> tuple[jax.Array, Loss]:
     """The mean times the loss scale, and the Loss; of a part of a `whole` with terms, if given."""
     with training_call(keywords.get("model_state")) as call:
-        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
     if call.moved and loss.model_state is None:
         got = "none, though a model in train mode made a new one"
         fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
@@ -245,9 +245,8 @@ def seen_by(
     batch: PyTree,
     keywords: Extra,
     train: bool = True,
-    inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """The params and the batch as loss_fn gets them; `inputs` stores which leaves are inputs."""
+    """The params and the batch as loss_fn gets them, in the precision of the state."""
     policy = state.plan.precision
     params = in_precision(state, params, train=train)
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
@@ -256,14 +255,8 @@ def seen_by(
         params = placement.gather_params(params)
     if policy is None:
         return params, batch
-    of = lambda params, batch: fn(params, batch, keywords)
-    flags = [] if inputs is None else inputs
+    from tsunax._core.dataflow import multiplied
 
-    def flags_of_inputs(batch: PyTree):
-        from tsunax._core.dataflow import multiplied
-
-        if not flags:
-            flags.extend(multiplied(of, params, batch))
-        return flags
-
-    return params, policy.batch_to_compute(batch, train, flags_of_inputs)
+    model = lambda params, batch: fn(params, batch, keywords)
+    is_input = functools.partial(multiplied, model, params)
+    return params, policy.batch_to_compute(batch, train, is_input)

@@ -16,6 +16,7 @@ from tsunax._core import Extra, checks, placement, trees
 from tsunax._core.source_lines import hide_own_frames
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.state_fields import COUNTS
 from tsunax.errors import NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError
 from tsunax.loss import Loss
 from tsunax.rules import inspecting
@@ -90,10 +91,10 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
 
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
-    # the state is as it was, so that the rejected gradients can be computed again
-    grads, dropped = _again(step, step.gradient)(
-        state.replace(calls=int(state.calls) - 1), batch, extra
-    )
+    # The state is as it was but for its counts, so the rejected gradients can be computed again.
+    clock_before = state.clock - np.eye(4, dtype=np.int32)[COUNTS.index("calls")]
+    state_before = dataclasses.replace(state, clock=clock_before)
+    grads, dropped = _again(step, step.gradient)(state_before, batch, extra)
     what = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
@@ -189,46 +190,43 @@ def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     return StateError("gradient", where, got, f"{trees.describe(p)}, as in params")
 
 
-def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
-    """The error for a rule whose update of a parameter has another shape."""
-    where, u = list(trees.leaves_at("params", updates))[i]
-    got, fix = f"shape {np.shape(u)}", "The rule changes it."
-    if of_rows and np.shape(u)[1:] == np.shape(p):
+def raise_of_rule(
+    error: Exception, update: Any, extra: Extra, result: Any, given: tuple[Any, Any], has_rows: bool
+) -> None:
+    """Raise the error of a rule that failed or returned other shapes, if its cause is known.
+
+    A rule may lack an argument, ask for the gradients of rows, or not take them. `result` is what
+    `update(grads)` returned, if it did, and `given` the params and its state before.
+    """
+    params, opt_state = given
+    if lacks := [name for name in inspecting.missing(error) if name not in extra]:
+        how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+        fix = f"Give update(state, grads, {', '.join(how)})."
+        if {*lacks} <= {"value", *checks.SEARCHES}:
+            fix += " train_step gives it by itself."
+        what = "loss" if "value" in lacks else lacks[0]
+        expected = f"the {what}, which this rule asks for"
+        raise RuleError(what, "update()", "None", expected, fix) from error
+    if not has_rows and inspecting.takes_rows(lambda grads: (opt_state, *update(grads)), params):
+        got, expected = "that of the batch", "one for each row, which this rule asks for"
+        fix = "Give per_example=True to train_step or value_and_grad."
+        raise RuleError("gradient", "update()", got, expected, fix) from error
+    if result is None:
+        return
+    fix = "The rule changes it."
+    if has_rows:
         fix = "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
         fix += "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
-    return RuleError("update", where, got, f"{np.shape(p)}", fix)
+    _check_shapes("update", "params", result[0], params, fix)
+    fix = "Put the rule that takes gradients of rows first: chain(it, accumulate(...))."
+    _check_shapes("optimizer state", "opt_state", result[1], opt_state, fix)
 
 
-def without_rows(update: Any, params: Any) -> RuleError | None:
-    """The error for gradients without the axis of rows that a rule asks for; None for others."""
-    if not inspecting.takes_rows(update, params):
-        return None
-    got, expected = "that of the batch", "one for each row, which this rule asks for"
-    fix = "Give train_step(loss_fn, per_example=True), or value_and_grad(..., per_example=True)."
-    return RuleError("gradient", "update()", got, expected, fix)
-
-
-def check_no_rows(new: Any, old: Any) -> None:
-    """Raise RuleError for a rule that adds gradients of rows to its state, as in `accumulate`."""
-    for (where, x), y in zip(trees.leaves_at("opt_state", new), jax.tree.leaves(old), strict=False):
+def _check_shapes(what: str, root: str, new: Any, old: Any, fix: str) -> None:
+    for (where, x), y in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=False):
         if np.shape(x) != np.shape(y):
-            fix = "Put the rule that takes gradients of rows first: chain(it, accumulate(...))."
-            got = f"shape {np.shape(x)}"
-            raise RuleError("optimizer state", where, got, f"{np.shape(y)}", fix)
-
-
-def lacking(error: Exception, given: Any) -> RuleError | None:
-    """The error for a rule that was not given an argument; None for other failures."""
-    lacks = [name for name in inspecting.missing(error) if name not in given]
-    if not lacks:
-        return None
-    how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
-    fix = f"Give update(state, grads, {', '.join(how)})."
-    if {*lacks} <= {"value", *checks.SEARCHES}:
-        fix += " train_step gives it by itself."
-    what = "loss" if "value" in lacks else lacks[0]
-    expected = f"the {what}, which this rule asks for"
-    return RuleError(what, "update()", "None", expected, fix)
+            got, expected = f"shape {np.shape(x)}", f"{np.shape(y)}"
+            raise RuleError(what, where, got, expected, fix) from None
 
 
 def check_extra(state: Any, extra) -> None:
