@@ -32,7 +32,7 @@ from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
 from tsunax._step.state_fields import averages_of, thawed_flags, trained_count
 from tsunax.errors import RuleError, StateError
-from tsunax.loss import Loss, check_model_state, finished, number_text
+from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, base, check_state, split, trained_part, with_part, with_rest
@@ -211,10 +211,14 @@ def update_unchecked(
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
-        fix = "A loss scale lives from rejected steps."
-        got, expected = "'ignore'", "another policy under a loss scale"
-        raise StateError("on_nonfinite", "update()", got, expected, fix)
-    grads, loss = _fitting(state, grads, finished(loss))
+        raise StateError(
+            "on_nonfinite",
+            "update()",
+            got="'ignore'",
+            expected="another policy under a loss scale",
+            fix="A loss scale lives from rejected steps.",
+        )
+    grads, loss = _fitting(state, grads, as_update_loss(loss))
     if model_state is None:
         model_state = state.model_state if loss.model_state is None else loss.model_state
     check_model_state(model_state, state.model_state)

@@ -155,16 +155,20 @@ def _differentiated(
         mean, loss = scaled_loss(fn, state, params, rows, keywords, whole)
         return _noted(mean, notes), loss
 
-    both = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
+    value_and_gradient = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._cpu.kept_sums import keep_sums
 
-        both = keep_sums(both)
-    (_, loss), (grads, new) = both(*parts)
+        value_and_gradient = keep_sums(value_and_gradient)
+    (_, loss), (grads, new) = value_and_gradient(*parts)
     if not notes:
-        got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = "Compute it from the given params, without stop_gradient, argmax or rounding."
-        raise LossError("loss", trees.describe_call(fn.fn), got, expected, fix)
+        raise LossError(
+            "loss",
+            trees.describe_call(fn.fn),
+            got="one that does not depend on any trained leaf of params",
+            expected="one that does",
+            fix="Compute it from the given params, without stop_gradient, argmax or rounding.",
+        )
     # jax.checkpoint hands constants out in a class of its own (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
@@ -206,7 +210,7 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
     """`mean`; its differentiation adds a note if it depends on the trained leaves."""
 
     @jax.custom_jvp
-    def same(x: Any):
+    def identity(x: Any):
         return x
 
     def rule(primals: Any, tangents: Any):
@@ -216,23 +220,27 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
         notes.append(True)
         return x, t
 
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(mean)
+    identity.defjvp(rule, symbolic_zeros=True)
+    return identity(mean)
 
 
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
         private = "_", "save_", "offload"  # the latter two make policies, from arguments
-        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
-        if remat not in known:
-            raise WrongTypeError(unknown("remat", where, remat, known))
+        names = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
+        if remat not in names:
+            raise WrongTypeError(unknown("remat", where, remat, names))
         remat = getattr(jax.checkpoint_policies, remat)
     if remat is None or isinstance(remat, bool):
         return jax.checkpoint if remat else lambda f: f
     if not callable(remat):
-        expected = "True, or a policy of jax.checkpoint_policies, or its name"
-        raise WrongTypeError("remat", where, trees.describe(remat), expected)
+        raise WrongTypeError(
+            "remat",
+            where,
+            got=trees.describe(remat),
+            expected="True, or a policy of jax.checkpoint_policies, or its name",
+        )
     return functools.partial(jax.checkpoint, policy=remat)
 
 
@@ -253,8 +261,13 @@ def search_functions(
 
     def value_fn(params: PyTree, **_: Any):
         if axes:
-            where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
-            raise RuleError("rule", where, "a line search", "one without", fix)
+            raise RuleError(
+                "rule",
+                f"train_step(axis_name={axes!r})",
+                got="a line search",
+                expected="one without",
+                fix="Over sharded arrays (ts.shard) it can.",
+            )
         if (thawed := thawed_flags(state)) is not None:
             params = guard.choose(thawed, params, trained_part(state))
         return scaled_loss(fn, state, with_rest(state, params), batch, keywords)[1].compute()

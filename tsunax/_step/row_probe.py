@@ -135,8 +135,13 @@ class RowProbe:
         got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
         got += " at params near those of the state" if near else ""
         under = "per_example" if self._alone else f"accumulate={self._accumulate}"
-        expected = f"a mean over rows under {under}"
-        return message(part, trees.describe_call(self._loss_fn), got, expected, fix)
+        return message(
+            part,
+            trees.describe_call(self._loss_fn),
+            got=got,
+            expected=f"a mean over rows under {under}",
+            fix=fix,
+        )
 
 
 def _difference(
