@@ -219,6 +219,18 @@ def test_a_term_without_weight_adds_nothing_and_no_weight_at_all_is_nan(accumula
     assert_trees_close(found, jax.value_and_grad(expected)(PARAMS), rtol=2e-6, atol=1e-6)
 
 
+def test_the_weight_of_a_sum_does_not_depend_on_the_cut():
+    """It is the larger one of the batch, also for rules that average calls by weight."""
+    first = np.float32(np.arange(8) % 4 < 2)
+    state, masks = ts.setup(ts.rules.sgd(0.1), PARAMS), (first, 1 - first)
+    both = lambda p, b: ts.Loss.mean(values(p, b[0]), b[1]) + ts.Loss.mean(values(p, b[0]) ** 2, b[2])
+    expected = max(mask.sum() for mask in masks)
+    assert sum(max(a[i::4].sum() for a in masks) for i in range(4)) > expected
+    for options in ({}, {"accumulate": 4}, {"per_example": lambda g: g}):
+        step = ts.train_step(both, donate=False, **options)
+        assert float(step(state, (X, *masks))[1].weight) == expected
+
+
 def test_terms_merge_over_batches_and_in_a_scan():
     state, batch = ts.setup(ts.rules.sgd(0.1), PARAMS), (X, LABELED["of micro-batches"])
     parts = [(batch[0][at], batch[1][at]) for at in (slice(0, 2), slice(2, 3), slice(3, 8))]
@@ -256,7 +268,7 @@ def test_the_weights_of_terms_cost_no_second_pass():
     [
         (
             lambda a: a.merge(a + ts.Loss.mean(jnp.ones(3))),
-            r"other at Loss.merge\(\): got 2 weights, expected 1 weights",
+            r"other at Loss.merge\(\): got 2 weights, expected 1 weights. Merge losses that are sums of as many",
         ),
         (lambda a: a + dataclasses.replace(a), r"metric 'm' at Loss \+ Loss"),
         (lambda a: a + jnp.ones(2), r"operand at Loss \+ ...: got float32\[2\], expected one real number"),

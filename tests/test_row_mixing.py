@@ -358,6 +358,24 @@ def test_rounding_is_no_difference(kind):
     assert difference(lambda p, b: jnp.average(low(p, b), weights=b["m"]), state=state) is not None
 
 
+def test_an_error_smaller_than_bfloat16_rounds_is_noticed():
+    batch = {**BATCH, "m": np.float32(1 - 0.03 * (np.arange(N) % 2))}
+    state = ts.setup(ts.rules.sgd(0.0), PARAMS, precision="bfloat16")
+    weighted = lambda p, b: jnp.average(values(p, b), weights=b["m"])
+    whole, merged, *_ = difference(weighted, state=state, batch=batch)
+    assert 1e-4 < abs(whole - merged) / whole < 0.01
+    assert difference(lambda p, b: ts.Loss.mean(values(p, b), b["m"]), state=state, batch=batch) is None
+
+
+def test_integers_of_a_batch_are_no_keys():
+    """Other ids would be other losses, and their difference is that of other random numbers."""
+    fn = lambda p, b, ids: clip(p, b) * jnp.sum(p["u"][ids % 4])
+    assert difference(fn, ids=np.arange(3, dtype=np.uint32)) is not None
+    noisy = lambda p, b, key: jnp.mean(values(p, b) * jax.random.normal(key, b["t"].shape))
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert difference(noisy, state=STATE, key=key) is None
+
+
 def test_a_choice_between_equals_is_no_difference():
     """Rounding decides here which of two experts a row gets."""
 
@@ -507,6 +525,7 @@ def test_every_way_to_train_looks_once(how):
     masked = lambda p, b: jnp.sum(values(p, b) * b["m"]) / jnp.maximum(jnp.sum(b["m"]), 1)
     (text,) = warnings_of(lambda: CALLS[how](masked))
     assert "expected a mean over rows under accumulate=2" in text
+    assert ("if your masks are ones alone, a mean under them is right" in text) == ("inside jit" in how)
     assert not warnings_of(lambda: CALLS[how](lambda p, b: ts.Loss.mean(values(p, b), b["m"])))
 
 

@@ -39,6 +39,11 @@ def centred(params, x):
     return loss_fn(params, x - 2 * jnp.mean(x, 0, keepdims=True) + x[:1])
 
 
+def flat(params, x):
+    """At zero only its first part, a mean over rows, has a value and a gradient."""
+    return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.mean(x @ params["w"]) ** 4
+
+
 def shifted(params, x):
     """A shift of all logits has no gradient, but for what rounding leaves, and Adam makes steps of it."""
     logits = x @ params["kernel"] + params["shift"]
@@ -159,6 +164,10 @@ BAD = {
     "accumulation": (
         lambda: testing.check_accumulation(ts.train_step(centred), make(), X),
         r"leaf \w+.* at accumulate=4: got a difference of .* largest element, expected at most 1e-05",
+    ),
+    "accumulation beside these params": (
+        lambda: testing.check_accumulation(ts.train_step(flat), ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(4)}), X),
+        r"loss at flat\(params, x\): got .* micro-batches at params near those of the state, expected a mean",
     ),
     "overflow": (
         lambda: testing.check_precision(

@@ -32,8 +32,12 @@ def update_batch_stats(loss_fn: Function) -> Function:
         keywords = fn.keywords(state, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
-            expected = "ts.Loss.mean(values, model_state=...)"
-            raise LossError("model_state", "update_batch_stats()", "None", expected)
+            raise LossError(
+                "model_state",
+                "update_batch_stats()",
+                got="None",
+                expected="ts.Loss.mean(values, model_state=...)",
+            )
         check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 
@@ -58,11 +62,11 @@ def flush(state: TrainState) -> TrainState:
     check_state(state, "flush()")
     if accumulation.any_emitted(state.opt_state) is None:
         return state
-    there, shardings = None, placement.mesh_shardings(state)
+    shardings_of_leaves, shardings = None, placement.mesh_shardings(state)
     if shardings is not None:
-        there = shardings.of_leaves  # what it computes stays where it was
-        state = placement.resharded(state, there)
-    return jax.jit(_each_flushed, out_shardings=there)(state)
+        shardings_of_leaves = shardings.of_leaves  # what it computes stays where it was
+        state = placement.resharded(state, shardings_of_leaves)
+    return jax.jit(_each_flushed, out_shardings=shardings_of_leaves)(state)
 
 
 def _each_flushed(state: TrainState) -> TrainState:

@@ -30,12 +30,12 @@ __all__ = [
 class TsunaxError(Exception):
     """Any error that tsunax raises on purpose: of a text, or of the parts of `message`.
 
-    >>> str(ParamsError("leaf", "params['w']", "int32", "a float"))
+    >>> str(ParamsError("leaf", "params['w']", got="int32", expected="a float"))
     "leaf at params['w']: got int32, expected a float."
     """
 
-    def __init__(self, text: str, *parts: object) -> None:
-        super().__init__(message(text, *parts) if parts else text)  # type: ignore[arg-type]
+    def __init__(self, text: str, *parts: Any, **named_parts: Any) -> None:
+        super().__init__(message(text, *parts, **named_parts) if parts else text)
 
 
 class ParamsError(TsunaxError, ValueError):

@@ -55,7 +55,9 @@ class Loss:
     `loss + penalty` and `0.5 * loss` change the mean and keep the weight. `float(loss)` and
     `f"{loss:.3f}"` show the mean. Two losses can be added whatever their weights: each mean, and
     each metric, stays under its own mask over micro-batches, devices and batches, where a mean
-    without any weight adds nothing. Then `weight` is the larger of the two.
+    without any weight adds nothing. Then `weight` is the larger of the two. By that weight
+    `rules.accumulate` averages the gradients of several calls, in each of which both means were
+    divided already: under masks cut one batch instead, `train_step(accumulate=n)`.
 
     `metrics` are scalars (weighed like the loss) or objects with `merge` and `compute`, by name.
     `model_state` is the new one. A step sets the other fields: `mean_value`, `dropped`,
@@ -97,15 +99,24 @@ class Loss:
         (2.0, 2.0)
         """
         if isinstance(where, Mapping):
-            got, expected, fix = trees.describe(where), "a mask or weights", "Write metrics={...}."
-            raise LossError("where", "Loss.mean()", got, expected, fix)
+            raise LossError(
+                "where",
+                "Loss.mean()",
+                got=trees.describe(where),
+                expected="a mask or weights",
+                fix="Write metrics={...}.",
+            )
         values = as_array("values", values, "Loss.mean()")
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
         if values.size == 0:
-            got, expected = f"shape {values.shape}", "at least one element"
-            fix = "A mean over nothing is NaN: leave empty batches out."
-            raise LossError("values", "Loss.mean()", got, expected, fix)
+            raise LossError(
+                "values",
+                "Loss.mean()",
+                got=f"shape {values.shape}",
+                expected="at least one element",
+                fix="A mean over nothing is NaN: leave empty batches out.",
+            )
         _check_metrics(metrics or {}, "Loss.mean()")
         if values.ndim == 0 and where is None:
             return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
@@ -119,9 +130,9 @@ class Loss:
 
     def _with(self, **fields: Any) -> Loss:
         """A copy with other fields, which remembers its mask."""
-        kept = fields.pop("_where", self._where)
+        mask = fields.pop("_where", self._where)
         loss = dataclasses.replace(self, **fields)
-        object.__setattr__(loss, "_where", kept)
+        object.__setattr__(loss, "_where", mask)
         return loss
 
     def merge(self, other: Loss) -> Loss:
@@ -131,11 +142,16 @@ class Loss:
         metrics of different names, or if one has no weight.
         """
         if self.metrics.keys() != other.metrics.keys():
-            told = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
-            raise LossError("other", "Loss.merge()", told(other), told(self))
+            names_of = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
+            raise LossError("other", "Loss.merge()", names_of(other), names_of(self))
         if len(self.terms) != len(other.terms):
-            got, expected = (f"{len(loss.terms) or 1} weights" for loss in (other, self))
-            raise LossError("other", "Loss.merge()", got, expected)
+            raise LossError(
+                "other",
+                "Loss.merge()",
+                got=f"{len(other.terms) or 1} weights",
+                expected=f"{len(self.terms) or 1} weights",
+                fix="Merge losses that are sums of as many means: each is merged with its like.",
+            )
         for name, loss in {"loss": self, "other": other}.items():
             if loss.weight is None:
                 raise LossError(name, "Loss.merge()", *_NO_WEIGHT)
@@ -178,10 +194,10 @@ class Loss:
         has_mean = not is_abstract and (self.mean_value is not None or self.weight is not None)
         parts = {"": self.compute()} if has_mean else {"total": self.total}
         parts |= {} if self.weight is None else {"weight": self.weight}
-        known = {} if is_abstract else self.metrics
-        parts |= {name: m.compute() if _is_metric(m) else m for name, m in known.items()}
-        told = [f"{name}={number_text(x)}".lstrip("=") for name, x in parts.items()]
-        return f"Loss({', '.join(told)})"
+        metrics = {} if is_abstract else self.metrics
+        parts |= {name: m.compute() if _is_metric(m) else m for name, m in metrics.items()}
+        texts = [f"{name}={number_text(x)}".lstrip("=") for name, x in parts.items()]
+        return f"Loss({', '.join(texts)})"
 
     def __add__(self, other: Loss | ArrayLike) -> Loss:
         """The sum of two means; a scalar is a penalty, and weighs as much as the loss."""
@@ -203,26 +219,36 @@ class Loss:
         elif self._where and other._where and self._where[0] is other._where[0]:
             new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
         else:
-            both = self, other
+            losses = self, other
             metrics = {
                 name: _as_metric(name, m, loss.weight)
-                for loss in both
+                for loss in losses
                 for name, m in loss.metrics.items()
             }
-            first, second = (loss.terms or (Term(loss.total, loss.weight),) for loss in both)
+            first, second = (loss.terms or (Term(loss.total, loss.weight),) for loss in losses)
             new = dataclasses.replace(
                 self,
                 total=self.total + other.total,
-                weight=jnp.maximum(*(jnp.float32(loss.weight) for loss in both)),
+                weight=jnp.maximum(*(jnp.float32(loss.weight) for loss in losses)),
                 mean_value=None,
                 terms=(*first, *second),
             )
         if twice := [name for name in self.metrics if name in other.metrics]:
-            fix = "Rename one of them."
-            raise LossError(f"metric {twice[0]!r}", "Loss + Loss", "two of this name", "one", fix)
+            raise LossError(
+                f"metric {twice[0]!r}",
+                "Loss + Loss",
+                got="two of this name",
+                expected="one",
+                fix="Rename one of them.",
+            )
         if self.model_state is not None and other.model_state is not None:
-            fix = "Give it to the second one alone, which was computed from the first one's."
-            raise LossError("model_state", "Loss + Loss", "two", "one", fix)
+            raise LossError(
+                "model_state",
+                "Loss + Loss",
+                got="two",
+                expected="one",
+                fix="Give it to the second one alone, which was computed from the first one's.",
+            )
         state = other.model_state if self.model_state is None else self.model_state
         return new._with(metrics=metrics, model_state=state)
 
@@ -266,8 +292,13 @@ _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)
 
 def _check_number(x: Any, sign: str) -> None:
     if isinstance(x, Loss) or np.shape(x) != () or not checks.is_real(x):
-        fix = "Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else ""
-        raise LossError("operand", f"Loss {sign} ...", trees.describe(x), "one real number", fix)
+        raise LossError(
+            "operand",
+            f"Loss {sign} ...",
+            got=trees.describe(x),
+            expected="one real number",
+            fix="Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else "",
+        )
 
 
 def number_text(x: Any) -> str:
@@ -283,14 +314,20 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     out = loss_of(out)
     _check_scalar("total", "loss_fn", out.total)
     if out.weight is None and out.mean_value is None:
-        fix = "Return ts.Loss.mean(values), or ts.Loss(total, weight)."
-        raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
+        raise LossError(
+            "weight",
+            "loss_fn",
+            got="a total alone",
+            expected="the number of its values",
+            fix="Return ts.Loss.mean(values), or ts.Loss(total, weight).",
+        )
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     _check_metrics(out.metrics, "loss_fn")
-    # a NumPy scalar where it is known from the shapes: then no program has to return it
-    known = np.float32 if type(rows) is int else jnp.float32  # of `jax.export`: symbolic
-    weight = _float_weight(known(rows) if out.weight is None else out.weight)
+    # A NumPy scalar if shapes tell it: then no program has to return it. In `jax.export` shapes
+    # may be symbols.
+    as_weight = np.float32 if type(rows) is int else jnp.float32
+    weight = _float_weight(as_weight(rows) if out.weight is None else out.weight)
     mean = None if out.mean_value is None else jnp.asarray(out.mean_value)
     mean = None if mean is None else mean.astype(trees.wide_dtype(mean))
     total = out.total if mean is None else _share(mean, weight)
@@ -307,34 +344,59 @@ def _float_weight(weight: Scalar) -> Scalar:
         weight = weight.astype(np.float32)
         return jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
     if not 0 < weight < float("inf"):
-        fix = "The loss is total / weight."
-        raise LossError("weight", "loss_fn", weight, "a finite number > 0", fix)
+        raise LossError(
+            "weight",
+            "loss_fn",
+            got=weight,
+            expected="a finite number > 0",
+            fix="The loss is total / weight.",
+        )
     return np.float32(weight)
 
 
-def loss_of(out: Loss | ArrayLike, what: str = "result", where: str = "loss_fn") -> Loss:
+def loss_of(out: Loss | ArrayLike, title: str = "result", where: str = "loss_fn") -> Loss:
     """A scalar as the `Loss` of which it is the mean, or LossError; a Loss as it is."""
     if isinstance(out, Loss):
         return out
-    _check_scalar(what, where, out)
+    _check_scalar(title, where, out)
     return Loss(out, mean_value=out)
 
 
-def _check_scalar(what: str, where: str, x: Any) -> None:
+def _check_scalar(title: str, where: str, x: Any) -> None:
     """Raise LossError unless `x` is one float, with a way to make it one."""
     dtype, expected = trees.dtype_of(x), "a scalar or a ts.Loss"
     if isinstance(x, tuple):
-        fix = "There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...)."
-        raise LossError(what, where, f"a tuple of {len(x)}", expected, fix)
+        raise LossError(
+            title,
+            where,
+            got=f"a tuple of {len(x)}",
+            expected=expected,
+            fix="There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...).",
+        )
     if dtype is None:
-        fix = "Is there no return?" if x is None else ""
-        raise LossError(what, where, trees.describe(x), expected, fix)
+        raise LossError(
+            title,
+            where,
+            got=trees.describe(x),
+            expected=expected,
+            fix="Is there no return?" if x is None else "",
+        )
     if np.shape(x) != ():
-        fix = "Average it: values.mean(), or ts.Loss.mean(values)."
-        raise LossError(what, where, f"an array of shape {np.shape(x)}", expected, fix)
+        raise LossError(
+            title,
+            where,
+            got=f"an array of shape {np.shape(x)}",
+            expected=expected,
+            fix="Average it: values.mean(), or ts.Loss.mean(values).",
+        )
     if not jnp.issubdtype(dtype, jnp.floating):
-        got = f"dtype {dtype}" if trees.is_array(x) else trees.describe(x)
-        raise LossError(what, where, got, "a real float", "Only floats have gradients.")
+        raise LossError(
+            title,
+            where,
+            got=f"dtype {dtype}" if trees.is_array(x) else trees.describe(x),
+            expected="a real float",
+            fix="Only floats have gradients.",
+        )
 
 
 def _check_metrics(metrics: object, where: str) -> None:
@@ -349,14 +411,22 @@ def _is_metric(m: object) -> bool:
 def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
     if _is_metric(m):
         if jax.tree_util.all_leaves([m]):
-            expected = "an object that is a pytree"
-            fix = "Register its class: jax.tree_util.register_dataclass."
-            raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
+            raise LossError(
+                f"metric {name!r}",
+                "loss_fn",
+                got=trees.describe(m),
+                expected="an object that is a pytree",
+                fix="Register its class: jax.tree_util.register_dataclass.",
+            )
         return jax.lax.stop_gradient(m)
     if not trees.is_a(m, np.number, np.bool_) or np.shape(m) != ():
-        expected = "a scalar, or an object with merge and compute"
-        fix = "Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...})."
-        raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected, fix)
+        raise LossError(
+            f"metric {name!r}",
+            "loss_fn",
+            got=trees.describe(m),
+            expected="a scalar, or an object with merge and compute",
+            fix="Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...}).",
+        )
     m = jnp.asarray(m, jnp.float32)
     from tsunax.metrics import Mean
 
@@ -365,20 +435,30 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
 
 def _share(mean: Scalar, weight: Scalar) -> Scalar:
     """Mean times weight, the part of a mean in a total; 0 for a weight of 0, even if it is 0/0."""
-    known = not isinstance(weight, jax.Array)
-    return mean * weight if known else jnp.where(weight != 0, mean * weight, 0)
+    is_known = not isinstance(weight, jax.Array)
+    return mean * weight if is_known else jnp.where(weight != 0, mean * weight, 0)
 
 
 def uneven(batch: PyTree) -> str:
     """The message for a batch whose leaves differ in their rows or have none; "" if all agree."""
-    arrays = [(at, np.shape(x)) for at, x in trees.leaves_at("batch", batch) if np.shape(x)]
+    leaves = trees.leaves_at("batch", batch)
+    arrays = [(path, np.shape(x)) for path, x in leaves if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
     if not arrays:
-        fix = "Without a batch leave out what cuts it by row: accumulate, per_example, a mask."
-        return message("rows", "batch", "no arrays", "some with rows", fix)
-    found = ", ".join(f"{at} {shape}" for at, shape in arrays[:4])
-    return message("rows", "batch", found, "the same number in every leaf")
+        return message(
+            "rows",
+            "batch",
+            got="no arrays",
+            expected="some with rows",
+            fix="Without a batch leave out what cuts it by row: accumulate, per_example, a mask.",
+        )
+    return message(
+        "rows",
+        "batch",
+        got=", ".join(f"{path} {shape}" for path, shape in arrays[:4]),
+        expected="the same number in every leaf",
+    )
 
 
 def rows_of(batch: PyTree) -> int:
@@ -387,7 +467,7 @@ def rows_of(batch: PyTree) -> int:
     return next((shape[0] for shape in shapes if shape), 1)
 
 
-def finished(loss: Loss | Maybe) -> Loss:
+def as_update_loss(loss: Loss | Maybe) -> Loss:
     """The loss given to `update`, in the form in which `value_and_grad` returns it."""
     if not isinstance(loss, Loss):
         return Loss(None) if loss is None else loss_of(loss, "loss", "update()")

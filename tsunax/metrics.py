@@ -78,7 +78,8 @@ def weighted_sum(
     """(Σ where·values, Σ where) in float32; elements of weight 0 may be NaN, also in gradients."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if where is None:
-        return jnp.sum(values), np.float32(values.size)
+        as_weight = np.float32 if isinstance(values.size, int) else jnp.float32  # jax.export
+        return jnp.sum(values), as_weight(values.size)
     # weights are data: in the total alone they would have half a gradient
     where = jax.lax.stop_gradient(_weights(where, values, place))
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)

@@ -57,21 +57,30 @@ def check_rows(batch: PyTree) -> None:
     """Raise LossError for leaves that have no rows, or another number of them."""
     for where, leaf in trees.leaves_at("batch", batch):
         if not np.shape(leaf):
-            fix = "Give it as an extra argument: step(state, batch, name=...)."
-            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
-    if found := uneven(batch):
-        raise LossError(found)
+            raise LossError(
+                "leaf",
+                where,
+                got="a scalar",
+                expected="an array of rows",
+                fix="Give it as an extra argument: step(state, batch, name=...).",
+            )
+    if fault := uneven(batch):
+        raise LossError(fault)
 
 
 def indivisible(rows: int, n: int, which: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
-    fix = (
-        "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
-        "name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your own "
-        "in its place: the batch is then padded."
+    return LossError(
+        "batch",
+        "train_step()",
+        got=f"{rows} rows{which}",
+        expected=f"a multiple of accumulate={n}",
+        fix=(
+            "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. "
+            "Or name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your "
+            "own in its place: the batch is then padded."
+        ),
     )
-    got, expected = f"{rows} rows{which}", f"a multiple of accumulate={n}"
-    return LossError("batch", "train_step()", got, expected, fix)
 
 
 def strided_micro_batches(
@@ -136,19 +145,19 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     batch, mask = strided_micro_batches(problem.batch, n, keywords.get("mask"), pads=pads)
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
 
-    def one(carry: Any, i: Any) -> tuple[Any, Any]:
-        sums, most, model_state = carry
-        rows, given = _part((batch, {} if mask is None else {"mask": mask}), i)
+    def add_micro_batch(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, largest, model_state = carry
+        rows, own_keywords = _part((batch, {} if mask is None else {"mask": mask}), i)
         if "key" in keywords:
-            given["key"] = jax.random.fold_in(keywords["key"], i)
+            own_keywords["key"] = jax.random.fold_in(keywords["key"], i)
         if "model_state" in keywords:
-            given["model_state"] = model_state
+            own_keywords["model_state"] = model_state
 
-        def traced(rows: Any, given: Any):
-            loss, grads = problem.gradient(rows, keywords | given)
+        def gradient(rows: Any, own_keywords: Any):
+            loss, grads = problem.gradient(rows, keywords | own_keywords)
             return loss, StaticWeight.of(loss.weight), grads
 
-        loss, static_weight, grads = convolutions.fast(traced)(rows, given)
+        loss, static_weight, grads = convolutions.fast(gradient)(rows, own_keywords)
         weight = jnp.float32(loss.weight if static_weight is None else static_weight.value)
         take = weight != 0
         if drop:
@@ -157,24 +166,29 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
             check_model_state(loss.model_state, model_state)
             model_state = guard.choose(take, loss.model_state, model_state)
         sums = weighted_sums.add(sums, grads, weight, take)
-        most = guard.choose(take, jax.tree.map(jnp.maximum, most, loss.overwritten), most)
+        next_values = jax.tree.map(jnp.maximum, largest, loss.overwritten)
+        largest = guard.choose(take, next_values, largest)
         squares = None if square is None else jnp.where(take, weight * square(grads), 0)
         loss = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
         loss = _axes.vary(loss, problem.axes)
-        return (sums, most, model_state), (take, loss, static_weight, squares)
+        return (sums, largest, model_state), (take, loss, static_weight, squares)
 
     carry = _axes.vary((weighted_sums.zeros(like), lowest, first_state), problem.axes)
-    (sums, most, model_state), out = jax.lax.scan(one, carry, np.arange(n))
+    (sums, largest, model_state), out = jax.lax.scan(add_micro_batch, carry, np.arange(n))
     take, losses, static_weight, squares = out
     loss = merged_losses(take, losses)
     grads = weighted_sums.divided(sums, loss.weight, like)
     if static_weight is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * static_weight.value))
-    dropped = jnp.where(take, 0, losses.weight) if drop else None
-    most = guard.choose(jnp.any(take), most, overwritten)
     scatter = None if squares is None else (jnp.sum(squares), jnp.sum(take, dtype=jnp.float32))
-    more = {"model_state": model_state, "dropped": dropped, "overwritten": most}
-    return dataclasses.replace(loss, **more, noise_scale=scatter), grads
+    loss = dataclasses.replace(
+        loss,
+        model_state=model_state,
+        dropped=jnp.where(take, 0, losses.weight) if drop else None,
+        overwritten=guard.choose(jnp.any(take), largest, overwritten),
+        noise_scale=scatter,
+    )
+    return loss, grads
 
 
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
@@ -198,31 +212,36 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
 def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     """The loss over the rows of all devices."""
     weight = jnp.asarray(loss.weight, jnp.float32)
-    each = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
-    each = _axes.gathered(each, axes)
-    merged = merged_losses(each.weight != 0, each)
-    if known := StaticWeight.of(loss.weight):  # the same on each device
-        merged = dataclasses.replace(merged, weight=np.float32(known.value * jax.lax.psum(1, axes)))
-    model_state = None if loss.model_state is None else _axes.mean(loss.model_state, axes)
-    dropped = None if loss.dropped is None else jax.lax.psum(_axes.vary(loss.dropped, axes), axes)
-    most = jax.tree.map(lambda x: jax.lax.pmax(x, axes), _axes.vary(loss.overwritten, axes))
-    scatter = jax.tree.map(lambda x: jax.lax.psum(x, axes), _axes.vary(loss.noise_scale, axes))
+    losses = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
+    losses = _axes.gathered(losses, axes)
+    merged = merged_losses(losses.weight != 0, losses)
+    if static := StaticWeight.of(loss.weight):  # the same on each device
+        total = np.float32(static.value * jax.lax.psum(1, axes))
+        merged = dataclasses.replace(merged, weight=total)
+
+    def reduced(reduce: Function, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: reduce(x, axes), _axes.vary(tree, axes))
+
     return dataclasses.replace(
-        merged, model_state=model_state, dropped=dropped, overwritten=most, noise_scale=scatter
+        merged,
+        model_state=None if loss.model_state is None else _axes.mean(loss.model_state, axes),
+        dropped=reduced(jax.lax.psum, loss.dropped),
+        overwritten=reduced(jax.lax.pmax, loss.overwritten),
+        noise_scale=reduced(jax.lax.psum, loss.noise_scale),
     )
 
 
 def merged_losses(take: jax.Array, losses: Loss) -> Loss:
     """Merge those losses of a stack whose flag in `take` is true."""
-    at = lambda i: jax.tree.map(lambda x: x[i], (take, losses))
-    rest = jax.tree.map(lambda x: x[1:], (take, losses))
+    first = jax.tree.map(lambda x: x[0], (take, losses))
+    later = jax.tree.map(lambda x: x[1:], (take, losses))
 
-    def fold(carry: Any, other: Any):
-        have, loss = carry
-        ok, new = other
-        both = guard.choose(have & ok, loss.merge(new), guard.choose(ok, new, loss))
-        return (have | ok, both), None
+    def fold(carry: Any, part: Any):
+        has_any, loss = carry
+        take, new = part
+        merged = guard.choose(has_any & take, loss.merge(new), guard.choose(take, new, loss))
+        return (has_any | take, merged), None
 
-    have, loss = jax.lax.scan(fold, at(0), rest)[0]
+    has_any, loss = jax.lax.scan(fold, first, later)[0]
     # a mean over nothing is NaN
-    return dataclasses.replace(loss, weight=jnp.where(have, loss.weight, 0))
+    return dataclasses.replace(loss, weight=jnp.where(has_any, loss.weight, 0))

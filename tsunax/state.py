@@ -103,12 +103,17 @@ class TrainState(Clocked):
             fix = "Make a state with ts.setup, and another one of it with state.replace."
             for name in fields.keys() - self._names:
                 raise WrongTypeError(unknown("field", where, name, sorted(self._names), fix))
-            got = f"none for {', '.join(lacking)}"
-            raise WrongTypeError("fields", where, got, "each field once", fix)
+            raise WrongTypeError(
+                "fields",
+                where,
+                got=f"none for {', '.join(lacking)}",
+                expected="each field once",
+                fix=fix,
+            )
         vars(self).update(fields)
 
     @classmethod
-    def of(cls, state: TrainState, **more: Any) -> TrainState:
+    def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
         """A state of this class with the fields of another state, and copies of `more`.
 
         An average is given as in `setup(ema=)`, and begins with the trained leaves. Raises
@@ -118,13 +123,19 @@ class TrainState(Clocked):
 
         where = f"{cls.__name__}.of()"
         own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
-        for name in [*own_names, *more]:
-            if name not in more or name not in own_names:
-                got = f"none for {name!r}" if name in own_names else repr(name)
-                raise StateError("field", where, got, ", ".join(own_names) or "no more")
+        for name in [*own_names, *own_fields]:
+            if name not in own_fields or name not in own_names:
+                raise StateError(
+                    "field",
+                    where,
+                    got=f"none for {name!r}" if name in own_names else repr(name),
+                    expected=", ".join(own_names) or "no more",
+                )
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        more = state_setup.first_values(more, roles, base(state), where)
-        return cls(**state.__dict__, **{name: jax.tree.map(own, x) for name, x in more.items()})
+        own_fields = state_setup.first_values(own_fields, roles, base(state), where)
+        return cls(
+            **state.__dict__, **{name: jax.tree.map(own, x) for name, x in own_fields.items()}
+        )
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced, by copies: `state.replace(params=params, step=0)`.
@@ -135,10 +146,10 @@ class TrainState(Clocked):
         from tsunax._core import placement
         from tsunax._state import state_setup
 
-        known = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
+        names = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
-            if name not in known:
-                raise StateError(unknown("field", "replace()", name, known))
+            if name not in names:
+                raise StateError(unknown("field", "replace()", name, names))
             state_setup.check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
@@ -152,11 +163,11 @@ class TrainState(Clocked):
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = trees.cast_like(trained, self.masters)
-        for at, name in enumerate(COUNTS):
+        for place, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
-                clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
+                clock = jnp.where(np.arange(len(COUNTS)) == place, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
@@ -226,18 +237,18 @@ def overwritten_part(state: TrainState) -> PyTree:
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays that a step changes (it donates and returns them), and those it only reads."""
-    params, rest = state.params, None
+    params, unmoved = state.params, None
     if state.plan.moving is not None:
-        params, rest = trees.partition(state.params, state.plan.moving)
+        params, unmoved = trees.partition(state.params, state.plan.moving)
     cls = type(state)
-    return (params, *cls._get_moving(state)), (rest, *cls._get_still(state))
+    return (params, *cls._get_moving(state)), (unmoved, *cls._get_still(state))
 
 
 def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
-    rest = still[0]
-    params = moving[0] if rest is None else trees.merge(moving[0], rest)
+    unmoved = still[0]
+    params = moving[0] if unmoved is None else trees.merge(moving[0], unmoved)
     state = object.__new__(cls)  # as `__init__` does it, without a dict of its own: once a step
     fields = vars(state)
     fields.update(zip(cls._moving, moving[1:], strict=True))
@@ -257,6 +268,14 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
+def in_float32(state: TrainState) -> TrainState:
+    """The state without its precision: what it computes is computed in the dtypes of its params."""
+    plan = state.plan
+    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
+    params = with_rest(state, base(state))
+    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
+
+
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 
@@ -271,11 +290,11 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    trained = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
-    return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
+    return dataclasses.replace(state, params=with_rest(state, trained), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
@@ -284,13 +303,16 @@ def averaged_params(state: TrainState, where: str) -> PyTree:
 
 
 def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
-    found = averages_of(state)
-    if name not in found:
-        got = "a state without one" if name == "average" else f"{name!r}"
-        expected = " or ".join(map(repr, found)) or "one"
-        fix = "" if found else "Give setup(..., ema=0.999)."
-        raise StateError("average", where, got, expected, fix)
-    return trees.on_device(found[name].params)
+    averages = averages_of(state)
+    if name not in averages:
+        raise StateError(
+            "average",
+            where,
+            got="a state without one" if name == "average" else f"{name!r}",
+            expected=" or ".join(map(repr, averages)) or "one",
+            fix="" if averages else "Give setup(..., ema=0.999).",
+        )
+    return trees.on_device(averages[name].params)
 
 
 @checks.naming_arguments
@@ -369,12 +391,12 @@ def setup(
     blank = extra_arguments.blank(rule.init)
     plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
-    seen = _seen(trained, masters, policy)
+    master_params = _seen(trained, masters, policy)
 
-    opt_state = state_setup.opt_state_of(rule, seen, (trained, masters))
-    inspecting.check_update(rule, seen)
+    opt_state = state_setup.opt_state_of(rule, master_params, (trained, masters))
+    inspecting.check_update(rule, master_params)
     if policy is not None and policy.moments != "float32":
-        opt_state = state_setup.with_low_moments(opt_state, plan, seen)
+        opt_state = state_setup.with_low_moments(opt_state, plan, master_params)
     opt_state, numbers = number_table.hoist(opt_state)
     place = functools.partial(placement.beside, trained)
     return TrainState(
@@ -386,16 +408,20 @@ def setup(
         numbers=place(numbers),
         frozen=place(np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None),
         masters=masters,
-        average=None if average is None else average.of(seen),
+        average=None if average is None else average.of(master_params),
         loss_scale=place(scale),
         plan=plan,
     )
 
 
 def donated(where: str) -> str:
-    fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
-    got, expected = "one that was donated to an earlier step", "one whose buffers are there"
-    return message("state", where, got, expected, fix)
+    return message(
+        "state",
+        where,
+        got="one that was donated to an earlier step",
+        expected="one whose buffers are there",
+        fix="Go on with what that step returned, or keep it with train_step(..., donate=False).",
+    )
 
 
 def check_values(state: object, where: str, second: object = None) -> None:
@@ -405,14 +431,21 @@ def check_values(state: object, where: str, second: object = None) -> None:
         checks.check_arrays(state.clock, "state.clock")
 
 
-def check_state(state: object, where: str, second: object = None, more: Any = ()) -> None:
+def check_state(
+    state: object, where: str, second: object = None, further_arguments: Any = ()
+) -> None:
     """Raise unless `state` is a TrainState and not donated; `second` and `more` come after it."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))
-        if more:
-            fix = "Write step(state, (x, y))."
-            raise WrongTypeError("batch", where, f"{1 + len(more)} arguments", "one pytree", fix)
+        if further_arguments:
+            raise WrongTypeError(
+                "batch",
+                where,
+                got=f"{1 + len(further_arguments)} arguments",
+                expected="one pytree",
+                fix="Write step(state, (x, y)).",
+            )
         return
     got, expected = trees.describe(state), "a TrainState"
     fix = "Make one: ts.setup(rule, params)."

@@ -15,6 +15,7 @@ up to you.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -25,13 +26,13 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
-from tsunax._state.state_fields import averages_of, thawed_flags
+from tsunax._state.state_fields import averages_of, thawed_flags, trained_count
 from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
 from tsunax.errors import RuleError, StateError
-from tsunax.loss import Loss, check_model_state, finished, number_text
+from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, base, check_state, split, trained_part, with_part, with_rest
@@ -136,8 +137,8 @@ class StepInfo(NamedTuple):
         if self.update_norm is None:
             del parts["update_norm"]
         parts |= (self.metrics or {}) | self.hyperparams
-        shown = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
-        return f"StepInfo({', '.join(f'{name}={shown(x)}' for name, x in parts.items())})"
+        text_of = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
+        return f"StepInfo({', '.join(f'{name}={text_of(x)}' for name, x in parts.items())})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -210,10 +211,14 @@ def update_unchecked(
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
-        fix = "A loss scale lives from rejected steps."
-        got, expected = "'ignore'", "another policy under a loss scale"
-        raise StateError("on_nonfinite", "update()", got, expected, fix)
-    grads, loss = _fitting(state, grads, finished(loss))
+        raise StateError(
+            "on_nonfinite",
+            "update()",
+            got="'ignore'",
+            expected="another policy under a loss scale",
+            fix="A loss scale lives from rejected steps.",
+        )
+    grads, loss = _fitting(state, grads, as_update_loss(loss))
     if model_state is None:
         model_state = state.model_state if loss.model_state is None else loss.model_state
     check_model_state(model_state, state.model_state)
@@ -226,10 +231,10 @@ def update_unchecked(
     shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)
     if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
         grad_norm = guard.global_norm(mean, by_leaf=shares_norm)
-    given, state = state, trees.on_device(state, after=grad_norm)
+    stored_state, state = state, trees.on_device(state, after=grad_norm)
 
-    def applied() -> tuple[dict[str, Any], PyTree, Any]:
-        """The fields that an applied step changes, its updates, and whether they move params."""
+    def attempt() -> Attempt:
+        """The step as it is if the verdict lets it pass."""
         updates, opt_state = _ruled(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
@@ -246,33 +251,40 @@ def update_unchecked(
         new = _with_unmoved(state, new, thawed, emitted)
         if (replaced := loss.overwritten) is not None:
             new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
-        return _changed_fields(new, state), updates, emitted
+        return Attempt(_changed_fields(new, state), emitted, _without_frozen(updates, thawed))
 
-    verdict = update_norm = is_certain = None
+    is_certain = None  # None: all of the attempt is judged.
     if is_judged and norms != "update" and trees.is_tracing():
         is_certain = certainty(state, grads, loss.weight)[0]
     if is_certain is None:
-        fields, updates, emitted = applied()
-        if is_judged or norms == "update":
-            update_norm = _update_norm(fields, _without_frozen(updates, thawed))
-        if is_judged:
-            verdict = _verdict(state, value, grad_norm, fields, update_norm, loss)
-            fields = guard.choose(verdict == 0, fields, _fields_like(fields, state))
+        attempt = functools.cache(attempt)
+        update_norm = _update_norm(attempt()) if is_judged or norms == "update" else None
     else:
-        applied = jax.jit(applied)  # It is traced once, although several branches call it.
-        shapes, _, emits = jax.eval_shape(applied)
-        excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
-        norm = None if is_certain is True else guard.unless(is_certain, excess, grads)
-        fields = applied()[0] if guard.reports(state.opt_state) else {}
-        verdict = _verdict(state, value, grad_norm, fields, norm, loss)
-        old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)
+        attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
+        excess = lambda: guard.excess(attempt().updates)
+        update_norm = None if is_certain is True else guard.unless(is_certain, excess, grads)
+    verdict, step = None, lambda: attempt()._replace(updates=None)
+    if is_judged:
+        verdict = _verdict(state, value, grad_norm, attempt, update_norm, loss)
         # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
-        decide = guard.decide if loss.overwritten is None else guard.select
-        fields, emitted = decide(verdict == 0, lambda: applied()[::2], old)
-    new = _recorded(state, _with_fields(state, fields), verdict, emitted, loss)
-    shown = grad_norm if norms else None, update_norm if norms == "update" else None
-    new = trees.offloaded_like(new, given)
-    return new, _info(state, loss, value, shown, guard.with_gathered(verdict, emitted))
+        selects = is_certain is None or loss.overwritten is not None
+        decide = guard.select if selects else guard.decide
+        rejected = _rejected(state, jax.eval_shape(step))
+        step = functools.partial(decide, verdict == 0, step, rejected)
+    chosen: Attempt = step()
+    new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
+    norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
+    verdict = guard.with_gathered(verdict, chosen.emitted)
+    info = _info(state, loss, value, norms_in_info, verdict)
+    return trees.offloaded_like(new, stored_state), info
+
+
+class Attempt(NamedTuple):
+    """What a step makes of a state if its verdict lets it pass."""
+
+    fields: dict[str, Any]  # those that it changes, of params the part that moves
+    emitted: jax.Array | None  # bool: whether it moves params; None: every call does
+    updates: PyTree = None  # what the rule adds to params, zero for frozen leaves
 
 
 def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
@@ -283,10 +295,11 @@ def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
     return {**fields, "params": split(new)[0][0]}
 
 
-def _fields_like(fields: Extra, state: TrainState) -> dict[str, Any]:
-    """The same fields of another state."""
-    rest = {name: getattr(state, name) for name in fields if name != "params"}
-    return {**rest, "params": split(state)[0][0]}
+def _rejected(state: TrainState, attempt: Attempt) -> Attempt:
+    """The fields of the attempt as they are in the state."""
+    fields = {name: getattr(state, name) for name in attempt.fields}
+    emitted = None if attempt.emitted is None else jnp.bool_(False)
+    return Attempt({**fields, "params": split(state)[0][0]}, emitted)
 
 
 def _with_fields(state: TrainState, fields: Extra) -> TrainState:
@@ -295,22 +308,23 @@ def _with_fields(state: TrainState, fields: Extra) -> TrainState:
     return dataclasses.replace(state, **{**fields, "params": params})
 
 
-def _update_norm(fields: Extra, updates: PyTree) -> jax.Array:
+def _update_norm(attempt: Attempt) -> jax.Array:
     """The norm of the updates, infinite if they make a float16 parameter infinite."""
-    norm = guard.global_norm(updates)
-    small = [x for x in jax.tree.leaves(fields["params"]) if x.dtype == jnp.float16]
-    overflows = ~jnp.isfinite(guard.global_norm(small)) & jnp.isfinite(norm)
-    return jnp.where(overflows, jnp.inf, norm) if small else norm
+    norm = guard.global_norm(attempt.updates)
+    halves = [x for x in jax.tree.leaves(attempt.fields["params"]) if x.dtype == jnp.float16]
+    overflows = ~jnp.isfinite(guard.global_norm(halves)) & jnp.isfinite(norm)
+    return jnp.where(overflows, jnp.inf, norm) if halves else norm
 
 
 def _verdict(
-    state: TrainState, value: Any, grad_norm: Any, fields: Extra, update_norm: Any, loss: Loss
+    state: TrainState, value: Maybe, grad_norm: Maybe, attempt: Function, norm: Maybe, loss: Loss
 ) -> jax.Array:
+    """The verdict on the loss, its gradient, what rules report, and the norm of the updates."""
     if loss.overwritten is not None:  # It is in no norm.
-        norm = guard.global_norm(loss.overwritten)
-        update_norm = norm if update_norm is None else update_norm + norm
-    opt_state = fields.get("opt_state", ())
-    return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
+        norm_of_values = guard.global_norm(loss.overwritten)
+        norm = norm_of_values if norm is None else norm + norm_of_values
+    reports = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
+    return guard.judge(value, grad_norm, state.calls, reports, norm)
 
 
 def _info(
@@ -344,14 +358,20 @@ def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss
             new = trees.cast_like(jax.tree.map(own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
     rows = _rows_in(grads, params)
-    for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        shape = (*rows, *np.shape(p))
-        fits = trees.is_inexact(g) and np.shape(g) == shape and not trees.is_gone(g)
-        fits = fits and checks.dtype_fault(trees.dtype_of(g)) is None
-        if not fits or (jnp.iscomplexobj(g) and not jnp.iscomplexobj(p)):
-            raise _errors().wrong_gradient(grads, i, p)
+    for i, (grad, param) in enumerate(pairs):
+        if not _is_gradient(grad, param, rows):
+            raise _errors().wrong_gradient(grads, i, param)
     return grads, loss
+
+
+def _is_gradient(grad: Any, param: Any, rows: tuple[int, ...]) -> bool:
+    """Whether an array is the gradient of a parameter, with a first axis of `rows` if not ()."""
+    if not trees.is_inexact(grad) or np.shape(grad) != (*rows, *np.shape(param)):
+        return False
+    is_readable = not trees.is_gone(grad) and checks.dtype_fault(trees.dtype_of(grad)) is None
+    return is_readable and (jnp.iscomplexobj(param) or not jnp.iscomplexobj(grad))
 
 
 def _rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
@@ -388,47 +408,46 @@ def _ruled(
         grads = trees.cast_like(grads, params)
     mean = _mean(grads, params)
     # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
-    given: dict[str, Any] = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
-    given |= ({} if value is None else {"value": value}) | extra
-    given |= {} if grad_norm is None else {"grad_norm": grad_norm}
+    arguments: Extra = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
+    arguments |= ({} if value is None else {"value": value}) | extra
+    arguments |= {} if grad_norm is None else {"grad_norm": grad_norm}
     for name in checks.SEARCHES:
-        if callable(given.get(name)):
-            given[name] = checks.accepting(given[name], given)
+        if callable(arguments.get(name)):
+            arguments[name] = checks.accepting(arguments[name], arguments)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     opt_state = number_table.lower(opt_state, state.numbers, state.step)
-    update = lambda grads: state.plan.update(grads, opt_state, params, **given)
-    traced = lambda grads: (opt_state, *update(grads))
-    lacks_rows = lambda: mean is grads and _errors().without_rows(traced, params)
+    update = lambda grads: state.plan.update(grads, opt_state, params, **arguments)
+    trees_of_rule, has_rows, result = (params, opt_state), mean is not grads, None
     try:
-        updates, new = update(grads)
+        result = update(grads)
+        if not all(map(_are_alike, result, trees_of_rule[: 1 + has_rows])):
+            raise RuleError("updates: got another tree than that of the trained params.")
     except Exception as error:
-        if lacks := _errors().lacking(error, given) or lacks_rows():
-            raise lacks from error
+        _errors().raise_of_rule(error, update, arguments, result, trees_of_rule, has_rows)
         raise
-    for i, (u, p) in enumerate(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)):
-        if np.shape(u) != np.shape(p):
-            raise lacks_rows() or _errors().other_shape(updates, i, p, mean is not grads)
-    if mean is not grads:
-        _errors().check_no_rows(new, opt_state)
-    return updates, new
+    return result
 
 
-def _with_params(state: TrainState, seen: PyTree) -> TrainState:
+def _are_alike(new: PyTree, old: PyTree) -> bool:
+    """Whether the leaves of two trees have the same shapes."""
+    return [*map(np.shape, jax.tree.leaves(new))] == [*map(np.shape, jax.tree.leaves(old))]
+
+
+def _with_params(state: TrainState, params: PyTree) -> TrainState:
     """The state with new trained params, rounded as it stores them."""
     policy = state.plan.precision
     if state.masters is not None:
-        trained = trees.cast_like(seen, trained_part(state))
-        return dataclasses.replace(state, params=with_rest(state, trained), masters=seen)
+        rounded = trees.cast_like(params, trained_part(state))
+        return dataclasses.replace(state, params=with_rest(state, rounded), masters=params)
     if policy is not None and policy.stochastic:
-        seen = policy.rounded(seen, state.key, state.calls)
-    return dataclasses.replace(state, params=with_rest(state, seen))
+        params = policy.rounded(params, state.key, state.calls)
+    return dataclasses.replace(state, params=with_rest(state, params))
 
 
 def _averaged(state: TrainState) -> TrainState:
-    if not (found := averages_of(state)):
-        return state
-    seen = trained_part(state) if state.masters is None else state.masters
-    moved = {name: average.moved(seen, state.step) for name, average in found.items()}
+    params = trained_part(state) if state.masters is None else state.masters
+    averages = averages_of(state).items()
+    moved = {name: average.moved(params, state.step) for name, average in averages}
     return dataclasses.replace(state, **moved)
 
 
@@ -442,24 +461,24 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
     from tsunax.rules import accumulation, leaf_owners
 
     moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
-    leaves = [moves & on for on in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
+    flags = [moves & flag for flag in thawed or [True] * trained_count(old)]
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(old):
-        now, before, like = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
-        if f.metadata["moves"] != "step" or now is before:
+        new_field, old_field, role = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
+        if f.metadata["moves"] != "step" or new_field is old_field:
             continue
-        if like == "params":
-            part = guard.choose(leaves, trained_part(new), trained_part(old))
+        if role == "params":
+            part = guard.choose(flags, trained_part(new), trained_part(old))
             fields[f.name] = with_rest(old, part)
-        elif like in ("trained", "average"):
+        elif role in ("trained", "average"):
             # beside the leaves an average has a count, which goes on if anything may move
-            rest = [moves] * (len(jax.tree.leaves(now)) - len(leaves))
-            fields[f.name] = guard.choose([*leaves, *rest], now, before)
-        elif like == "rule" and thawed is not None:
-            owners = leaf_owners.owners_of(old.plan.init, before, old.numbers, base(old))
-            pairs = zip(owners, accumulation.in_sums(now), strict=True)
-            kept = [True if o is None or is_sum else thawed[o] for o, is_sum in pairs]
-            fields[f.name] = guard.choose(kept, now, before)
+            counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
+            fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
+        elif role == "rule" and thawed is not None:
+            owners = leaf_owners.owners_of(old.plan.init, old_field, old.numbers, base(old))
+            pairs = zip(owners, accumulation.in_sums(new_field), strict=True)
+            moments = [True if i is None or is_sum else thawed[i] for i, is_sum in pairs]
+            fields[f.name] = guard.choose(moments, new_field, old_field)
     return dataclasses.replace(new, **fields)
 
 

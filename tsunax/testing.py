@@ -32,6 +32,7 @@ from tsunax._core import Function, PyTree, Where, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax._step.members import members_of
 from tsunax._step.retrace_reasons import retrace_reasons
+from tsunax._step.row_probe import RowProbe
 from tsunax.data.positions import Data
 from tsunax.devices import meshes
 from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
@@ -43,7 +44,7 @@ from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.run.feed import innermost
 from tsunax.run.info_columns import logged_step
-from tsunax.state import Plan, TrainState, base, check_state, donated, own, trained_part, with_rest
+from tsunax.state import TrainState, base, check_state, donated, in_float32, own, trained_part
 from tsunax.step import StepInfo
 
 __all__ = [
@@ -69,8 +70,9 @@ def check_accumulation(
 
     Returns the largest relative difference, a float; raises CheckError if it is more than
     `tolerance`, as for models that mix rows (batch norm, contrastive losses) and losses that
-    average averages. `extra` are arguments for `step`. Randomness drawn per row differs by
-    construction: give a `state` without a key.
+    average averages, and for a loss that does so near these params, as `train_step` warns. `extra`
+    are arguments for `step`. Randomness drawn per row differs by construction: give a `state`
+    without a key.
 
     >>> import tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2))
@@ -81,11 +83,18 @@ def check_accumulation(
     where = "check_accumulation()"
     _check(step, state, where)
     steps = (dataclasses.replace(step, accumulate=k) for k in (1, n))
-    one, many = (_gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps)
-    _check_taken([_all_finite(one)], where, batch)
-    worst = _compared(f"accumulate={n}", many[0], one[0], tolerance, "loss")
-    parts = many[1], one[1], tolerance, "grads", _sizes_of_noise(one[1])
-    return max(worst, _compared(f"accumulate={n}", *parts))
+    whole_batch, in_parts = (
+        _gradient(s, _settled(s, state, batch, extra), batch, extra) for s in steps
+    )
+    _check_taken([_all_finite(whole_batch)], where, batch)
+    worst = _compared(f"accumulate={n}", in_parts[0], whole_batch[0], tolerance, "loss")
+    parts = in_parts[1], whole_batch[1], tolerance, "grads", _sizes_of_noise(whole_batch[1])
+    worst = max(worst, _compared(f"accumulate={n}", *parts))
+    probe = RowProbe(dataclasses.replace(step, accumulate=n))
+    difference = probe.difference(state, batch, extra)
+    if difference and abs(difference.whole - difference.merged) > tolerance * abs(difference.whole):
+        raise CheckError(probe.text(difference))
+    return worst
 
 
 def check_precision(
@@ -99,13 +108,10 @@ def check_precision(
     """
     where = "check_precision()"
     _check(step, state, where)
-    plan = state.plan
-    if plan.precision is None:
+    if (policy := state.plan.precision) is None:
         raise StateError("precision", where, "None", "one: setup(..., precision='bfloat16')")
-    title = f"precision {plan.precision.compute}"
-    own = {"params": with_rest(state, base(state)), "masters": None, "loss_scale": None}
-    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    full = _gradient(step, dataclasses.replace(state, plan=plan, **own), batch, extra)
+    title = f"precision {policy.compute}"
+    full = _gradient(step, in_float32(state), batch, extra)
     low = _gradient(step, _settled(step, state, batch, extra), batch, extra)
     _check_taken([_all_finite(full)], where, batch)
     return _compared(title, low[1], full[1], tolerance, "grads", _sizes_of_noise(full[1]))
@@ -131,14 +137,16 @@ def check_sharding(
     mesh = meshes.mesh() if mesh is None else mesh
     state = _settled(step, state, batch, extra)
     title, sizes = f"mesh {dict(mesh.shape)}", _without_digits(step, state, batch, extra)
-    single, ones = _run_steps(step, _copy(state), batch, extra, steps, where)
-    spread, many = _run_steps(step, meshes.shard(_copy(state), mesh), batch, extra, steps)
-    ends = spread.params, single.params, tolerance * steps, "params", sizes
+    single, single_infos = _run_steps(step, _copy(state), batch, extra, steps, where)
+    spread, spread_infos = _run_steps(step, meshes.shard(_copy(state), mesh), batch, extra, steps)
+    comparison = spread.params, single.params, tolerance * steps, "params", sizes
     losses = [
-        _compared(f"{title}, step {i}", found.loss, one.loss, tolerance, "loss")
-        for i, (one, found) in enumerate(zip(ones, many, strict=True), 1)
+        _compared(f"{title}, step {i}", spread_info.loss, single_info.loss, tolerance, "loss")
+        for i, (single_info, spread_info) in enumerate(
+            zip(single_infos, spread_infos, strict=True), 1
+        )
     ]
-    return max(*losses, _compared(title, *ends))
+    return max(*losses, _compared(title, *comparison))
 
 
 def check_resume(
@@ -164,21 +172,27 @@ def check_resume(
     where = "check_resume()"
     begin = _begin(state, steps, where)
     if not begin < at < steps:
-        expected = f"a step after {begin}, where the state is, and before steps={steps}"
-        raise WrongTypeError("at", where, at, expected)
+        raise WrongTypeError(
+            "at",
+            where,
+            got=at,
+            expected=f"a step after {begin}, where the state is, and before steps={steps}",
+        )
     options = {"progress": False, "log_every": 1, **options}
     fix = "A list is, with fast_forward=True: "
     fix += "check_resume(step, state, list(data), fast_forward=True)."
     with tempfile.TemporaryDirectory() as folder, _rereading(data, where, fix) as anew:
-        run = lambda state, n, **more: fit(step, state, anew(), steps=n, **options, **more)
-        expected, rows = run(_copy(state), steps)
-        losses = _finite_losses(rows, where)  # a checkpoint that is not finite would be refused
+        run = lambda state, n, **run_options: fit(
+            step, state, anew(), steps=n, **options, **run_options
+        )
+        expected, history = run(_copy(state), steps)
+        losses = _finite_losses(history, where)  # a checkpoint that is not finite would be refused
         path = Path(folder) / "run"
         run(_copy(state), at, checkpoint=path)
-        found, again = run(_copy(state), steps, checkpoint=path, resume="must")
-    _compared(f"a run resumed at step {at}", found, expected, 0.0, "state")
-    again = _finite_losses(again, where)
-    _compared(f"losses of a run resumed at step {at}", again, losses, 0.0, "losses")
+        resumed, resumed_losses = run(_copy(state), steps, checkpoint=path, resume="must")
+    _compared(f"a run resumed at step {at}", resumed, expected, 0.0, "state")
+    resumed_losses = _finite_losses(resumed_losses, where)
+    _compared(f"losses of a run resumed at step {at}", resumed_losses, losses, 0.0, "losses")
 
 
 def check_fused(
@@ -197,11 +211,11 @@ def check_fused(
         for n in (1, 4, "auto"):
             runs[n], rows = fit(step, _copy(state), anew(), steps_per_call=n, **options)
             _finite_losses(rows, where)
-        source, plain, done = anew(), _copy(state), logged_step(state, 0)
+        source, plain, steps_done = anew(), _copy(state), logged_step(state, 0)
         for batch in itertools.chain.from_iterable(itertools.repeat(source)):
             plain, _ = step(plain, batch)
-            done = logged_step(plain, done + 1)
-            if done >= steps:
+            steps_done = logged_step(plain, steps_done + 1)
+            if steps_done >= steps:
                 break
     for n in (4, "auto"):
         _compared(f"steps_per_call={n!r}", runs[n], runs[1], 0.0, "state")
@@ -217,14 +231,16 @@ def check_frozen(
     Runs 3 times `step(state, batch, **extra)` from `ts.freeze(state, where)`. Raises CheckError
     with the path of the leaf, PatternError if `where` matches nothing.
     """
-    here, title = "check_frozen()", f"freeze({where!r})"
-    _check(step, state, here)
-    before = freeze(_copy(_settled(step, state, batch, extra)), where)
-    held = _copy(before)
-    after, _ = _run_steps(step, before, batch, extra, STEPS, here)
-    frozen = frozen_flags(held)
-    owners = owners_of(held.plan.init, held.opt_state, held.numbers, base(held))
-    owners = [*range(len(frozen))] * (1 + len(averages_of(held))) + owners
+    place, title = "check_frozen()", f"freeze({where!r})"
+    _check(step, state, place)
+    frozen_state = freeze(_copy(_settled(step, state, batch, extra)), where)
+    first_state = _copy(frozen_state)
+    last_state, _ = _run_steps(step, frozen_state, batch, extra, STEPS, place)
+    frozen = frozen_flags(first_state)
+    owners = owners_of(
+        first_state.plan.init, first_state.opt_state, first_state.numbers, base(first_state)
+    )
+    owners = [*range(len(frozen))] * (1 + len(averages_of(first_state))) + owners
 
     def leaves(s: TrainState) -> list[tuple[str, Any]]:
         averages = {name: average.params for name, average in averages_of(s).items()}
@@ -232,7 +248,7 @@ def check_frozen(
         return [*named, *trees.leaves_at("opt_state", s.opt_state)]
 
     moved = []
-    for i, (name, x), (_, y) in zip(owners, leaves(held), leaves(after), strict=True):
+    for i, (name, x), (_, y) in zip(owners, leaves(first_state), leaves(last_state), strict=True):
         moved.append(i is not None and trees.bits_differ(x, y))
         if moved[-1] and frozen[i]:
             raise CheckError(f"leaf {name}", title, f"other bits after {STEPS} steps", "its own")
@@ -259,10 +275,10 @@ def check_population(
     runs, _ = _run_steps(step, runs, batch, {}, STEPS, where)
     worst, sizes = 0.0, None
     for i, key in enumerate(jax.random.split(jax.random.key(0), n)):
-        one = make(key, **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
-        sizes = _without_digits(step, one, batch, {}) if sizes is None else sizes
-        one, _ = _run_steps(step, one, batch, {}, STEPS)
-        pair = member(runs, i).params, one.params, tolerance * STEPS, "params", sizes
+        single = make(key, **jax.tree.map(lambda x, i=i: np.asarray(x)[i], values))
+        sizes = _without_digits(step, single, batch, {}) if sizes is None else sizes
+        single, _ = _run_steps(step, single, batch, {}, STEPS)
+        pair = member(runs, i).params, single.params, tolerance * STEPS, "params", sizes
         worst = max(worst, _compared(f"member {i}", *pair))
     return worst
 
@@ -286,18 +302,21 @@ def check_coordinates(
     for width in widths:
         step, state, outputs = make(width)
         _check(step, state, where)
-        before = outputs(state.params, batch)
+        first_outputs = outputs(state.params, batch)
         state, _ = _run_steps(step, state, batch, {}, steps, where)
         for name, x in outputs(state.params, batch).items():
-            sizes.setdefault(name, []).append(max(np.mean(np.abs(x - before[name])), 1e-30))
+            sizes.setdefault(name, []).append(max(np.mean(np.abs(x - first_outputs[name])), 1e-30))
     logs = np.log(np.asarray(widths, float))
     powers = {name: float(np.polyfit(logs, np.log(x), 1)[0]) for name, x in sizes.items()}
     for name, power in powers.items():
         if abs(power) > tolerance:
-            got = f"a change that goes with the width to the power {power:.2f}"
-            expected = f"0, give or take {tolerance:g}"
-            fix = "Chain rules.scale_by_width after the rule; look at the layer's initial scale."
-            raise CheckError(f"outputs[{name!r}]", where, got, expected, fix)
+            raise CheckError(
+                f"outputs[{name!r}]",
+                where,
+                got=f"a change that goes with the width to the power {power:.2f}",
+                expected=f"0, give or take {tolerance:g}",
+                fix="Chain rules.scale_by_width after the rule; look at the layer's initial scale.",
+            )
     return powers
 
 
@@ -334,12 +353,21 @@ def check_donation(step: TrainStep, state: TrainState, batch: PyTree, **extra: A
     where = "check_donation()"
     _check(step, state, where)
     if not step.donate:
-        got, fix = "train_step(..., donate=False)", "train_step(loss_fn) donates."
-        raise WrongTypeError("step", where, got, "one that does", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got="train_step(..., donate=False)",
+            expected="one that does",
+            fix="train_step(loss_fn) donates.",
+        )
     found = describe(step, state, batch, **extra)
     if found.not_aliased:
-        got = f"memory that no result takes: {trees.listed(found.not_aliased, 3)}"
-        raise CheckError("donation", "the compiled step", got, "all of it used again")
+        raise CheckError(
+            "donation",
+            "the compiled step",
+            got=f"memory that no result takes: {trees.listed(found.not_aliased, 3)}",
+            expected="all of it used again",
+        )
     return found.aliased
 
 
@@ -363,8 +391,13 @@ def check_recompiles(
     for batch in batches:
         state, _ = anew(state, batch, **extra)
     if (found := len(anew.traces)) > most:
-        reasons = "; ".join(retrace_reasons(anew.traces))
-        raise CheckError("traces", f"{len(batches)} batches", found, f"at most {most}", reasons)
+        raise CheckError(
+            "traces",
+            f"{len(batches)} batches",
+            got=found,
+            expected=f"at most {most}",
+            fix="; ".join(retrace_reasons(anew.traces)),
+        )
     return found
 
 
@@ -389,8 +422,13 @@ def _check_taken(taken: Iterable[Any], where: str, batch: Any = ()) -> None:
     """Raise DataError if nothing that was compared is finite and was applied."""
     if not any(np.any(x) for x in taken):
         fix = f"Nothing was compared: give data that it trains on. {guard.in_batch(batch)}"
-        got = "a run whose steps were all rejected or not finite"
-        raise DataError("batch", where, got, "one step at least", fix.rstrip())
+        raise DataError(
+            "batch",
+            where,
+            got="a run whose steps were all rejected or not finite",
+            expected="one step at least",
+            fix=fix.rstrip(),
+        )
 
 
 def _taken_steps(infos: list[Any], state: Any) -> list[Any]:
@@ -398,8 +436,8 @@ def _taken_steps(infos: list[Any], state: Any) -> list[Any]:
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
     is_taken = lambda verdict: verdict is None or is_falling or np.asarray(verdict) <= 0
     # another kind of step has others
-    known = [info for info in infos if isinstance(info, StepInfo)]
-    return [np.isfinite(info.loss) & is_taken(info.verdict) for info in known] or [True]
+    step_infos = [info for info in infos if isinstance(info, StepInfo)]
+    return [np.isfinite(info.loss) & is_taken(info.verdict) for info in step_infos] or [True]
 
 
 def _finite_losses(rows: Any, where: str) -> dict[str, Any]:
@@ -433,8 +471,13 @@ def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
         if all(hasattr(inner, name) for name in names) and not isinstance(inner, Data):
             read, put = (getattr(inner, name) for name in names)
     if put is None and isinstance(inner, Iterator):
-        got = trees.describe(inner)
-        raise WrongTypeError("data", where, got, "data that can be read again", fix)
+        raise WrongTypeError(
+            "data",
+            where,
+            got=trees.describe(inner),
+            expected="data that can be read again",
+            fix=fix,
+        )
     start = read and copy.deepcopy(read())  # some return the dict that they change later
 
     def begin():
@@ -500,15 +543,19 @@ def _compared(
     """The largest relative difference of two trees (to sizes by name, if given), or CheckError."""
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    found, sizes = [(0.0, "", "")], sizes or {}
-    both = zip(trees.leaves_at(root, got), trees.leaves_at(root, expected), strict=True)
-    for (name, x), (_, y) in both:
+    differences, sizes = [(0.0, "", "")], sizes or {}
+    pairs = zip(trees.leaves_at(root, got), trees.leaves_at(root, expected), strict=True)
+    for (name, x), (_, y) in pairs:
         far, text = _distance(x, y, tolerance == 0, sizes.get(name))
-        found.append((far, name, text))
-    worst, name, text = max(found, key=lambda x: x[0])
+        differences.append((far, name, text))
+    worst, name, text = max(differences, key=lambda x: x[0])
     if worst > tolerance:
-        expects = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
-        raise CheckError(f"leaf {name}", where, text, expects)
+        raise CheckError(
+            f"leaf {name}",
+            where,
+            got=text,
+            expected="the same bits" if tolerance == 0 else f"at most {tolerance:.2g}",
+        )
     return worst
 
 
@@ -520,12 +567,12 @@ def _distance(x: Any, y: Any, exact: bool, size: float | None) -> tuple[float, s
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     a, b = (z.astype(np.complex128) for z in (x, y))
-    same = (a == b) | (np.isnan(a) & np.isnan(b))  # whatever the bits of NaN
+    are_equal = (a == b) | (np.isnan(a) & np.isnan(b))  # whatever the bits of NaN
     with np.errstate(invalid="ignore"):
-        gap = np.where(same, 0, np.abs(a - b))
+        gap = np.where(are_equal, 0, np.abs(a - b))
     if exact or not np.isfinite(gap).all():
-        at = () if same.all() else tuple(np.argwhere(~same)[0].tolist())
-        return np.inf, f"{x[at]!s} for {y[at]!s}" + (f" at {list(at)}" if at else "")
+        place = () if are_equal.all() else tuple(np.argwhere(~are_equal)[0].tolist())
+        return np.inf, f"{x[place]!s} for {y[place]!s}" + (f" at {list(place)}" if place else "")
     size = _largest(b[np.isfinite(b)]) if size is None else size
-    far = float(np.max(gap, initial=0)) / size if size else np.inf * (not same.all())
+    far = float(np.max(gap, initial=0)) / size if size else np.inf * (not are_equal.all())
     return far, f"a difference of {far:.2g} of its largest element"

@@ -85,9 +85,11 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
         as of model state; or "", arrays that are whole on each device.
       shows: the word for its bytes in `repr`; "" for none.
     """
-    for name, given, known in (("moves", moves, _MOVES), ("like", like, _LIKE)):
-        if given not in known:
-            raise StateError(unknown(name, "field()", str(given), [repr(one) for one in known]))
+    for name, word, words in (("moves", moves, _MOVES), ("like", like, _LIKE)):
+        if word not in words:
+            raise StateError(
+                unknown(name, "field()", str(word), [repr(choice) for choice in words])
+            )
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
@@ -104,16 +106,18 @@ def state_class(cls: type[T]) -> type[T]:
 
     state = Lagged.of(state, lag=ts.trainable(state))
     """
-    made: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
-    made._fields = tuple(f for f in dataclasses.fields(made) if f.name != "plan")
-    names = [f.name for f in made._fields]
-    made._names = frozenset([*names, "plan"])
-    made._moving = tuple(f.name for f in made._fields if f.metadata["moves"] and f.name != "params")
-    made._still = tuple(f.name for f in made._fields if not f.metadata["moves"])
-    made._get_moving = operator.attrgetter(*made._moving)
-    made._get_still = operator.attrgetter(*made._still)
-    made.__setattr__ = _refuse_assignment
-    return jax.tree_util.register_dataclass(made, names, ["plan"])
+    new_class: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
+    new_class._fields = tuple(f for f in dataclasses.fields(new_class) if f.name != "plan")
+    names = [f.name for f in new_class._fields]
+    new_class._names = frozenset([*names, "plan"])
+    new_class._moving = tuple(
+        f.name for f in new_class._fields if f.metadata["moves"] and f.name != "params"
+    )
+    new_class._still = tuple(f.name for f in new_class._fields if not f.metadata["moves"])
+    new_class._get_moving = operator.attrgetter(*new_class._moving)
+    new_class._get_still = operator.attrgetter(*new_class._still)
+    new_class.__setattr__ = _refuse_assignment
+    return jax.tree_util.register_dataclass(new_class, names, ["plan"])
 
 
 def _refuse_assignment(self: Any, name: str, value: object) -> None:
@@ -125,7 +129,7 @@ def _refuse_assignment(self: Any, name: str, value: object) -> None:
 def averages_of(state: Any) -> dict[str, Average]:
     """The averages of a state by the names of their fields."""
     names = [f.name for f in state._fields if f.metadata["like"] == "average"]
-    return {name: found for name in names if (found := getattr(state, name)) is not None}
+    return {name: average for name in names if (average := getattr(state, name)) is not None}
 
 
 # Frozen bits
@@ -142,13 +146,13 @@ def thawed_flags(state: Any) -> list[jax.Array] | None:
     if state.frozen is None:
         return None
     n = trained_count(state)
-    none = lambda words: [words[0] == 0] * n
-    some = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
+    all_thawed = lambda words: [words[0] == 0] * n
+    read_words = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
     # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
     # the flag into them, its place is a constant, and no two leaves can share a kernel. A GPU
     # runs a cond within its CUDA graph, but has no such kernels to share.
-    apart = lambda words: jax.lax.cond(jnp.any(words != 0), some, none, words)
-    return jax.lax.platform_dependent(state.frozen, cpu=apart, default=some)
+    read_if_any = lambda words: jax.lax.cond(jnp.any(words != 0), read_words, all_thawed, words)
+    return jax.lax.platform_dependent(state.frozen, cpu=read_if_any, default=read_words)
 
 
 def frozen_flags(state: Any) -> np.ndarray:

@@ -25,8 +25,9 @@ def check_setup(params, model_state, trainable, copy, freezable) -> tuple[bool, 
     try:
         jax.tree.structure((params, model_state))
     except ValueError:
-        got, expected = "some that do not sort", "all str, or all int"
-        raise ParamsError("dict keys", "setup()", got, expected) from None
+        raise ParamsError(
+            "dict keys", "setup()", got="some that do not sort", expected="all str, or all int"
+        ) from None
     checks.check_arrays(model_state, "model_state")
     flags = patterns.select(trainable, params, "setup(trainable=)")
     checks.check_params(params, flags)
@@ -38,21 +39,30 @@ def check_setup(params, model_state, trainable, copy, freezable) -> tuple[bool, 
 def without_overwritten(params, flags, trainable) -> tuple[Any, tuple[bool, ...] | None]:
     """Which leaves the rule trains, and which of the selected ones their gradients replace."""
     pairs = zip(trees.paths(params), flags, strict=True)
-    found = tuple(on and trees.is_overwritten(path) for path, on in pairs)
-    if not any(found):
+    replaced_flags = tuple(on and trees.is_overwritten(path) for path, on in pairs)
+    if not any(replaced_flags):
         return flags, None
-    flags = tuple(on and not replaced for on, replaced in zip(flags, found, strict=True))
+    flags = tuple(on and not replaced for on, replaced in zip(flags, replaced_flags, strict=True))
     if not any(flags):
-        got = f"{patterns.where_text(trainable)}, which selects only what gradients overwrite"
-        raise ParamsError("trainable", "setup()", got, "at least one leaf to train")
-    return flags, found
+        raise ParamsError(
+            "trainable",
+            "setup()",
+            got=f"{patterns.where_text(trainable)}, which selects only what gradients overwrite",
+            expected="at least one leaf to train",
+        )
+    return flags, replaced_flags
 
 
 def check_rounding(policy: Policy | None, key: Any, where: str) -> None:
     """Raise StateError for a policy that rounds stochastically, if there is no key."""
     if key is None and policy and (policy.stochastic or policy.moments != "float32"):
-        fix = "Rounding draws random numbers: setup(..., key=0)."
-        raise StateError("key", where, "None", "a key", fix)
+        raise StateError(
+            "key",
+            where,
+            got="None",
+            expected="a key",
+            fix="Rounding draws random numbers: setup(..., key=0).",
+        )
 
 
 def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
@@ -64,29 +74,32 @@ def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
     return policy.to_param(trained), masters
 
 
-def opt_state_of(rule: Any, trained: Any, held: Any) -> Any:
+def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
     """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf."""
     try:
         opt_state = rule.init(trained)
     except TsunaxError:
         raise
     except Exception as error:
-        expected = "one that can start from these params"
-        raise RuleError("rule", "setup()", told(error), expected) from error
-    seen = {id(x) for x in jax.tree.leaves(held)}  # a buffer that is donated twice is an error
+        raise RuleError(
+            "rule", "setup()", got=told(error), expected="one that can start from these params"
+        ) from error
+    buffer_ids = {
+        id(x) for x in jax.tree.leaves(state_arrays)
+    }  # a buffer that is donated twice is an error
 
     def fresh(x):
         if trees.is_traced(x):
             return x
-        if id(x) in seen or trees.is_key(x) or trees.dtype_of(x) == np.uint32:
+        if id(x) in buffer_ids or trees.is_key(x) or trees.dtype_of(x) == np.uint32:
             x = trees.own(x)
-        seen.add(id(x))
+        buffer_ids.add(id(x))
         return trees.strong(x)
 
     return jax.tree.map(fresh, opt_state)
 
 
-def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
+def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:
     """The state of a rule, as `init` returned it, with its moments in the dtype of the policy.
 
     A moment has the shape of its parameter, and begins without its value, which Prodigy and
@@ -96,15 +109,17 @@ def with_low_moments(opt_state: Any, plan: Any, seen: Any) -> Any:
     from tsunax.rules import accumulation
 
     leaves, treedef = jax.tree.flatten(opt_state)
-    owners, shapes = owners_of(plan.init, opt_state, None, seen), jax.tree.leaves(seen)
-    made = Analysis(False, operator.or_, lambda eqn, given: [any(given)] * len(eqn.outvars))
-    program = jax.make_jaxpr(plan.init)(seen).jaxpr
-    copies = made.run(program, [True] * len(program.invars))
-    others = copies, accumulation.in_sums(opt_state), _exact(opt_state)
-    no_moment = map(any, zip(*others, strict=True))
+    owners, shapes = owners_of(plan.init, opt_state, None, params), jax.tree.leaves(params)
+    copy_analysis = Analysis(
+        False, operator.or_, lambda eqn, flags: [any(flags)] * len(eqn.outvars)
+    )
+    program = jax.make_jaxpr(plan.init)(params).jaxpr
+    copies = copy_analysis.run(program, [True] * len(program.invars))
+    not_moments = copies, accumulation.in_sums(opt_state), _exact(opt_state)
+    no_moment = map(any, zip(*not_moments, strict=True))
     low, out = plan.precision.moments, []
-    for x, owner, other in zip(leaves, owners, no_moment, strict=True):
-        is_moment = not other and x.dtype == np.float32
+    for x, owner, is_excluded in zip(leaves, owners, no_moment, strict=True):
+        is_moment = not is_excluded and x.dtype == np.float32
         is_moment = is_moment and owner is not None and x.shape == shapes[owner].shape
         out.append(x.astype(low) if is_moment else x)
     return treedef.unflatten(out)
@@ -158,8 +173,13 @@ def as_key(key: Any, where: str) -> Any:
     if isinstance(key, jax.Array) and (words or trees.is_key(key)) and key.shape == shape:
         checks.check_alive(key, where)
         return key
-    fix = "Pick one of them: keys[0]." if trees.is_key(key) else ""
-    raise WrongTypeError("key", where, trees.describe(key), expected, fix)
+    raise WrongTypeError(
+        "key",
+        where,
+        got=trees.describe(key),
+        expected=expected,
+        fix="Pick one of them: keys[0]." if trees.is_key(key) else "",
+    )
 
 
 def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str) -> Extra:
@@ -184,8 +204,12 @@ def check_field(state: Any, name: str, value) -> None:
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
-            expected = f"an int in [0, {guard.LIMIT}]"
-            raise StateError(name, "replace()", trees.describe(value), expected)
+            raise StateError(
+                name,
+                "replace()",
+                got=trees.describe(value),
+                expected=f"an int in [0, {guard.LIMIT}]",
+            )
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-trained_count(state) // 32), np.uint32)
@@ -206,10 +230,10 @@ def copied_like(new, old):
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new
 
-    def one(x, y):
+    def placed_like(x, y):
         moves = trees.is_placed(x) and not x.committed
         spread = trees.is_placed(y) and len(y.sharding.device_set) > 1
         moves = (moves and spread) or (trees.is_placed(y) and trees.is_offloaded(y))
         return jax.device_put(x, y.sharding) if moves and x.ndim == y.ndim else x
 
-    return jax.tree.map(one, new, old)
+    return jax.tree.map(placed_like, new, old)

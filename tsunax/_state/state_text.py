@@ -26,8 +26,8 @@ def state_text(state: Any) -> str:
         numbers = state.numbers.named(state.step).items()
         lines.append("  " + ", ".join(f"{name}={value:.6g}" for name, value in numbers))
     place = f", on {_devices(leaves)}" if all(map(trees.is_array, leaves)) else ""
-    shown = {f.metadata["shows"]: getattr(state, f.name) for f in state._fields}
-    sizes = [f"{name} {_size_text(tree)}" for name, tree in shown.items() if name]
+    fields_by_word = {f.metadata["shows"]: getattr(state, f.name) for f in state._fields}
+    sizes = [f"{name} {_size_text(tree)}" for name, tree in fields_by_word.items() if name]
     return "\n".join([*lines, f"  {', '.join(sizes)}{place}"])
 
 
@@ -57,8 +57,8 @@ def _frozen_words(state: Any) -> list[str]:
     if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
         return [""] * trained_count(state)
     flags = np.atleast_2d(frozen_flags(state))
-    some = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
-    return ["frozen" if on.all() else text for on, text in zip(flags.T, some, strict=True)]
+    counts = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
+    return ["frozen" if on.all() else text for on, text in zip(flags.T, counts, strict=True)]
 
 
 def _size_text(tree) -> str:
@@ -68,8 +68,8 @@ def _size_text(tree) -> str:
 
 
 def _devices(leaves) -> str:
-    found = {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}
-    devices = sorted(found, key=lambda d: d.id)
+    devices_of_leaves = {d for x in leaves if isinstance(x, jax.Array) for d in x.devices()}
+    devices = sorted(devices_of_leaves, key=lambda d: d.id)
     if not devices:
         return "the host"
     return str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices ({devices[0]} ...)"

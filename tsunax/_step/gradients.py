@@ -33,7 +33,7 @@ from tsunax.state import TrainState, base, check_state, overwritten_part, traine
 def gradient_of(options: GradientOptions, where: str) -> Function:
     """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
     loss_fn, accumulate, per_example = options.loss_fn, options.accumulate, options.per_example
-    fn, name = LossFn.of(loss_fn, where), trees.describe_call(loss_fn)
+    fn = LossFn.of(loss_fn, where)
     checks.check_count(accumulate, where, "accumulate")
     checks.check_choice(options.on_nonfinite, where, "on_nonfinite", guard.POLICIES)
     checkpoint = _checkpoint(options.remat, where)
@@ -63,10 +63,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             warn_of_no_key(options.loss_fn)
         if axes := axes_around(options.axis_name, where):
             parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
-        objective = _objective(fn, state)
-        gradient = functools.partial(_differentiated, name, checkpoint)
+        gradient = functools.partial(_differentiated, fn, checkpoint, state, parts)
         problem = Problem(
-            gradient=functools.partial(gradient, objective, parts),
+            gradient=gradient,
             batch=batch,
             keywords=keywords,
             state=state,
@@ -82,15 +81,19 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             # Each part divided its terms by weights of its own. Those of the whole batch are known
             # now, and XLA drops all else of the first pass.
             loss_of_all = loss_over_devices(loss, axes) if axes else loss
-            parts_of_all = functools.partial(gradient, _objective(fn, state, loss_of_all), parts)
-            loss, grads = strategy(dataclasses.replace(problem, gradient=parts_of_all))
+            part_of_all = functools.partial(gradient, whole=loss_of_all)
+            loss, grads = strategy(dataclasses.replace(problem, gradient=part_of_all))
         if axes:
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
         if not per_example:  # those of rows are finished one by one
             grads = problem.finish(grads)
-        return _with_noise_scale(problem, loss, grads), grads
+        loss = _with_noise_scale(problem, loss, grads)
+        if loss.terms:  # so far the sum over parts: it depends on how the batch was cut
+            weights = [term.weight for term in loss.terms]
+            loss = dataclasses.replace(loss, weight=functools.reduce(jnp.maximum, weights))
+        return loss, grads
 
     return f
 
@@ -132,34 +135,40 @@ def _varying(
     return named_axes.vary(parts, axes), keywords
 
 
-def _objective(fn: LossFn, state: TrainState, whole: Loss | None = None) -> Function:
-    """`f((trained, overwritten), rows, keywords) -> (scaled mean loss, Loss)`."""
-    inputs: list[Any] = []  # found once for all micro-batches
-    return lambda parts, rows, keywords: scaled_loss(
-        fn, state, with_rest(state, *parts), rows, keywords, whole, inputs
-    )
-
-
 def _differentiated(
-    name: str, remat: Function, objective: Function, parts: PyTree, rows: PyTree, keywords: Extra
+    fn: LossFn,
+    remat: Function,
+    state: TrainState,
+    parts: PyTree,
+    rows: PyTree,
+    keywords: Extra,
+    whole: Loss | None = None,
 ) -> tuple[Loss, PyTree]:
-    """The Loss of `objective`, with the new overwritten leaves, and the gradients of its scalar."""
+    """The Loss, with the new overwritten leaves, and the gradients of its scaled mean.
+
+    `parts` are the trained and the overwritten leaves of params.
+    """
     notes: list[bool] = []  # one if the loss depends on the trained leaves
 
     def noted(*parts: PyTree):
-        mean, loss = objective(parts, rows, keywords)
+        params = with_rest(state, *parts)
+        mean, loss = scaled_loss(fn, state, params, rows, keywords, whole)
         return _noted(mean, notes), loss
 
-    both = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
+    value_and_gradient = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._cpu.kept_sums import keep_sums
 
-        both = keep_sums(both)
-    (_, loss), (grads, new) = both(*parts)
+        value_and_gradient = keep_sums(value_and_gradient)
+    (_, loss), (grads, new) = value_and_gradient(*parts)
     if not notes:
-        got, expected = "one that does not depend on any trained leaf of params", "one that does"
-        fix = "Compute it from the given params, without stop_gradient, argmax or rounding."
-        raise LossError("loss", name, got, expected, fix)
+        raise LossError(
+            "loss",
+            trees.describe_call(fn.fn),
+            got="one that does not depend on any trained leaf of params",
+            expected="one that does",
+            fix="Compute it from the given params, without stop_gradient, argmax or rounding.",
+        )
     # jax.checkpoint hands constants out in a class of its own (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
@@ -201,7 +210,7 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
     """`mean`; its differentiation adds a note if it depends on the trained leaves."""
 
     @jax.custom_jvp
-    def same(x: Any):
+    def identity(x: Any):
         return x
 
     def rule(primals: Any, tangents: Any):
@@ -211,23 +220,27 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
         notes.append(True)
         return x, t
 
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(mean)
+    identity.defjvp(rule, symbolic_zeros=True)
+    return identity(mean)
 
 
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
         private = "_", "save_", "offload"  # the latter two make policies, from arguments
-        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
-        if remat not in known:
-            raise WrongTypeError(unknown("remat", where, remat, known))
+        names = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
+        if remat not in names:
+            raise WrongTypeError(unknown("remat", where, remat, names))
         remat = getattr(jax.checkpoint_policies, remat)
     if remat is None or isinstance(remat, bool):
         return jax.checkpoint if remat else lambda f: f
     if not callable(remat):
-        expected = "True, or a policy of jax.checkpoint_policies, or its name"
-        raise WrongTypeError("remat", where, trees.describe(remat), expected)
+        raise WrongTypeError(
+            "remat",
+            where,
+            got=trees.describe(remat),
+            expected="True, or a policy of jax.checkpoint_policies, or its name",
+        )
     return functools.partial(jax.checkpoint, policy=remat)
 
 
@@ -248,8 +261,13 @@ def search_functions(
 
     def value_fn(params: PyTree, **_: Any):
         if axes:
-            where, fix = f"train_step(axis_name={axes!r})", "Over sharded arrays (ts.shard) it can."
-            raise RuleError("rule", where, "a line search", "one without", fix)
+            raise RuleError(
+                "rule",
+                f"train_step(axis_name={axes!r})",
+                got="a line search",
+                expected="one without",
+                fix="Over sharded arrays (ts.shard) it can.",
+            )
         if (thawed := thawed_flags(state)) is not None:
             params = guard.choose(thawed, params, trained_part(state))
         return scaled_loss(fn, state, with_rest(state, params), batch, keywords)[1].compute()

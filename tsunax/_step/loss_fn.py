@@ -9,6 +9,7 @@ of the whole batch in `whole_batch.py`.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
 # a loss function whose first argument after params is one of these takes no batch
 _OF_THE_STATE = frozenset({"key", "model_state", "step", "ema"})
 # names of what the step itself gives to loss_fn or to the rule: not for keywords of users
-_TAKEN = frozenset(
+_STEP_NAMES = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
     "value_fn obj_fn grad_fn updates outside flush".split()
 )
@@ -90,11 +91,14 @@ class LossFn:
     def of(
         cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
     ) -> Self:
-        name, expected = form.partition("(")[0], f"a function {form}"
         is_step = hasattr(fn, "pure") and hasattr(fn, "loss_fn")
         if not callable(fn) or isinstance(fn, type) or is_step:
-            got = f"{trees.describe(fn)}, not callable" if not callable(fn) else trees.describe(fn)
-            raise WrongTypeError(name, where, got, expected)
+            raise WrongTypeError(
+                form.partition("(")[0],
+                where,
+                got=trees.describe(fn) + ("" if callable(fn) else ", not callable"),
+                expected=f"a function {form}",
+            )
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (ValueError, TypeError):  # builtins without a signature
@@ -103,26 +107,36 @@ class LossFn:
         positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
         starred = of_kind("VAR_POSITIONAL")
         are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
-        rest = positional[1:] + of_kind("KEYWORD_ONLY")
-        takes_batch = bool(starred) or not rest or rest[0].name not in _OF_THE_STATE
+        later = positional[1:] + of_kind("KEYWORD_ONLY")
+        takes_batch = bool(starred) or not later or later[0].name not in _OF_THE_STATE
         if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
-            got = trees.describe_call(fn)
-            fix = f"After these two it may name {', '.join(_OFFERED)}."
-            raise LossError("signature", where, f"{got:.120}", form, fix)
-        rest = rest[takes_batch and len(positional) > 1 :]
-        optional = frozenset(p.name for p in rest if p.default is not p.empty)
-        names = tuple(p.name for p in rest)
+            raise LossError(
+                "signature",
+                where,
+                got=f"{trees.describe_call(fn):.120}",
+                expected=form,
+                fix=f"After these two it may name {', '.join(_OFFERED)}.",
+            )
+        keywords = later[takes_batch and len(positional) > 1 :]
+        optional = frozenset(p.name for p in keywords if p.default is not p.empty)
+        names = tuple(p.name for p in keywords)
         return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
 
     def keywords(self, state: TrainState, extra: Extra, *, train: bool) -> Extra:
         """The keywords that this function names, from the state and `extra`."""
         for name in extra:
-            if name in _TAKEN or (name == "key" and train and state.key is not None):
-                got, fix = "another name for what you give it", "The step gives this one itself."
-                raise LossError("keyword", "the step", repr(name), got, fix)
+            if name in _STEP_NAMES or (name == "key" and train and state.key is not None):
+                raise LossError(
+                    "keyword",
+                    "the step",
+                    got=repr(name),
+                    expected="another name for what you give it",
+                    fix="The step gives this one itself.",
+                )
         if extra.get("mask") is not None:
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
-        offered = {"train": train, "step": state.step, **extra}
+        # Without a mask all rows count, however the batch is cut.
+        offered = {"mask": None, "train": train, "step": state.step, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
         if state.model_state is not None:
@@ -131,9 +145,7 @@ class LossFn:
             offered["ema"] = in_precision(state, averaged_params(state, "loss_fn"), train=train)
         out = dict(extra) if self.takes_any else {}
         for name in self.names:
-            if name == "mask" and extra.get("mask") is None:
-                out[name] = None  # all rows count, however the batch is cut
-            elif name in offered:
+            if name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
                 from tsunax._step.loss_fn_errors import missing_keyword
@@ -159,18 +171,22 @@ class LossFn:
         if mask is None and "mask" in self.names:
             keywords["mask"] = jnp.ones(rows, np.float32)
         if not self.takes_batch and jax.tree.leaves(batch):
-            got, fix = "a batch", "Let it take one, loss_fn(params, batch, ...); or give None."
-            raise LossError("batch", trees.describe_call(self.fn), got, "none", fix)
+            raise LossError(
+                "batch",
+                trees.describe_call(self.fn),
+                got="a batch",
+                expected="none",
+                fix="Let it take one, loss_fn(params, batch, ...); or give None.",
+            )
         call = lambda keywords: self.fn(params, *[batch][: self.takes_batch], **keywords)
         try:
             out = call(keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
-                check_movable(batch, "batch")
-                state_leaves = keywords.get("model_state")
                 from tsunax._step.loss_fn_errors import note
 
-                error.add_note(note(self.fn, batch, error, state_leaves))
+                check_movable(batch, "batch")
+                error.add_note(note(self.fn, batch, error, keywords.get("model_state")))
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
@@ -179,9 +195,9 @@ class LossFn:
             if out.weight is None:
                 out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
         needs_rows = mask is not None or not isinstance(out, Loss) or out.weight is None
-        if needs_rows and (found := uneven(batch)):
+        if needs_rows and (fault := uneven(batch)):
             if merges or mask is not None:
-                raise LossError(f"{found} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
+                raise LossError(f"{fault} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
 
@@ -195,9 +211,13 @@ def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> Non
         return [term.total for term in out.terms] or [out.total]
 
     if not depends(totals, mask):
-        got, fix = "a loss that does not use it", "Return ts.Loss.mean(values, mask)."
-        expected = "one in which masked rows do not count"
-        raise LossError("mask", "loss_fn", got, expected, fix)
+        raise LossError(
+            "mask",
+            "loss_fn",
+            got="a loss that does not use it",
+            expected="one in which masked rows do not count",
+            fix="Return ts.Loss.mean(values, mask).",
+        )
 
 
 # The params and the batch that a loss function gets
@@ -223,15 +243,18 @@ def scaled_loss(
     batch: PyTree,
     keywords: Extra,
     whole: Loss | None = None,
-    inputs: list[Any] | None = None,
 ) -> tuple[jax.Array, Loss]:
     """The mean times the loss scale, and the Loss; of a part of a `whole` with terms, if given."""
     with training_call(keywords.get("model_state")) as call:
-        loss = fn(*seen_by(fn, state, params, batch, keywords, inputs=inputs), keywords)
+        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
     if call.moved and loss.model_state is None:
-        got = "none, though a model in train mode made a new one"
-        fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
-        raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
+        raise LossError(
+            "model_state",
+            "the result of loss_fn",
+            got="none, though a model in train mode made a new one",
+            expected="the new one",
+            fix="Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old.",
+        )
     mean = loss.compute() if whole is None else loss.mean_in(whole)
     if state.loss_scale is not None:
         mean = mean.astype(jnp.float32) * state.loss_scale.scale
@@ -245,9 +268,8 @@ def seen_by(
     batch: PyTree,
     keywords: Extra,
     train: bool = True,
-    inputs: list[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """The params and the batch as loss_fn gets them; `inputs` stores which leaves are inputs."""
+    """The params and the batch as loss_fn gets them, in the precision of the state."""
     policy = state.plan.precision
     params = in_precision(state, params, train=train)
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
@@ -256,14 +278,8 @@ def seen_by(
         params = placement.gather_params(params)
     if policy is None:
         return params, batch
-    of = lambda params, batch: fn(params, batch, keywords)
-    flags = [] if inputs is None else inputs
+    from tsunax._core.dataflow import multiplied
 
-    def flags_of_inputs(batch: PyTree):
-        from tsunax._core.dataflow import multiplied
-
-        if not flags:
-            flags.extend(multiplied(of, params, batch))
-        return flags
-
-    return params, policy.batch_to_compute(batch, train, flags_of_inputs)
+    model = lambda params, batch: fn(params, batch, keywords)
+    is_input = functools.partial(multiplied, model, params)
+    return params, policy.batch_to_compute(batch, train, is_input)

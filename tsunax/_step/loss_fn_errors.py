@@ -12,17 +12,22 @@ from tsunax.loss import Loss, rows_of
 
 def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
     """The error for a keyword that a loss function names and nobody gives."""
-    what = f"keyword {name!r}"
+    keyword = f"keyword {name!r}"
     if name == "key" and not train:
         fix = "For dropout write key=None in its signature, and leave it out if key is None. If "
         fix += (
             "the loss itself is random, pass key=jax.random.key(0) to evaluate or to the eval step."
         )
-        return LossError(what, "loss_fn", "an evaluation, which has no key", "one", fix)
+        return LossError(keyword, "loss_fn", "an evaluation, which has no key", "one", fix)
     if name in ("key", "model_state", "ema"):
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
-        fix = f"Give it: setup(..., {name}={value})."
-        return LossError(what, "loss_fn", "a state without one", "one", fix)
+        return LossError(
+            keyword,
+            "loss_fn",
+            got="a state without one",
+            expected="one",
+            fix=f"Give it: setup(..., {name}={value}).",
+        )
     fix = "Rename it to key, pass" if "rng" in name else "Pass"
     fix = f"{fix} step(state, batch, {name}=...), or read it from the batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
@@ -43,27 +48,46 @@ def check_options(options: Any, whole: bool, where: str) -> None:
     """
     per_example, noise_scale = options.per_example, options.noise_scale
     if options.on_nonfinite == "drop" and (whole or per_example):
-        got = "'drop' with " + ("a whole_batch loss" if whole else "per_example")
-        fix = "No micro-batch can be left out there: use 'skip'."
-        raise WrongTypeError("on_nonfinite", where, got, "'skip', 'raise' or 'ignore'", fix)
+        raise WrongTypeError(
+            "on_nonfinite",
+            where,
+            got="'drop' with " + ("a whole_batch loss" if whole else "per_example"),
+            expected="'skip', 'raise' or 'ignore'",
+            fix="No micro-batch can be left out there: use 'skip'.",
+        )
     is_function = callable(per_example) and not isinstance(per_example, type)
     if not (is_function or isinstance(per_example, bool)):
-        expected = "True, or a function of the gradient of one row"
-        raise WrongTypeError("per_example", where, trees.describe(per_example), expected)
+        raise WrongTypeError(
+            "per_example",
+            where,
+            got=trees.describe(per_example),
+            expected="True, or a function of the gradient of one row",
+        )
     if per_example is True and (axes := checks.as_axes(options.axis_name, where)):
-        fix = "Give a function of the gradient of one row, or axis_name=() and no mean."
-        got, expected = f"True over axis {axes!r}", "gradients with a mean"
-        raise WrongTypeError("per_example", where, got, expected, fix)
+        raise WrongTypeError(
+            "per_example",
+            where,
+            got=f"True over axis {axes!r}",
+            expected="gradients with a mean",
+            fix="Give a function of the gradient of one row, or axis_name=() and no mean.",
+        )
     checks.check_flags(where, noise_scale=noise_scale)
     if whole and (per_example or noise_scale):
-        what = "per_example" if per_example else "noise_scale"
-        fix = "The loss of the whole batch has one gradient, none of parts of it."
-        raise WrongTypeError(what, where, "a whole_batch loss", "a mean over rows", fix)
+        raise WrongTypeError(
+            "per_example" if per_example else "noise_scale",
+            where,
+            got="a whole_batch loss",
+            expected="a mean over rows",
+            fix="The loss of the whole batch has one gradient, none of parts of it.",
+        )
     if noise_scale and (options.accumulate < 2 or per_example):
-        got = "per_example beside it" if per_example else f"accumulate={options.accumulate}"
-        expected = "accumulate=2 or more, and no per_example"
-        fix = "It compares the gradients of micro-batches."
-        raise WrongTypeError("noise_scale", where, got, expected, fix)
+        raise WrongTypeError(
+            "noise_scale",
+            where,
+            got="per_example beside it" if per_example else f"accumulate={options.accumulate}",
+            expected="accumulate=2 or more, and no per_example",
+            fix="It compares the gradients of micro-batches.",
+        )
 
 
 A_STEP = "a function (state, batch) -> (state, info)"
@@ -78,9 +102,13 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
     if isinstance(out, Loss) or np.shape(out) == ():
         name = getattr(f, "__name__", "")
         make = what if what == "eval_step" else "train_step"
-        fix = f"Give ts.{make}({name if name.isidentifier() else 'loss_fn'})."
-        got = f"{trees.describe_call(f)}, a loss function"
-        raise WrongTypeError(what, "", got, expected, fix) from None
+        raise WrongTypeError(
+            what,
+            "",
+            got=f"{trees.describe_call(f)}, a loss function",
+            expected=expected,
+            fix=f"Give ts.{make}({name if name.isidentifier() else 'loss_fn'}).",
+        ) from None
 
 
 # what the messages of JAX, optax and flax mean in a loss function
@@ -98,8 +126,8 @@ _MEANINGS = {
 
 def note(fn, batch, error: Exception, model_state: Any = None) -> str:
     """The note on an exception of the user's code: the function, and the shapes of its batch."""
-    given = [f"{at} {trees.describe(x)}".strip() for at, x in trees.leaves_at("", batch)]
-    shapes = trees.listed(given, 4) or "None"
+    leaf_texts = [f"{path} {trees.describe(x)}".strip() for path, x in trees.leaves_at("", batch)]
+    shapes = trees.listed(leaf_texts, 4) or "None"
     fix = ". It is compiled: return values as metrics, print with jax.debug.print"
     fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
     meanings = (f". {meaning}" for text, meaning in _MEANINGS.items() if text in str(error))

@@ -38,9 +38,13 @@ def check_local_members(state: Any, where: str) -> None:
     """Raise StateError for a population whose members are on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
         mesh = "ts.mesh(devices=jax.local_devices())"
-        fix = f"Members of its own for each process: ts.shard(population, {mesh})."
-        got = "members on devices of several processes"
-        raise StateError("population", where, got, "of one", fix)
+        raise StateError(
+            "population",
+            where,
+            got="members on devices of several processes",
+            expected="of one",
+            fix=f"Members of its own for each process: ts.shard(population, {mesh}).",
+        )
 
 
 def over_members(f: Callable, state: TrainState | States, *trees, at_once: int | None = None):
@@ -54,12 +58,18 @@ def over_members(f: Callable, state: TrainState | States, *trees, at_once: int |
     if n is None:
         return f(state, *trees)
 
-    def one(args):
-        state, own = args[0], iter(args[1])
-        return f(state, *treedef.unflatten([next(own) if _is_each(x) else x for x in leaves]))
+    def call_member(args):
+        state, own_values = args[0], iter(args[1])
+        return f(
+            state, *treedef.unflatten([next(own_values) if _is_each(x) else x for x in leaves])
+        )
 
     args = state, [x.tree for x in leaves if _is_each(x)]
-    return jax.vmap(one)(args) if at_once is None else jax.lax.map(one, args, batch_size=at_once)
+    return (
+        jax.vmap(call_member)(args)
+        if at_once is None
+        else jax.lax.map(call_member, args, batch_size=at_once)
+    )
 
 
 def of_first_member(state: TrainState, *trees: Any) -> tuple[Any, ...]:
@@ -67,20 +77,24 @@ def of_first_member(state: TrainState, *trees: Any) -> tuple[Any, ...]:
     if members_of(state) is None:
         return state, *trees
     first = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
-    own = lambda x: first(x.tree) if _is_each(x) else x
-    return first(state), *jax.tree.map(own, trees, is_leaf=_is_each)
+    of_first = lambda x: first(x.tree) if _is_each(x) else x
+    return first(state), *jax.tree.map(of_first, trees, is_leaf=_is_each)
 
 
 def check_each(state: TrainState | States, trees) -> None:
     """Raise StateError unless the arrays of each `each` have a first axis of the members."""
     n = members_of(state)
-    found = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
-    for x in jax.tree.leaves(found):
+    trees_of_members = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
+    for x in jax.tree.leaves(trees_of_members):
         if n is None or np.shape(x)[:1] != (n,):
             got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
-            expected = f"a first axis of {n}" if n else "no each: the state is a single one"
-            where = "ts.populations.each"
-            raise StateError("leaf", where, got, expected, fix if n else "")
+            raise StateError(
+                "leaf",
+                "ts.populations.each",
+                got=got,
+                expected=f"a first axis of {n}" if n else "no each: the state is a single one",
+                fix=fix if n else "",
+            )
 
 
 def _is_each(x) -> bool:

@@ -14,24 +14,24 @@ from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
 
 
-def masked(given, padding):
+def masked(user_mask, padding):
     """The user's mask, extended by zeros for rows of padding."""
-    if given is None:
+    if user_mask is None:
         return padding
-    lib = np if isinstance(given, np.ndarray) else jnp
-    return lib.pad(lib.asarray(given, np.float32), (0, len(padding) - len(given))) * padding
+    lib = np if isinstance(user_mask, np.ndarray) else jnp
+    return lib.pad(lib.asarray(user_mask, np.float32), (0, len(padding) - len(user_mask))) * padding
 
 
 def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra) -> tuple:
     """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
-    there = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
-    if padding and step.masks and members_of(state) is None and not all(there):
-        if found := uneven(batch):
-            raise LossError(found)
-        batch, more = placement.padded(batch, rows, rows + padding)
-        extra = {**extra, "mask": masked(mask, more)}
+    are_placed = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
+    if padding and step.masks and members_of(state) is None and not all(are_placed):
+        if fault := uneven(batch):
+            raise LossError(fault)
+        batch, padding_mask = placement.padded(batch, rows, rows + padding)
+        extra = {**extra, "mask": masked(mask, padding_mask)}
     return place_as_it_is(state, shardings, batch, extra)
 
 
@@ -42,10 +42,10 @@ def place_as_it_is(
 
     Rows that do not divide are replicated if `whole`, and raise DataError if not.
     """
-    there = shardings.replicated
+    sharding = shardings.replicated
     if members_of(state) is not None:  # the devices share the members, each of which has all rows
-        return placement.replicate((batch, extra), there)
+        return placement.replicate((batch, extra), sharding)
     mask = {name: x for name, x in extra.items() if name == "mask"}
-    rest = {name: x for name, x in extra.items() if name != "mask"}
-    batch, mask = placement.put_rows((batch, mask), there, whole=whole)
-    return batch, {**placement.replicate(rest, there), **mask}
+    other_arguments = {name: x for name, x in extra.items() if name != "mask"}
+    batch, mask = placement.put_rows((batch, mask), sharding, whole=whole)
+    return batch, {**placement.replicate(other_arguments, sharding), **mask}

@@ -66,12 +66,17 @@ def _each(gradient: Gradient, keywords: Extra) -> Function:
 
     def of_row(row: Any, mask: Any) -> tuple[Loss, Any]:
         batch, key = row
-        own = {"key": key, "mask": None if mask is None else mask[None]}
-        row_keywords = keywords | {name: x for name, x in own.items() if x is not None}
+        row_values = {"key": key, "mask": None if mask is None else mask[None]}
+        row_keywords = keywords | {name: x for name, x in row_values.items() if x is not None}
         loss, grads = gradient(jax.tree.map(lambda x: x[None], batch), row_keywords)
         if loss.model_state is not None:
-            fix = "Leave it out: statistics of one row are none."
-            raise LossError("model_state", "loss_fn", "one", "none under per_example", fix)
+            raise LossError(
+                "model_state",
+                "loss_fn",
+                got="one",
+                expected="none under per_example",
+                fix="Leave it out: statistics of one row are none.",
+            )
         return loss, jax.tree.map(lambda g: jnp.where(loss.weight != 0, g, 0), grads)
 
     return jax.vmap(of_row)
@@ -79,6 +84,6 @@ def _each(gradient: Gradient, keywords: Extra) -> Function:
 
 def _joined(losses: Loss) -> Loss:
     """The losses of single rows, merged into the loss of the batch."""
-    most = jax.tree.map(lambda x: x.max(0), losses.overwritten)
-    alone = dataclasses.replace(losses, mean_value=None, overwritten=None)
-    return dataclasses.replace(merged_losses(losses.weight != 0, alone), overwritten=most)
+    largest = jax.tree.map(lambda x: x.max(0), losses.overwritten)
+    mergeable = dataclasses.replace(losses, mean_value=None, overwritten=None)
+    return dataclasses.replace(merged_losses(losses.weight != 0, mergeable), overwritten=largest)

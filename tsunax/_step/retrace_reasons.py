@@ -31,44 +31,46 @@ def _static_parts(traced: Traced) -> dict[str, Any]:
 
 def _leaf_types(traced: Traced) -> dict[str, str]:
     """The shape, dtype and sharding of each leaf, by its path."""
-    found = {}
+    types = {}
     for name, tree in {"state": traced.state, **traced.given}.items():
         for place, x in trees.leaves_at(name, tree):
             shape = f"{x.dtype}[{','.join(map(str, x.shape))}]"
             shape += " in host memory" if x.memory_space is jax.memory.Space.Host else ""
-            found[place] = shape + (" (a Python number)" if x.weak_type else "")
+            types[place] = shape + (" (a Python number)" if x.weak_type else "")
     on_mesh = trees.leaves_at("state", traced.shardings)
-    return found | {f"the sharding of {place}": str(x.spec) for place, x in on_mesh}
+    return types | {f"the sharding of {place}": str(x.spec) for place, x in on_mesh}
 
 
 def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     """How many static parts differ from those of an earlier trace; the differences in words."""
     a, b = _static_parts(new), _static_parts(old)
     parts = [name for name in a if name in b and a[name] != b[name]]
-    found = [f"{part} is another one" for part in parts[:1]]
-    if found and isinstance(a[parts[0]], str):
-        found = [f"{parts[0]} is {a[parts[0]]}, was {b[parts[0]]}"]
+    texts = [f"{part} is another one" for part in parts[:1]]
+    if texts and isinstance(a[parts[0]], str):
+        texts = [f"{parts[0]} is {a[parts[0]]}, was {b[parts[0]]}"]
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (parts and "state" in place):
             continue  # leaves of the state follow from that part
         if place in a and place in b:
-            found.append(f"{place} is {a[place]}, was {b[place]}")
+            texts.append(f"{place} is {a[place]}, was {b[place]}")
         else:
-            found.append(f"{place} is new" if place in a else f"{place} is not there any more")
-    more = f"and {len(found) - 4} more"
-    return len(parts), found if len(found) < 6 else [*found[:4], more]
+            texts.append(f"{place} is new" if place in a else f"{place} is not there any more")
+    omission = f"and {len(texts) - 4} more"
+    return len(parts), texts if len(texts) < 6 else [*texts[:4], omission]
 
 
 def retrace_reasons(records: list[Traced]) -> list[str]:
     """A line for each trace but the first of its kind: how it differs from the most similar one."""
-    lines, seen = [], dict[str, list[Traced]]()
-    same = "the same shapes: other static fields, jax.clear_caches(), or another jax.config"
+    lines, records_by_kind = [], dict[str, list[Traced]]()
+    no_difference = (
+        "the same shapes: other static fields, jax.clear_caches(), or another jax.config"
+    )
     for trace in records:
-        earlier = seen.setdefault(trace.kind, [])
+        earlier = records_by_kind.setdefault(trace.kind, [])
         if earlier:
             reasons = [_reasons(trace, old) for old in reversed(earlier)]
-            _, found = min(reasons, key=lambda x: (x[0], len(x[1])))
-            lines.append(f"{trace.kind}: {'; '.join(found) or same}")
+            _, texts = min(reasons, key=lambda x: (x[0], len(x[1])))
+            lines.append(f"{trace.kind}: {'; '.join(texts) or no_difference}")
         earlier.append(trace)
     return lines

@@ -7,7 +7,8 @@ the step's program, forward only. A warning about a right loss is worse than a m
 
 - a difference counts only if it is clearly larger than what rounding errors in the params change,
   in the coarsest dtype of the program, and than what other random numbers change (a loss that draws
-  numbers for each row differs by construction);
+  numbers for each row differs by construction); the precision of the state is left out: a masked
+  mean may differ by less than bfloat16 rounds;
 - if a loss names `train`, and `key` or `model_state`, it is measured with `train=False`;
 - a loss that cannot be measured is taken for a right one, without a word: if it raises for a few
   rows and for two micro-batches, is not finite, draws numbers without train too, has a model
@@ -15,14 +16,14 @@ the step's program, forward only. A warning about a right loss is worse than a m
 
 Params and rows may agree by chance (zeros at the start, sorted labels), so the loss is measured
 again for params near these, with the rows in another order. Traced arrays have no values: inside a
-program of your own numbers are made up for them, unless they would be too many.
+program of your own numbers are made up for them, unless they would be too many, and the warning
+says so, because a mask there may be ones alone.
 """
 
 import contextlib
 import dataclasses
 import functools
-import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +34,15 @@ from tsunax._core import Extra, PyTree, placement, trees
 from tsunax._step.loss_fn import GradientOptions, LossFn, seen_by
 from tsunax.errors import message, warn
 from tsunax.loss import Loss, rows_of
-from tsunax.state import TrainState, trained_part, with_rest
+from tsunax.state import TrainState, in_float32, trained_part, with_rest
 
 ROWS = 8  # of a micro-batch: more take time, and with fewer some losses raise
 PARTS = 8  # micro-batches: of two, masks may agree by chance; of large ones two are enough
 # How much the moved params of each measurement change the outputs of a layer, about. A single one
 # may miss a loss whose parts agree by chance, for example under masks with as many ones.
 NEAR = 0.0, 0.25, 0.5, 1.0, 1.5
-LEAST = 1e-4  # a smaller part of a loss is left to rounding, whatever the dtype
-MOST = 1 << 24  # elements to make up: more would take seconds, and memory that a step needs
+LEAST_SHARE = 1e-4  # a smaller part of a loss is left to rounding, whatever the dtype
+MOST_MADE_UP = 1 << 24  # elements: more would take seconds, and memory that a step needs
 
 _NOT_A_MEAN = (
     "Return a mean over rows; under a mask or weights ts.Loss.mean(values, mask). If the loss "
@@ -55,6 +56,20 @@ _SUM = (
 )
 _ALONE = "Each row is alone in its gradient, so that this is another loss than that of the batch."
 _EMBED = "Each micro-batch has only its own rows: mix them in loss(embeddings, batch)."
+_MADE_UP = (
+    "Numbers and masks were made up for traced arrays: if your masks are ones alone, a mean under "
+    "them is right. Outside of your jit the step looks at your own."
+)
+
+
+class Difference(NamedTuple):
+    """A loss of some rows that is another one than that of their micro-batches."""
+
+    whole: float  # the loss of the rows
+    merged: float  # the merged losses of their micro-batches
+    near: float  # how far the params were moved, see `NEAR`
+    rows: int
+    parts: int
 
 
 class RowProbe:
@@ -73,17 +88,15 @@ class RowProbe:
         with (
             contextlib.suppress(Exception),  # the step itself raises what is wrong
             jax.transfer_guard("allow"),
-            jax.default_matmul_precision("highest"),
             eval_context(),
         ):
             difference = self.difference(*_with_values(state, batch, extra))
         if difference is not None:
-            self._warn(*difference)
+            is_made_up = any(map(trees.is_traced, jax.tree.leaves((batch, extra))))
+            warn(" ".join([self.text(difference), _MADE_UP][: 1 + is_made_up]))
 
-    def difference(
-        self, state: TrainState, batch: PyTree, extra: Extra
-    ) -> tuple[float, float, float, int, int] | None:
-        """The loss of some rows, that of their micro-batches, where, and how many of both."""
+    def difference(self, state: TrainState, batch: PyTree, extra: Extra) -> Difference | None:
+        """Where the loss of some rows is not that of their micro-batches; None if nowhere."""
         if jnp.ndim(state.clock) > 1:
             from tsunax._step.members import of_first_member
 
@@ -91,71 +104,77 @@ class RowProbe:
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
         mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `ts.whole_batch`
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
-        n = rows if self._alone else self._accumulate
-        pads, has_modes = rows % n > 0, "train" in fn.names
-        if "model_state" in fn.names and not has_modes:
+        if "model_state" in fn.names and "train" not in fn.names:
             return None
-        mask = (
-            np.arange(rows) < rows - 1 if pads else None
-        )  # a loss without one raises, as its step
-        mask = extra.get("mask", mask)
-        most = -(-rows // n)  # in a micro-batch of the step
-        few = [size for size in range(ROWS, most) if most % size == 0][:1]
-        for size in [*few, most] if rows > 1 else []:
+        n = rows if self._alone else self._accumulate
+        # Rows that do not divide are padded; a loss without a mask raises, as its step does.
+        mask = extra.get("mask", np.arange(rows) < rows - 1 if rows % n else None)
+        largest = -(-rows // n)  # in a micro-batch of the step
+        fewer_rows = [size for size in range(ROWS, largest) if largest % size == 0][:1]
+        for size in [*fewer_rows, largest] if rows > 1 else []:
             parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
-            take = np.linspace(0, rows - 1, parts * size).astype(int)
-            with contextlib.suppress(Exception):  # it may be a loss for one number of rows
-                taken = jax.tree.map(functools.partial(placement.rows_at, take), (batch, mask))
-                both = _difference(fn, parts, state, taken, extra, is_sum=self._alone)
-                return both and (*both, parts * size, parts)
+            places = np.linspace(0, rows - 1, parts * size).astype(int)
+            with (
+                contextlib.suppress(Exception),  # it may be a loss for one number of rows
+                jax.default_matmul_precision("highest"),
+            ):
+                cut = jax.tree.map(lambda x, at=places: placement.rows_at(at, x), (batch, mask))
+                return _difference(fn, parts, state, cut, extra, may_be_sum=self._alone)
         return None
 
-    def _warn(self, whole: float, merged: float, near: float, rows: int, parts: int) -> None:
-        what, fix = "loss", _NOT_A_MEAN
+    def text(self, difference: Difference) -> str:
+        """The difference in words, and what to do."""
+        whole, merged, near, rows, parts = difference
+        part, fix = "loss", _NOT_A_MEAN
         if self._alone:
             fix = _ALONE
         elif hasattr(self._loss_fn, "mean_embedding"):
-            what, fix = "embed", _EMBED
-        elif abs(whole - parts * merged) < LEAST * abs(whole):
+            part, fix = "embed", _EMBED
+        elif abs(whole - parts * merged) < LEAST_SHARE * abs(whole):
             fix = _SUM
         got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
         got += " at params near those of the state" if near else ""
         under = "per_example" if self._alone else f"accumulate={self._accumulate}"
-        expected = f"a mean over rows under {under}"
-        warn(message(what, trees.describe_call(self._loss_fn), got, expected, fix))
+        return message(
+            part,
+            trees.describe_call(self._loss_fn),
+            got=got,
+            expected=f"a mean over rows under {under}",
+            fix=fix,
+        )
 
 
 def _difference(
-    fn: LossFn, parts: int, state: TrainState, rows: PyTree, extra: Extra, *, is_sum: bool
-) -> tuple[float, float, float] | None:
-    """The loss of all rows and of `parts` micro-batches, and where they differ beyond rounding.
+    fn: LossFn, parts: int, state: TrainState, rows: PyTree, extra: Extra, *, may_be_sum: bool
+) -> Difference | None:
+    """Where the losses of all rows and of `parts` micro-batches differ beyond rounding.
 
-    With `is_sum` the loss may be a sum over rows as well as a mean.
+    `rows` are a batch and its mask. If it `may_be_sum`, a loss may be a sum over rows, too.
     """
     train = "train" not in fn.names or {"key", "model_state"}.isdisjoint(fn.names)
+    state = in_float32(state)
 
     @jax.jit
     def loss_of(trained, state, rows, extra, index, draw):
-        state, extra = jax.tree.map(lambda x: _redrawn(x, draw), (state, extra))
+        state, extra = _redrawn(state, extra, draw)
         params = with_rest(state, trained)
         batch, mask = jax.tree.map(lambda x: x[index], rows)
-        more = {} if mask is None else {"mask": mask.astype(np.float32)}
-        keywords = fn.keywords(state, extra | more, train=True)
+        extra = extra if mask is None else extra | {"mask": mask.astype(np.float32)}
+        keywords = fn.keywords(state, extra, train=True)
         keywords |= {"train": train} if "train" in keywords else {}
         loss = fn(*seen_by(fn, state, params, batch, keywords, train=train), keywords)
         return dataclasses.replace(loss, metrics={}, model_state=None, mean_value=None)
 
     def measured(near: float, draw: int) -> tuple[float, float, float]:
         """The loss of the rows, the merged loss of their micro-batches, and the size of all."""
-        move = lambda i, x: _moved(x, np.float32(i), np.float32(near), np.float32(draw * rounding))
-        moved = treedef.unflatten(map(move, itertools.count(1), leaves))
-        given = state, rows, extra
-        of = lambda index: loss_of(moved, *given, index, np.uint32(draw))
-        cut = [of(order[i::parts]) for i in range(parts)]
+        numbers = np.float32(near), np.float32(draw * rounding)
+        moved = [_moved(x, np.float32(i), *numbers) for i, x in enumerate(leaves, 1)]
+        arguments = treedef.unflatten(moved), state, rows, extra
+        orders = [order, *(order[i::parts] for i in range(parts))]
+        whole, *cut = [loss_of(*arguments, index, np.uint32(draw)) for index in orders]
         cut = [loss for loss in cut if loss.weight != 0]
-        losses = of(order), functools.reduce(Loss.merge, cut), *cut
-        whole, merged, *each = map(float, losses)
-        return whole, merged, max(map(abs, (whole, merged, *each)))
+        sizes = [float(loss) for loss in (whole, functools.reduce(Loss.merge, cut), *cut)]
+        return sizes[0], sizes[1], max(map(abs, sizes))
 
     trained, order = trained_part(state), np.arange(rows_of(rows))
     leaves, treedef = jax.tree.flatten(trained)
@@ -166,15 +185,17 @@ def _difference(
     rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:
         whole, merged, size = measured(near, 0)
-        least = max(LEAST, 2 * rounding) * size
-        adds_up = is_sum and abs(whole - parts * merged) < least
+        difference = Difference(whole, merged, near, len(order), parts)
+        least = max(LEAST_SHARE, 2 * rounding) * size
+        adds_up = may_be_sum and abs(whole - parts * merged) < least
         if abs(whole - merged) > least and not adds_up:
-            again, merged_again, _ = measured(near, 1)
-            noise = max(abs(whole - again), abs(merged - merged_again))
+            whole_again, merged_again, _ = measured(near, 1)
+            noise = max(abs(whole - whole_again), abs(merged - merged_again))
             if draws and noise > 16 * rounding * size:  # Other rows have other random numbers.
                 return None
-            if min(abs(whole - merged), abs(again - merged_again)) > max(least, 8 * noise):
-                return whole, merged, near
+            gap = min(abs(whole - merged), abs(whole_again - merged_again))
+            if gap > max(least, 8 * noise):
+                return difference
         order = np.random.default_rng(0).permutation(order)
     return None
 
@@ -182,7 +203,7 @@ def _difference(
 def _with_values(state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, Any, Extra]:
     """Numbers for traced arrays: zeros in the state, others between 0 and 1, integers 0 or 1."""
     traced = [x for x in jax.tree.leaves((state, batch, extra)) if trees.is_traced(x)]
-    if sum(x.size for x in traced) > MOST:
+    if sum(x.size for x in traced) > MOST_MADE_UP:
         raise OverflowError
     rng = np.random.default_rng(0)
 
@@ -198,12 +219,20 @@ def _with_values(state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainS
     return state, *jax.tree.map(made_up, (batch, dict(extra)))
 
 
-def _redrawn(x: Any, draw: jax.Array) -> Any:
-    """Other keys, typed or raw, and counts of draws, for another `draw`."""
-    if trees.is_key(x):
-        words = jax.random.key_data(x) + draw
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return x + draw if x.dtype == np.uint32 else x
+def _redrawn(state: TrainState, extra: Extra, draw: jax.Array) -> tuple[TrainState, Extra]:
+    """Both with other keys, typed or raw, and in model state other counts of draws."""
+
+    def redrawn(x: Any) -> Any:
+        if trees.is_key(x):
+            words = jax.random.key_data(x) + draw
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+        return x + draw if x.dtype == np.uint32 else x
+
+    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    is_key = lambda x: trees.is_key(x) or x.shape == raw.shape
+    drawn = jax.tree.map(redrawn, {"key": state.key, "model_state": state.model_state})
+    of_extra = jax.tree.map(lambda x: redrawn(x) if is_key(x) else x, extra)
+    return dataclasses.replace(state, **drawn), of_extra
 
 
 @jax.jit
@@ -221,8 +250,8 @@ def _moved(x: jax.Array, i: jax.Array, near: jax.Array, errors: jax.Array) -> ja
 def _coarsest(jaxpr: Any) -> float:
     """The largest rounding error, relative, of the dtypes in a program."""
     dtypes = {getattr(v.aval, "dtype", None) for eqn in jaxpr.eqns for v in eqn.outvars}
-    own = [
+    errors = [
         float(jnp.finfo(x).eps) for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)
     ]
     inner = [_coarsest(part) for eqn in jaxpr.eqns for part in trees.programs_in(eqn)]
-    return max([0.0, *own, *inner])
+    return max([0.0, *errors, *inner])

@@ -14,6 +14,7 @@ import numpy as np
 from tsunax import errors, guard, losses
 from tsunax._core import Extra, checks, placement, trees
 from tsunax._core.source_lines import hide_own_frames
+from tsunax._state.state_fields import COUNTS
 from tsunax._step import members
 from tsunax._step.loss_fn import LossFn, seen_by
 from tsunax.errors import NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError
@@ -43,8 +44,13 @@ def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | No
 def _check_arguments(state: TrainState, batch, extra) -> None:
     is_iterable = hasattr(batch, "__iter__") and jax.tree_util.all_leaves([batch])
     if isinstance(batch, Iterator) or (is_iterable and not trees.is_array(batch)):
-        fix = "A step takes one batch: for batch in data."
-        raise WrongTypeError("batch", "step()", trees.describe(batch), "a tree of arrays", fix)
+        raise WrongTypeError(
+            "batch",
+            "step()",
+            got=trees.describe(batch),
+            expected="a tree of arrays",
+            fix="A step takes one batch: for batch in data.",
+        )
     checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     for name, tree in extra.items():
         fix = f"Bind it to loss_fn instead: functools.partial(loss_fn, {name}=...)."
@@ -57,51 +63,59 @@ def _check_arguments(state: TrainState, batch, extra) -> None:
     members.check_each(state, (batch, extra))
 
 
-def check_not_donated(state: TrainState, given: Extra) -> None:
+def check_not_donated(state: TrainState, arguments: Extra) -> None:
     """Raise StateError for arguments that have arrays of the state, which the step consumes."""
     moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
-    for name, tree in given.items():
+    for name, tree in arguments.items():
         if any(id(x) in moving for x in jax.tree.leaves(tree)):
-            what, got = f"argument {name!r}", "arrays of the state itself"
-            fix = "The step donates them: copy, or train_step(..., donate=False)."
-            raise StateError(what, "step()", got, "others", fix)
+            raise StateError(
+                f"argument {name!r}",
+                "step()",
+                got="arrays of the state itself",
+                expected="others",
+                fix="The step donates them: copy, or train_step(..., donate=False).",
+            )
 
 
 def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
     """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
-    if np.ndim(info.verdict):
-        verdicts = np.asarray(info.verdict)
-        if len(bad := np.flatnonzero(verdicts > 0)):
-            reason = guard.explain(int(verdicts[bad[0]]), state.opt_state)
-            what = (
-                f"members {bad.tolist()} of a population were rejected, the first for its {reason}"
-            )
-            raise NonFiniteError(f"{what}. `error.state` is the state after the step.", state, info)
+    verdicts = np.atleast_1d(info.verdict)
+    rejected = np.flatnonzero(verdicts > 0)
+    if len(rejected) and np.ndim(info.verdict):
+        first = guard.explain(int(verdicts[rejected[0]]), state.opt_state)
+        raise NonFiniteError(
+            f"members {rejected.tolist()} of a population were rejected, the first for its "
+            f"{first}. `error.state` is the state after the step.",
+            state,
+            info,
+        )
+    if not len(rejected) or is_searching(state, info, int(info.verdict)):
         return
-    verdict = int(info.verdict)
-    if verdict <= 0 or is_searching(state, info, verdict):
-        return
-    what = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected"
     reason = rejection_reason(step, state, info, batch, extra)
     if state.loss_scale is not None:
         reason += f", {int(state.rejected_in_a_row)} rejected in a row"
-    raise NonFiniteError(f"{what}: {reason}. `error.state` is the state before it.", state, info)
+    raise NonFiniteError(
+        f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected: {reason}. "
+        "`error.state` is the state before it.",
+        state,
+        info,
+    )
 
 
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
-    # the state is as it was, so that the rejected gradients can be computed again
-    grads, dropped = _again(step, step.gradient)(
-        state.replace(calls=int(state.calls) - 1), batch, extra
-    )
-    what = guard.explain(int(info.verdict), state.opt_state, grads)
+    # The state is as it was but for its counts, so the rejected gradients can be computed again.
+    clock = state.clock - np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
+    state_before = dataclasses.replace(state, clock=clock)
+    grads, dropped = _gradient_program(step, step.gradient)(state_before, batch, extra)
+    reason = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
-        what += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    what += about_batch(step, state, info, batch, extra, at_once=True)
+        reason += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
+    reason += about_batch(step, state, info, batch, extra, at_once=True)
     if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
-        what += f", loss scale {float(info.loss_scale)}{floor}"
-    return what
+        reason += f", loss scale {float(info.loss_scale)}{floor}"
+    return reason
 
 
 def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bool = False) -> str:
@@ -109,19 +123,19 @@ def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bo
 
     Labels of several micro-batches are looked at under `at_once`: loss_fn sees all rows together.
     """
-    found, fits = guard.in_batch(batch), at_once or step.accumulate == 1
-    if not found and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
-        found = wrong_label(step, state, batch, extra)
-    return found and f", {found}"
+    fault, fits = guard.in_batch(batch), at_once or step.accumulate == 1
+    if not fault and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
+        fault = wrong_label(step, state, batch, extra)
+    return fault and f", {fault}"
 
 
 def wrong_label(step, state: TrainState, batch, extra) -> str:
     """The first wrong label, if without such labels the loss is finite; loss_fn runs eagerly."""
     fn = LossFn.of(step.loss_fn)
-    with repaired_labels() as found, contextlib.suppress(Exception):
+    with repaired_labels() as label_faults, contextlib.suppress(Exception):
         keywords = fn.keywords(state, extra, train=True)
         loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords).compute()
-        return found[0] if found and np.isfinite(loss) else ""
+        return label_faults[0] if label_faults and np.isfinite(loss) else ""
     return ""
 
 
@@ -131,38 +145,38 @@ def repaired_labels() -> Iterator[list[str]]:
 
     Only those that run eagerly do so.
     """
-    found: list[str] = []
+    label_faults: list[str] = []
 
     def watch(labels: jax.Array, classes: int) -> jax.Array:
         if trees.is_traced(labels):
             return labels
         bad = (labels < 0) | (labels >= classes)
         if count := int(np.sum(bad)):
-            at = [int(i) for i in np.unravel_index(int(np.argmax(bad)), labels.shape)]
-            first = f"label {int(labels[tuple(at)])} at {at}" if at else f"label {int(labels)}"
+            place = [int(i) for i in np.unravel_index(int(np.argmax(bad)), labels.shape)]
+            first = f"label {int(labels[tuple(place)])}" + (f" at {place}" if place else "")
             text = f"{count} of {labels.size} labels are none of the {classes} classes"
-            found.append(f"{text}, first {first}")
+            label_faults.append(f"{text}, first {first}")
         return jnp.where(bad, 0, labels)
 
     token = losses.label_watcher.set(watch)
     try:
-        yield found
+        yield label_faults
     finally:
         losses.label_watcher.reset(token)
 
 
 @functools.lru_cache(maxsize=8)
-def _again(step, gradient: Any) -> Any:
+def _gradient_program(step, gradient: Any) -> Any:
     """A function for the gradients of a step, and the weights of its bad micro-batches."""
 
-    def look(state, batch, extra):
+    def gradients(state, batch, extra):
         _, grads = gradient(state, batch, **extra)
         if step.accumulate == 1:
             return grads, None
         dropping = dataclasses.replace(step, on_nonfinite="drop").gradient
         return grads, dropping(state, batch, **extra)[0].dropped
 
-    return jax.jit(look)
+    return jax.jit(gradients)
 
 
 def is_searching(state: TrainState, info: Any, verdict: Any) -> Any:
@@ -185,50 +199,58 @@ def other_tree(grads: Any, params: Any) -> StateError:
 def wrong_gradient(grads: Any, i: int, p: Any) -> StateError:
     """The error for a leaf of the gradients that does not fit its parameter."""
     where, g = list(trees.leaves_at("grads", grads))[i]
-    got = "a deleted array" if trees.is_gone(g) else trees.describe(g)
-    return StateError("gradient", where, got, f"{trees.describe(p)}, as in params")
+    return StateError(
+        "gradient",
+        where,
+        got="a deleted array" if trees.is_gone(g) else trees.describe(g),
+        expected=f"{trees.describe(p)}, as in params",
+    )
 
 
-def other_shape(updates: Any, i: int, p: Any, of_rows: bool) -> RuleError:
-    """The error for a rule whose update of a parameter has another shape."""
-    where, u = list(trees.leaves_at("params", updates))[i]
-    got, fix = f"shape {np.shape(u)}", "The rule changes it."
-    if of_rows and np.shape(u)[1:] == np.shape(p):
-        fix = "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
-        fix += "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
-    return RuleError("update", where, got, f"{np.shape(p)}", fix)
+def raise_of_rule(
+    error: Exception, update: Any, extra: Extra, result: Any, trees_before: Any, has_rows: bool
+) -> None:
+    """Raise the error of a rule that failed or returned other shapes, if its cause is known.
+
+    A rule may lack an argument, ask for the gradients of rows, or not take them. `result` is what
+    `update(grads)` returned, if it did, and `trees_before` are the params and its state before.
+    """
+    params, opt_state = trees_before
+    if lacks := [name for name in inspecting.missing(error) if name not in extra]:
+        how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
+        fix = f"Give update(state, grads, {', '.join(how)})."
+        if {*lacks} <= {"value", *checks.SEARCHES}:
+            fix += " train_step gives it by itself."
+        name = "loss" if "value" in lacks else lacks[0]
+        raise RuleError(
+            name, "update()", got="None", expected=f"the {name}, which this rule asks for", fix=fix
+        ) from error
+    if not has_rows and inspecting.takes_rows(lambda grads: (opt_state, *update(grads)), params):
+        raise RuleError(
+            "gradient",
+            "update()",
+            got="that of the batch",
+            expected="one for each row, which this rule asks for",
+            fix="Give per_example=True to train_step or value_and_grad.",
+        ) from error
+    if result is None:
+        return
+    fix = (
+        "Under per_example=True the gradients have an axis of rows, and this rule keeps it. "
+        "Begin with one that takes it: optax.contrib.differentially_private_aggregate, say."
+    )
+    fix = fix if has_rows else "The rule changes it."
+    _check_shapes("update", "params", result[0], params, fix)
+    fix = "Put the rule that takes gradients of rows first: chain(it, accumulate(...))."
+    _check_shapes("optimizer state", "opt_state", result[1], opt_state, fix)
 
 
-def without_rows(update: Any, params: Any) -> RuleError | None:
-    """The error for gradients without the axis of rows that a rule asks for; None for others."""
-    if not inspecting.takes_rows(update, params):
-        return None
-    got, expected = "that of the batch", "one for each row, which this rule asks for"
-    fix = "Give train_step(loss_fn, per_example=True), or value_and_grad(..., per_example=True)."
-    return RuleError("gradient", "update()", got, expected, fix)
-
-
-def check_no_rows(new: Any, old: Any) -> None:
-    """Raise RuleError for a rule that adds gradients of rows to its state, as in `accumulate`."""
-    for (where, x), y in zip(trees.leaves_at("opt_state", new), jax.tree.leaves(old), strict=False):
+def _check_shapes(title: str, root: str, new: Any, old: Any, fix: str) -> None:
+    for (where, x), y in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=False):
         if np.shape(x) != np.shape(y):
-            fix = "Put the rule that takes gradients of rows first: chain(it, accumulate(...))."
-            got = f"shape {np.shape(x)}"
-            raise RuleError("optimizer state", where, got, f"{np.shape(y)}", fix)
-
-
-def lacking(error: Exception, given: Any) -> RuleError | None:
-    """The error for a rule that was not given an argument; None for other failures."""
-    lacks = [name for name in inspecting.missing(error) if name not in given]
-    if not lacks:
-        return None
-    how = ["loss=loss" if name == "value" else f"{name}=..." for name in lacks]
-    fix = f"Give update(state, grads, {', '.join(how)})."
-    if {*lacks} <= {"value", *checks.SEARCHES}:
-        fix += " train_step gives it by itself."
-    what = "loss" if "value" in lacks else lacks[0]
-    expected = f"the {what}, which this rule asks for"
-    return RuleError(what, "update()", "None", expected, fix)
+            raise RuleError(
+                title, where, got=f"shape {np.shape(x)}", expected=f"{np.shape(y)}", fix=fix
+            ) from None
 
 
 def check_extra(state: Any, extra) -> None:
@@ -236,8 +258,13 @@ def check_extra(state: Any, extra) -> None:
     names = [] if state.numbers is None else [name for name, _ in state.numbers.column_names()]
     for name in extra:
         if name in names:
-            fix = f"Set it before the step: state = ts.adjust(state, {name}=...)."
-            raise StateError("keyword", "update()", repr(name), "no hyperparameter", fix)
+            raise StateError(
+                "keyword",
+                "update()",
+                got=repr(name),
+                expected="no hyperparameter",
+                fix=f"Set it before the step: state = ts.adjust(state, {name}=...).",
+            )
         close = difflib.get_close_matches(name, _KEYWORDS, 1, 0.8)
         if name in _OWN or (close and name not in _KEYWORDS):
             raise StateError(errors.unknown("keyword", "update()", name, _KEYWORDS))

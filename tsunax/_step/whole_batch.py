@@ -71,18 +71,22 @@ class WholeBatch(CutsItsBatch):
         parts, kinds = (self._embed, self._loss), inspect.Parameter
         first = next(iter(inspect.signature(self.loss).parameters))
         if first == "params" or any(part.names.count("batch") for part in parts):
-            got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
-            fix = "After these two, both may name what a loss function may; loss may name params."
-            expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
-            raise LossError("signatures", "whole_batch()", got, expected, fix)
+            raise LossError(
+                "signatures",
+                "whole_batch()",
+                got=f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}",
+                expected="embed(params, rows, ...), loss(embeddings, batch, ...)",
+                fix="After these two, both may name what a loss function may; "
+                "loss may name params.",
+            )
         named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
         needed = {name for part in parts for name in part.names if name not in part.optional}
         default = lambda name: kinds.empty if name in needed else None
-        given = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
-        given += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
-        given += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
+        parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
+        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
+        parameters += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
         # what a step asks of a loss function
-        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(given))
+        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(parameters))
 
     @functools.cached_property
     def _embed(self) -> LossFn:
@@ -110,13 +114,13 @@ class WholeBatch(CutsItsBatch):
     def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         embedded = self._embedded if n == 1 else functools.partial(self._in_turn, n)
         state, embeddings = embedded(params, batch, _named(self._embed, keywords))
-        given = _named(self._loss, keywords | {"params": params})
-        if "key" in given:
-            given["key"] = jax.random.fold_in(given["key"], _LOSS)
+        loss_keywords = _named(self._loss, keywords | {"params": params})
+        if "key" in loss_keywords:
+            loss_keywords["key"] = jax.random.fold_in(loss_keywords["key"], _LOSS)
         if state is None:
-            return self.loss(embeddings, batch, **given)
-        given |= _named(self._loss, {"model_state": state})
-        out = loss_of(self.loss(embeddings, batch, **given))
+            return self.loss(embeddings, batch, **loss_keywords)
+        loss_keywords |= _named(self._loss, {"model_state": state})
+        out = loss_of(self.loss(embeddings, batch, **loss_keywords))
         return out._with(model_state=state) if out.model_state is None else out
 
     def _in_turn(self, n: int, params: PyTree, batch: PyTree, keywords: Extra) -> tuple[Any, Any]:
@@ -129,11 +133,11 @@ class WholeBatch(CutsItsBatch):
         wide = _each(params, lambda x: _copies(x, n), _wide)
 
         def part(state: PyTree, rows: Any, i: Any) -> tuple[Any, Any]:
-            given = keywords | rows[1] | ({} if state is None else {"model_state": state})
-            if "key" in given:
-                given["key"] = jax.random.fold_in(given["key"], i)
-            own = trees.cast_like(_each(wide, lambda x: x[i], lambda x: x), params)
-            new, embeddings = self._embedded(own, rows[0], given)
+            part_keywords = keywords | rows[1] | ({} if state is None else {"model_state": state})
+            if "key" in part_keywords:
+                part_keywords["key"] = jax.random.fold_in(part_keywords["key"], i)
+            params_of_part = trees.cast_like(_each(wide, lambda x: x[i], lambda x: x), params)
+            new, embeddings = self._embedded(params_of_part, rows[0], part_keywords)
             return jax.lax.stop_gradient(trees.cast_like(new, state)), embeddings
 
         part = jax.checkpoint(part, prevent_cse=False)
@@ -144,16 +148,25 @@ class WholeBatch(CutsItsBatch):
         state, out, n = None, self.embed(params, rows, **keywords), rows_of(rows)
         if "model_state" in keywords:
             if not (isinstance(out, tuple) and len(out) == 2):
-                expected = "(embeddings, model_state), because embed names model_state"
-                raise LossError("result", "embed", trees.describe(out), expected)
+                raise LossError(
+                    "result",
+                    "embed",
+                    got=trees.describe(out),
+                    expected="(embeddings, model_state), because embed names model_state",
+                )
             out, state = out
             check_model_state(state, keywords["model_state"])
         leaves = list(trees.leaves_at("embeddings", out))
         for where, x in leaves or [("embeddings", out)]:
             if not leaves or jnp.shape(x)[:1] != (n,):
-                expected = f"an array with a first axis of the {n} rows given to embed"
-                fix = "What all rows share (a temperature) belongs into loss: it may name params."
-                raise LossError("leaf", where, trees.describe(x), expected, fix)
+                raise LossError(
+                    "leaf",
+                    where,
+                    got=trees.describe(x),
+                    expected=f"an array with a first axis of the {n} rows given to embed",
+                    fix="What all rows share (a temperature) belongs into loss: "
+                    "it may name params.",
+                )
         return state, out
 
 
@@ -173,9 +186,9 @@ def _wide(x: Any) -> Any:
     return x.astype(trees.wide_dtype(x)) if trees.is_inexact(x) else x
 
 
-def _each(params: PyTree, overwritten: Function, other: Function) -> PyTree:
-    one = lambda path, x: (overwritten if trees.is_overwritten(path) else other)(x)
-    return jax.tree_util.tree_map_with_path(one, params)
+def _each(params: PyTree, overwritten: Function, otherwise: Function) -> PyTree:
+    converted = lambda path, x: (overwritten if trees.is_overwritten(path) else otherwise)(x)
+    return jax.tree_util.tree_map_with_path(converted, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
