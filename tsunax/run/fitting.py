@@ -22,7 +22,6 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, placement
 from tsunax._core.interrupts import Interrupt
-from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
@@ -56,7 +55,8 @@ class Fit:
         self.options: Options = options
         interval = min(options.intervals, default=float("inf"))
         left = options.goal.left(start)
-        crosses = not options.listens_to_epochs and jax.process_count() == 1
+        self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
+        crosses = not options.listens_to_epochs and self.alike.everyone.sees_whole_batches
         given, last = (options.steps_per_call, interval, left), options.goal.epochs
         self.feed: feed.Feed = feed.Feed(
             step, data, state, *given, goes_on=True, crosses=crosses, last=last
@@ -64,7 +64,6 @@ class Fit:
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
         self.run: Run = Run(state, start, self.feed.epoch, history)
-        self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
         self.signal: int = 0  # that ended the run: the same on all processes
         self.clock: Clock = options.clock
         self.log: RowLog = RowLog(self.run, options.loggers, self.clock)
@@ -137,7 +136,7 @@ class Fit:
         run = self.run
         if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
             return True
-        self.signal = collectives.agree(interrupt.asked) if self.alike.spans else interrupt.asked
+        self.signal = self.alike.agree(interrupt.asked)
         return bool(self.signal)
 
     def steps_to_boundary(self) -> float:

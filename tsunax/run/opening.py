@@ -91,7 +91,8 @@ def begin(step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Opt
     total = options.goal.steps or fitting.feed.steps_to(options.goal.epochs or 0, start)
     if options.goal.epochs and any_emitted(state) is not None:
         total = None  # a step is several calls, and it is not known which of them are left out
-    bar = progress.progress(jax.process_index() == 0 and options.progress, total, start)
+    everyone = fitting.alike.everyone
+    bar = progress.progress(everyone.is_first and options.progress, total, start)
     bar.seconds = options.clock.seconds
     fitting.boundaries.bar, fitting.run.note = bar, bar.note
     if saver is not None and restored.step is not None:
@@ -123,7 +124,8 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
     LossError if the run comes so far, as the step itself would raise.
     """
     step, goal, feed, start = fitting.step, fitting.options.goal, fitting.feed, fitting.run.step
-    if not (isinstance(step, TrainStep) and type(data) is Batches and jax.process_count() == 1):
+    sees_all = fitting.alike.everyone.sees_whole_batches
+    if not (isinstance(step, TrainStep) and type(data) is Batches and sees_all):
         return
     ends: Any = feed.steps_to(feed.epoch + 1, start)
     comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
