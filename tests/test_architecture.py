@@ -127,6 +127,41 @@ def unknown_rooms(package: Path) -> list[str]:
     return [f"{room}: in the table of tiers, and not in {package.name}/." for room in TIER if room not in rooms]
 
 
+# --- how many processes there are, only `distributed` knows ------------------------------------
+
+# Who may ask: the cut of the rows of a batch, and the check that each process has its own part.
+ASKS_FOR_PROCESSES = {"data.batching", "run.agreement"}
+
+
+def questions_for_processes(path: Path) -> list[str]:
+    """Where a file asks how many processes there are, or imports the code of several."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        if any(re.match(r"tsunax\.distributed\b", name) for name in names):
+            found.append(f"{node.lineno}: imports tsunax.distributed")
+        elif any(name.endswith((".process_count", ".process_index")) for name in names):
+            found.append(f"{node.lineno}: imports {names[0]}")
+        elif isinstance(node, ast.Attribute):
+            whose = ast.unparse(node.value)
+            is_everyone = re.search(r"\beveryone$|\bcurrent\(\)$", whose)
+            if node.attr == "process_count" or (node.attr == "process_index" and whose == "jax"):
+                found.append(f"{node.lineno}: asks {whose}.{node.attr}")
+            elif node.attr == "count" and is_everyone:
+                found.append(f"{node.lineno}: asks {whose}.count")
+    return found
+
+
+def askers(package: Path) -> dict[str, list[str]]:
+    inside = ("distributed", "_core.processes")
+    files = {name: path for name, path in module_files(package).items() if not name.startswith(inside)}
+    return {name: found for name, path in files.items() if (found := questions_for_processes(path))}
+
+
 # --- (b), (c), (d) what the package looks like from outside -----------------------------------
 
 # Runs in a fresh interpreter. jax and optax come first: what they do at import is not ours. The
@@ -289,6 +324,12 @@ def test_imports_go_down_and_through_doors():
     check(import_problems(PACKAGE))
 
 
+def test_few_files_ask_how_many_processes_there_are():
+    """One process is a null object, `_core/processes.py`, with the methods of several."""
+    found = askers(PACKAGE)
+    assert set(found) == ASKS_FOR_PROCESSES, found
+
+
 def test_the_table_of_tiers_is_the_package():
     check(unknown_rooms(PACKAGE))
 
@@ -353,6 +394,23 @@ def test_wrong_imports_are_found(tmp_path, files, expected):
     assert len(problems) == len(expected), problems
     for text, problem in zip(expected, problems, strict=True):
         assert text in problem
+
+
+def test_questions_for_processes_are_found(tmp_path):
+    lines = """import tsunax.distributed
+from tsunax.distributed import agree
+from tsunax import distributed
+from jax import process_count
+x = jax.process_count() == 1
+y = jax.process_index()
+z = everyone.count > 1
+w = processes.current().count
+from tsunax.distributed.ray import library
+places = {device.process_index for device in mesh.devices.flat}
+n = text.count("a") + everyone.index"""
+    package = write(tmp_path, {"loop.py": lines, "distributed/__init__.py": lines})
+    assert sorted(int(text.partition(":")[0]) for text in askers(package)["loop"]) == [*range(1, 10)]
+    assert len(askers(package)) == 1
 
 
 def test_a_room_that_is_gone_is_found(tmp_path):

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
+from tsunax._core import processes
 from tsunax.data import order
 from tsunax.data.batching import batches
 from tsunax.data.checks import check_batch
@@ -28,7 +29,6 @@ from tsunax.data.cursors import as_source
 from tsunax.data.on_devices import gather
 from tsunax.data.packing import interleave
 from tsunax.data.prefetching import prefetch
-from tsunax.distributed import joining
 from tsunax.errors import DataError, HyperparameterError, ParamsError, WrongTypeError
 
 N = 23
@@ -225,7 +225,8 @@ def test_processes_share_a_batch(rows, size, n, shuffle, kind):
 
 
 def test_a_process_has_its_own_part_by_default(monkeypatch):
-    monkeypatch.setattr(joining, "here", lambda: (2, 3))
+    monkeypatch.setattr(processes.Alone, "index", 2)
+    monkeypatch.setattr(processes.Alone, "count", 3)
     mine, part = batches(ARRAYS, 6, shuffle=True), batches(ARRAYS, 6, shuffle=True, process=(2, 3))
     assert_same(epochs_of(mine, 2), epochs_of(part, 2))
     rows = len(ARRAYS["x"])

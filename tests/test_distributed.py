@@ -23,6 +23,7 @@ from jax._src.lib import _jax
 from tests.helpers import absent, need
 from tests.programs import processes
 from tsunax import distributed
+from tsunax._core import processes as everyone
 from tsunax.distributed import _peers, joining
 from tsunax.errors import DataError, ProcessError, WrongTypeError
 from tsunax.run.agreement import Alike
@@ -377,7 +378,7 @@ LAUNCHERS = {
 def environment(monkeypatch):
     """A function that sets variables, and takes away those of all launchers."""
 
-    monkeypatch.setattr(joining, "_is_alone", False)
+    monkeypatch.setattr(everyone, "_is_alone_on_purpose", False)
 
     def change(variables):
         for name in list(os.environ):
@@ -766,7 +767,7 @@ def test_a_port_that_is_taken(environment):
 
 def test_one_index_everywhere(monkeypatch):
     """On a TPU the launcher may number the processes in another order than JAX does: the index is JAX's."""
-    monkeypatch.setattr(_peers, "initialized", lambda: (None, 0, 2))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert (distributed.process_index(), distributed.process_count(), distributed.is_main()) == (1, 2, False)

@@ -27,11 +27,11 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
+from tsunax._core.processes import Alone
 from tsunax._core.stable_text import code_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
-from tsunax.distributed import collectives as distributed
 from tsunax.errors import CheckpointError, DataError, RowError, StateError
 from tsunax.precision import LossScale
 from tsunax.run import callbacks, loggers
@@ -258,7 +258,7 @@ def test_a_finished_run_that_is_started_again_has_no_restart(tmp_path):
 def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypatch):
     """A manifest that one process cannot read ends the call on all of them; alone, the others would wait."""
     state, _ = fit(tmp_path, make(), 3)
-    together, manifest, inside, seen = distributed.together, _home.CheckpointHome.manifest, [], []
+    together, manifest, inside, seen = Alone.together, _home.CheckpointHome.manifest, [], []
 
     def all_of_them(*args, **given):
         inside.append(1)
@@ -267,7 +267,7 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
         finally:
             inside.pop()
 
-    monkeypatch.setattr(distributed, "together", all_of_them)
+    monkeypatch.setattr(Alone, "together", all_of_them)
     read = lambda *args: seen.append(bool(inside)) or manifest(*args)
     monkeypatch.setattr(_home.CheckpointHome, "manifest", read)
     with Checkpoints(tmp_path) as checkpoints:

@@ -51,8 +51,9 @@ def row_parts_here(mesh) -> int:
         return parts
     places = _on(mesh, 0).addressable_devices_indices_map((parts,)).values()
     mine = len({place[0].start for place in places if place})
-    if mine * jax.process_count() != parts:
-        got = f"{parts} parts of rows for {jax.process_count()} processes"
+    count = len({device.process_index for device in mesh.devices.flat})
+    if mine * count != parts:
+        got = f"{parts} parts of rows for {count} processes"
         fix = "Give axes that hold rows (data, fsdp) to processes, tensor to the devices of one."
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
     return mine

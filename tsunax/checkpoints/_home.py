@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tsunax._core import durable_files
+from tsunax._core import durable_files, processes
 from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
-from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
@@ -182,7 +181,7 @@ class CheckpointHome:
             try:
                 found.append(Manifest.parse(self.load(path, LIMIT)))
             except (OSError, ValueError) as error:
-                raise Damaged(f"part of {collectives.name_of(i)}: {told(error)}") from None
+                raise Damaged(f"part of {processes.current().name_of(i)}: {told(error)}") from None
             path.unlink()
         return _manifest.merged(found)
 

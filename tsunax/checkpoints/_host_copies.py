@@ -1,5 +1,6 @@
 """The saved part of a state, on the host: checked, copied, and searched for numbers not finite."""
 
+import collections
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +71,7 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     """
     found = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
-    work, loads = {}, [0] * jax.process_count()
+    work, loads = {}, collections.Counter()
     for leaf, (_, x) in zip(found, tree.leaves, strict=True):
         if not leaf.dtype:
             continue

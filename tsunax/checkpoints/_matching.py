@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import patterns, trees
+from tsunax._core import patterns, processes, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.checkpoints._blocks import other_bytes
@@ -172,8 +172,8 @@ class RestorePlan:
             return None
         holders = holders_of(sharding, pair.saved.shape)
         found: dict[int, tuple[Bounds, ...]] = {}
-        for bounds, processes in holders.items():
-            for i in processes:
+        for bounds, indices in holders.items():
+            for i in indices:
                 found[i] = (*found.get(i, ()), bounds)
         distinct = set(found.values())  # else two processes share some of their parts but not all
         are_apart = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
@@ -181,7 +181,7 @@ class RestorePlan:
 
     def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
         """What this process needs of a saved leaf; None for all of it."""
-        return (self.parts(pair) or {}).get(jax.process_index())
+        return (self.parts(pair) or {}).get(processes.current().index)
 
     def word(self, sums: Mapping[str, int]) -> str:
         """The hashes of what this process read in parts, 16 digits each, for the other ones."""

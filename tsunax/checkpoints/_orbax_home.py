@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from tsunax import errors
-from tsunax._core import durable_files, trees
+from tsunax._core import durable_files, processes, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
@@ -153,7 +153,7 @@ class OrbaxHome(CheckpointHome):
             else:  # the first process writes it
                 arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
         save = _Save()
-        if jax.process_index():
+        if not processes.current().is_first:
             save.done.set_result(None)
         by_keys = {keys: arrays[name] for name, keys in _keys_of(arrays).items()}
         items: dict[str, Any] = {OURS: save}

@@ -23,7 +23,6 @@ from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
-from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.states import COUNTED
 
@@ -53,7 +52,8 @@ def newest(
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
         raise WrongTypeError("resume", "restore()", got, expected)
-    collectives.compare("restore()", {"resume": resume, **alike}, run.timeout + 10)
+    settings = {"resume": resume, **alike}
+    run.everyone.compare("restore()", lambda: settings, run.timeout + 10)
     where = str(run.path)
 
     def look():
@@ -135,12 +135,11 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
             expected = f"format {_manifest.FORMAT} or earlier"
             parts = "checkpoint", str(folder), error, expected, "Update tsunax."
             raise CheckpointError(*parts) from None
-        several = collectives.process_count() > 1
-        return manifest, durable_files.sha256(manifest.dump()) if several else ""
+        return manifest, durable_files.sha256(manifest.dump())
 
     def read_arrays():
         plan = how.plan(manifest, folder)
-        parts = [] if how.skips_optimizer else _parts(run, manifest)
+        parts = [] if how.skips_optimizer else _parts(run, manifest, len(digests))
         arrays = [x for part in parts for x in part.arrays]
         wanted = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
@@ -229,9 +228,9 @@ def _changed_leaves(run, at: int, state) -> list[str]:
     return numbers + [leaves.show("state", path) for path in paths if ".numbers" not in path]
 
 
-def _parts(run, manifest: Manifest) -> list[Parts]:
-    """Data, history and callbacks of the first process, then those of this one."""
-    first, count = manifest.parts[:1], collectives.process_count()
+def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
+    """Data, history and callbacks of the first process, then those of this one of `count`."""
+    first = manifest.parts[:1]
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
     if any("data" in part.values for part in manifest.parts[1:]):  # each at a place of its own

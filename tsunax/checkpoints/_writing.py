@@ -14,7 +14,6 @@ from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, st
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.distributed import collectives
 from tsunax.errors import CheckpointError, RowError, WrongTypeError, unknown
 
 
@@ -23,11 +22,14 @@ def start(run, state, step, given: Mapping[str, Any], metrics) -> Job:
     copy = lambda: _copied(run, state, step, given, metrics)
     (tree, manifest, blocks), words = run.together("save()", copy)
     first, mine = json.loads(words[0]), json.loads(words[run.process])
-    if collectives.process_count() > 1:
+
+    def things():
         alike = {"step": manifest.step, "setup": list(manifest.states.values())}
         for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
             alike[leaves.show("state", path)] = x if _host_copies.is_local(x) else str(leaf)
-        collectives.compare("save()", alike, run.timeout + 10)
+        return alike
+
+    run.everyone.compare("save()", things, run.timeout + 10)
     if run.process:  # of data and callbacks what differs from the first process's
         own = {name: given[name] for name, digest in mine["digests"].items()
                if digest != first["digests"][name]}  # fmt: skip
@@ -70,9 +72,8 @@ def _copied(run, state, step: int | None, given: Mapping[str, Any], metrics):
     states = {path: state_facts.facts_of(s) for path, s in tree.states.items()}
     parts = [] if run.process else [_host_copies.encoded(given, blocks, 0)]
     manifest = _manifest.Manifest(at, found, states, parts, numbers)
-    word: dict[str, Any] = {"digests": {}}
-    if collectives.process_count() > 1:
-        word["digests"] = {name: _digest(given[name], name) for name in ("data", "callbacks")}
+    digests = {name: _digest(given[name], name) for name in ("data", "callbacks")}
+    word: dict[str, Any] = {"digests": digests}
     if not run.process:
         known = run.home.known()
         if known and at < max(known):
@@ -105,7 +106,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
     def together(what, f):
         how = {"thread": run.thread, "kinds": (Damaged,)}
         left = max(1.0, end - time.monotonic())
-        return run.together(f"{what} of step {step}", f, timeout=left, **how)[0]
+        return run.together(f"{what} of step {step}", f, timeout=left, **how)
 
     def write():
         try:
@@ -116,16 +117,16 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
             blocks.clear()
 
     with _discarding(run, name):
-        first = together("part", write)
-        together("manifest", lambda: (_commit(run, name, first), ""))
+        first, words = together("part", write)
+        together("manifest", lambda: (_commit(run, name, first, len(words)), ""))
     if not run.process:
         run.home.drop(drop)
 
 
-def _commit(run, name: str, first: _manifest.Manifest) -> None:
+def _commit(run, name: str, first: _manifest.Manifest, count: int) -> None:
     if run.process:
         return run.home.commit(name, None)
-    whole = run.home.together(name, first, collectives.process_count())
+    whole = run.home.together(name, first, count)
     if run._lock is None:
         raise Damaged("closed before it was written")
     run._lock.renew(run.path)

@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 
-from tsunax._core import PyTree, StrPath, checks, durable_files, trees
+from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing
 from tsunax.checkpoints._disk_home import DiskHome
 from tsunax.checkpoints._home import CheckpointHome
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.distributed import collectives
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -154,7 +153,8 @@ class Checkpoints:
         self.keep_best: Best | None = keep_best
         self.read_only: bool = read_only
         self.timeout: float = timeout
-        self.process: int = collectives.process_index()
+        self.everyone: processes.Alone = processes.current()
+        self.process: int = self.everyone.index
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
         self._saved_arrays: list[weakref.ref[Any]] = []
@@ -182,19 +182,18 @@ class Checkpoints:
             self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
-        collectives.compare("Checkpoints()", settings, self.timeout + 10)
+        self.everyone.compare("Checkpoints()", lambda: settings, self.timeout + 10)
         _, words = self.together("Checkpoints()", take)
         text, self.thread = json.loads(words[0])
-        if collectives.process_count() > 1:
-            self.together("Checkpoints()", join)
+        self.together("Checkpoints()", join)
 
     def together(
         self, name: str, f: Callable[[], tuple[Any, str]], **how: Any
     ) -> tuple[Any, list[str]]:
-        """`collectives.together` with the run's timeout and kinds of errors."""
+        """`together` of all processes, with the run's timeout and kinds of errors."""
         kinds = (Damaged, CheckpointError, SaveError)
         how = {"timeout": self.timeout + 10, "kinds": kinds, **how}
-        return collectives.together(name, f, **how)
+        return self.everyone.together(name, f, **how)
 
     @property
     def run_id(self) -> str:

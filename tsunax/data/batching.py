@@ -16,11 +16,10 @@ from typing import Any, ClassVar, Never
 import jax
 import numpy as np
 
-from tsunax._core import Device, PyTree, checks, placement, trees
+from tsunax._core import Device, PyTree, checks, placement, processes, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.data.positions import Positioned
-from tsunax.distributed import process_count, process_index
 from tsunax.errors import DataError, WrongTypeError, told
 
 
@@ -261,7 +260,8 @@ def _checked_process(process: Any, batch_size: int, device: Any) -> order.Proces
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
         raise WrongTypeError("process", where, trees.describe(process), "(index, count), two ints")
-    index, count = process or ((0, 1) if spans else (process_index(), process_count()))
+    everyone = processes.current()
+    index, count = process or ((0, 1) if spans else (everyone.index, everyone.count))
     if not 0 <= index < count or (spans and count > 1):
         expected = "(0, 1), with a device of all processes" if spans else "an index below the count"
         raise DataError("process", where, process, expected)

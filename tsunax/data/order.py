@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from tsunax.distributed import process_count
+from tsunax._core import processes
 
 SORTED = 1 << 22  # rows of an epoch that a sort shuffles: 0.4 s, and the fastest for each row
 AHEAD = 1 << 16  # rows that a permutation gives together: their words stay in a cache
@@ -113,6 +112,4 @@ def share(rows: int, batch_size: int, process: Process) -> slice:
 
 def is_whole(rows: int, batch_size: int, count: int) -> bool:
     """Whether every process gets all rows of a batch: a short one that no equal parts divide."""
-    # of the devices, if the processes train as one program
-    parts = jax.device_count() if count > 1 and count == process_count() else count
-    return count > 1 and rows < batch_size and bool(rows % parts)
+    return count > 1 and rows < batch_size and bool(rows % processes.current().row_parts(count))

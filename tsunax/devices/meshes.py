@@ -19,10 +19,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsunax._core import Device, PyTree, checks, device_kinds, patterns, placement, tables, trees
+from tsunax._core import (
+    Device,
+    PyTree,
+    checks,
+    device_kinds,
+    patterns,
+    placement,
+    processes,
+    tables,
+    trees,
+)
 from tsunax._step.members import members_of
 from tsunax.devices import selection
-from tsunax.distributed import collectives
 from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, base, trained_part
@@ -194,8 +203,9 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
 
 def _the_same(state, mesh):
     """The state, which has to be the same on all processes, as they hold it as one array."""
-    if collectives.spans_all(mesh.devices.flat):
-        collectives.compare("shard()", {"state": state}, collectives.LAST)
+    everyone = processes.current()
+    if everyone.spans_all(mesh.devices.flat):
+        everyone.compare("shard()", lambda: {"state": state}, processes.LAST)
     return state
 
 

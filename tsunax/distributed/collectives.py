@@ -2,7 +2,8 @@
 
     ts.distributed.check_in_sync(seed=seed, params=params, settings=settings)
 
-It works on the host, over the key-value store of JAX's coordination service (`_peers.py`).
+It works on the host, over the key-value store of JAX's coordination service (`_peers.py`). The rest
+of the package sees `Several` through `_core/processes.py`.
 """
 
 import json
@@ -15,25 +16,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import PyTree, stable_text, trees
+from tsunax._core import PyTree, processes, stable_text, trees
 from tsunax.distributed import joining
-from tsunax.distributed.joining import LAST, process_count, process_index
 from tsunax.errors import ProcessError, TsunaxError, WrongTypeError, told
 
-__all__ = [
-    "LAST", "agree", "barrier", "broadcast", "check_in_sync", "compare", "gather", "name_of",
-    "process_count", "process_index", "spans_all", "together", "words",
-]  # fmt: skip
-
-
-def gather(name: str, text: str = "", timeout: float | None = None, thread: str = "") -> list[str]:
-    """What all processes say at this place, by index; a `thread` has places of its own."""
-    index, count = joining.here()
-    if count == 1:
-        return [text]
-    if (peers := joining.peers()) is None:
-        raise ProcessError(name, "", "a process that has given up", "one of those that train")
-    return peers.gather(name, text, timeout, thread, index)
+__all__ = ["agree", "barrier", "broadcast", "check_in_sync"]
 
 
 def barrier(name: str = "barrier", timeout: float | None = None) -> None:
@@ -44,7 +31,7 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
     """
     if timeout is not None:
         joining.check_seconds("barrier()", timeout=timeout)
-    gather(f"barrier {name!r}", "", timeout)
+    processes.current().gather(f"barrier {name!r}", "", timeout)
 
 
 def agree(asked: int = 0) -> int:
@@ -60,58 +47,7 @@ def agree(asked: int = 0) -> int:
     >>> agree(), agree(15)
     (0, 15)
     """
-    peers = joining.peers()
-    return asked if peers is None else peers.agree(asked)
-
-
-def spans_all(devices: Iterable[Any]) -> bool:
-    """Whether these devices are of several processes, and of all that there are."""
-    return len({one.process_index for one in devices}) == process_count() > 1
-
-
-def words(name: str, text: str) -> list[str]:
-    """What each process says at this place, by index; waits half an hour at most."""
-    return gather(name, text, LAST)
-
-
-def together(
-    name: str,
-    f: Callable[[], tuple[Any, str]],
-    *,
-    timeout: float | None = None,
-    thread: str = "",
-    kinds: Sequence[type[Exception]] = (),
-) -> tuple[Any, list[str]]:
-    """`f()`, which returns (value, word), on all processes: its value and the words of all.
-
-    The process that failed raises its own error; the others raise one that names the process: of
-    its kind among `kinds` (from the mildest on), or else a ProcessError.
-    """
-    if process_count() == 1:
-        value, word = f()
-        return value, [word]
-    value, word, mine, said = None, "", None, [len(kinds), "", ""]
-    try:
-        value, word = f()
-        said = [-1, "", word]
-    except Exception as error:
-        mine, known = error, isinstance(error, (TsunaxError, *kinds))
-        grade = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
-        said = [grade, str(error) if known else told(error), ""]
-    everyone = [json.loads(text) for text in gather(name, json.dumps(said), timeout, thread)]
-    grade, problem, _ = worst = max(everyone, key=lambda said: said[0])
-    if grade < 0:
-        return value, [word for _, _, word in everyone]
-    who = everyone.index(worst)
-    if who == process_index() and mine is not None:
-        raise mine
-    raise [*kinds, ProcessError][grade](f"{name_of(who)}: {problem}")
-
-
-def name_of(index: int) -> str:
-    """How messages call a process."""
-    peers = joining._peers_of_run
-    return f"process {index}" if peers is None else peers.name_of(index)
+    return processes.current().agree(asked)
 
 
 def check_in_sync(**things: Any) -> None:
@@ -124,29 +60,7 @@ def check_in_sync(**things: Any) -> None:
 
     >>> check_in_sync(seed=0, params={"w": [1.0, 2.0]})
     """
-    compare("check_in_sync()", things)
-
-
-def compare(where: str, things: Mapping[str, Any], timeout: float | None = None) -> None:
-    """`check_in_sync` at a place, whose name the message has where others are at another one."""
-    if process_count() == 1:
-        return
-    parts: dict[str, str] = {}
-    for name, thing in things.items():
-        parts |= stable_text.parts_of(name, thing)
-    if len(set(gather(where, stable_text.hash_of(json.dumps(parts).encode()), timeout))) == 1:
-        return
-    everyone = [json.loads(text) for text in gather(f"{where} in detail", json.dumps(parts))]
-    differ = []
-    for place in dict.fromkeys(place for said in everyone for place in said):
-        texts = [said.get(place, "nothing") for said in everyone]
-        if (other := next((text for text in texts if text != texts[0]), None)) is not None:
-            at = len(os.path.commonprefix([other, texts[0]]))  # noqa: RUF071, characters
-            got, first, who = _around(other, at), _around(texts[0], at), texts.index(other)
-            differ.append(f"{place}: got {got} on {name_of(who)}, {first} on process 0")
-    where = "" if where == "check_in_sync()" else f" at {where}"
-    text = f"processes differ{where}: {trees.listed(differ, 10, '; ')}"
-    raise ProcessError(f"{text}. They must be the same on all.")
+    processes.current().compare("check_in_sync()", lambda: things)
 
 
 def _around(text: str, at: int) -> str:
@@ -165,7 +79,8 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}
     """
-    index, count = joining.here()
+    everyone = processes.current()
+    index, count = everyone.index, everyone.count
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
         raise ProcessError("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}")
     keyed, treedef = jtu.tree_flatten_with_path(tree)
@@ -182,10 +97,10 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
     if count == 1:
         return tree
-    compare("broadcast()", known)
+    everyone.compare("broadcast()", lambda: known)
     leaves = [leaf for _, leaf in keyed]
     plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
-    values = json.loads(gather("broadcast()", plain)[root])
+    values = json.loads(everyone.gather("broadcast()", plain)[root])
     raw = [trees.on_host(x).reshape(-1).view(np.uint8) for x in leaves if trees.is_array(x)]
     if raw:
         from jax.experimental import multihost_utils
@@ -204,3 +119,117 @@ def _like(leaf: Any, part: np.ndarray) -> Any:
     if isinstance(leaf, jax.Array):
         return jax.device_put(new, leaf.sharding if leaf.committed else None)
     return new if isinstance(leaf, np.ndarray) else new[()]
+
+
+class Several(processes.Alone):
+    """The processes of a run that `jax.distributed` knows, in place of `processes.Alone`."""
+
+    logs_alike = False
+
+    @property
+    def index(self) -> int:
+        return jax.process_index()
+
+    @property
+    def count(self) -> int:
+        if (count := jax.process_count()) == 1:
+            processes.check_started()
+        return count
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def sees_whole_batches(self) -> bool:
+        return jax.process_count() == 1
+
+    def check_alone(self, where: str) -> None:
+        if self.count > 1:
+            raise ProcessError(where, "", f"{self.count} processes", "one")
+
+    def spans_all(self, devices: Iterable[Any]) -> bool:
+        return len({device.process_index for device in devices}) == self.count > 1
+
+    def row_parts(self, count: int) -> int:
+        # of the devices, if the processes train as one program
+        return jax.device_count() if count == self.count else count
+
+    def name_of(self, index: int) -> str:
+        peers = joining._peers_of_run
+        return f"process {index}" if peers is None else peers.name_of(index)
+
+    def agree(self, asked: int = 0) -> int:
+        peers = joining.peers()
+        return asked if peers is None else peers.agree(asked)
+
+    def gather(
+        self, name: str, text: str = "", timeout: float | None = None, thread: str = ""
+    ) -> list[str]:
+        if self.count == 1:
+            return [text]
+        if (peers := joining.peers()) is None:
+            got = "a process that has given up"
+            raise ProcessError(name, "", got, "one of those that train")
+        return peers.gather(name, text, timeout, thread, self.index)
+
+    def together(
+        self,
+        name: str,
+        f: Callable[[], tuple[Any, str]],
+        *,
+        timeout: float | None = None,
+        thread: str = "",
+        kinds: Sequence[type[Exception]] = (),
+    ) -> tuple[Any, list[str]]:
+        """`f()` on all processes. The process that failed raises its own error.
+
+        The others raise one that names the process: of its kind among `kinds` (from the mildest
+        on), or else a ProcessError.
+        """
+        value, own_error, said = None, None, [len(kinds), "", ""]
+        try:
+            value, word = f()
+            said = [-1, "", word]
+        except Exception as error:
+            own_error, is_known = error, isinstance(error, (TsunaxError, *kinds))
+            grade = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
+            said = [grade, str(error) if is_known else told(error), ""]
+            if self.count == 1:
+                raise
+        texts = self.gather(name, json.dumps(said), timeout, thread)
+        everyone = [json.loads(text) for text in texts]
+        grade, problem, _ = worst = max(everyone, key=lambda said: said[0])
+        if grade < 0:
+            return value, [word for _, _, word in everyone]
+        who = everyone.index(worst)
+        if who == self.index and own_error is not None:
+            raise own_error
+        raise [*kinds, ProcessError][grade](f"{self.name_of(who)}: {problem}")
+
+    def compare(
+        self, where: str, things: Callable[[], Mapping[str, Any]], timeout: float | None = None
+    ) -> None:
+        if self.count == 1:
+            return
+        parts: dict[str, str] = {}
+        for name, thing in things().items():
+            parts |= stable_text.parts_of(name, thing)
+        own_hash = stable_text.hash_of(json.dumps(parts).encode())
+        if len(set(self.gather(where, own_hash, timeout))) == 1:
+            return
+        texts = self.gather(f"{where} in detail", json.dumps(parts))
+        everyone, differ = [json.loads(text) for text in texts], []
+        for place in dict.fromkeys(place for parts in everyone for place in parts):
+            texts = [parts.get(place, "nothing") for parts in everyone]
+            if (other := next((text for text in texts if text != texts[0]), None)) is not None:
+                at = len(os.path.commonprefix([other, texts[0]]))  # noqa: RUF071, characters
+                got, first = _around(other, at), _around(texts[0], at)
+                who = self.name_of(texts.index(other))
+                differ.append(f"{place}: got {got} on {who}, {first} on process 0")
+        where = "" if where == "check_in_sync()" else f" at {where}"
+        text = f"processes differ{where}: {trees.listed(differ, 10, '; ')}"
+        raise ProcessError(f"{text}. They must be the same on all.")
+
+
+SEVERAL = Several()

@@ -23,6 +23,8 @@ import jax
 from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 
+from tsunax._core import processes
+from tsunax._core.processes import LAST, number, stay_alone
 from tsunax.distributed import _peers
 from tsunax.errors import ProcessError, told
 
@@ -30,11 +32,8 @@ __all__ = ["check_seconds", "give_up", "peers", "process_count", "process_index"
 
 # seconds after `peer_timeout` in which JAX, too, would end the process: should this module fail
 SPARE = 10
-# seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
-LAST = 1800.0
 
 _peers_of_run: _peers.Peers | None = None
-_is_alone = False  # because start() said so
 _is_watching = False  # from start() on
 _is_ours = False  # `jax.distributed`, which start() has initialized
 _has_given_up = False
@@ -49,45 +48,28 @@ class _Launch(NamedTuple):
     is_one_host: bool
 
 
-def _number(name: str) -> int | None:
-    """A variable of the environment as a number; None without. Raises ProcessError."""
-    text = os.environ.get(name, "").strip()
-    if text and not text.isdigit():
-        raise ProcessError(name, "the environment", repr(text), "a number")
-    return int(text) if text else None
-
-
-def _launched() -> int:
-    """How many processes the variables of a launcher speak of; 1 without."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
-        if (n := _number(name)) is not None:
-            return n
-    slurm = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS") or 1
-    return slurm if "SLURM_STEP_NODELIST" in os.environ else 1
-
-
 def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _Launch:
     """From arguments, then JAX_* variables, then what JAX knows of launchers, and MPIs besides."""
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count = _number("JAX_NUM_PROCESSES") if count is None else count
-    index = _number("JAX_PROCESS_ID") if index is None else index
+    count = number("JAX_NUM_PROCESSES") if count is None else count
+    index = number("JAX_PROCESS_ID") if index is None else index
     if index is None and address is not None and count is not None:
-        index = _number("JOB_COMPLETION_INDEX")  # of an indexed job of Kubernetes
+        index = number("JOB_COMPLETION_INDEX")  # of an indexed job of Kubernetes
     method, is_one_host = None, False
-    if (n := _number("OMPI_COMM_WORLD_SIZE")) is not None:
-        is_one_host = _number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
+    if (n := number("OMPI_COMM_WORLD_SIZE")) is not None:
+        is_one_host = number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
         if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # Open MPI 5 does not say where process 0 is
             method = "mpi4py"
             if is_one_host and (count, address) == (None, None):
                 job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
-                port = _number("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
-                address, count, index = f"127.0.0.1:{port}", n, _number("OMPI_COMM_WORLD_RANK")
-                local_device_ids = local_device_ids or [_number("OMPI_COMM_WORLD_LOCAL_RANK")]
+                port = number("JAX_COORDINATOR_PORT") or 61440 + zlib.crc32(job.encode()) % 4096
+                address, count, index = f"127.0.0.1:{port}", n, number("OMPI_COMM_WORLD_RANK")
+                local_device_ids = local_device_ids or [number("OMPI_COMM_WORLD_LOCAL_RANK")]
     elif "SLURM_STEP_NODELIST" in os.environ:
-        is_one_host = _number("SLURM_STEP_NUM_NODES") == 1
+        is_one_host = number("SLURM_STEP_NUM_NODES") == 1
         if count is None:  # of this step; in an interactive shell that is 1, whatever the job has
-            count = _number("SLURM_STEP_NUM_TASKS")
-    elif (_number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
+            count = number("SLURM_STEP_NUM_TASKS")
+    elif (number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
         method = "mpi4py"
     if count != 1 and None in (address, count, index):
         if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
@@ -169,7 +151,7 @@ def start(
     >>> process_index(), process_count()
     (0, 1)
     """
-    global _is_alone, _is_ours
+    global _is_ours
     if _is_watching:
         return
     check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
@@ -178,7 +160,7 @@ def start(
     if (found := _peers.initialized()) is None:
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         if launch.count == 1:
-            _is_alone = num_processes == 1
+            stay_alone(num_processes == 1)
             return
         place = _place(launch)
         if xla_bridge.backends_are_initialized():
@@ -348,30 +330,17 @@ def _at_exit() -> None:
     os._exit(1)
 
 
-def here() -> tuple[int, int]:
-    """The index of this process, and how many there are."""
-    if _peers.initialized() is not None or xla_bridge.backends_are_initialized():
-        index, count = jax.process_index(), jax.process_count()
-    else:
-        index, count = 0, 1
-    if count == 1 and not _is_alone and (n := _launched()) > 1:
-        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
-        got, expected = f"one of {n}, and not started", "ts.distributed.start()"
-        raise ProcessError("process", "", got, expected, f"{fix}by itself.")
-    return index, count
-
-
 def process_index() -> int:
     """Which process this is, an int from 0.
 
     Raises ProcessError if a launcher made several, and `start` was not called.
     """
-    return here()[0]
+    return processes.current().index
 
 
 def process_count() -> int:
     """The number of processes. Raises ProcessError as `process_index`."""
-    return here()[1]
+    return processes.current().count
 
 
 def is_main() -> bool:

@@ -6,6 +6,7 @@ n, report = find_accumulation(step, state, example, 512)   the same for a batch 
 
 import bisect
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -16,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function, PyTree, checks, placement, tables, trees
+from tsunax._core import Function, PyTree, checks, placement, processes, tables, trees
 from tsunax._step.members import members_of
-from tsunax.distributed import collectives
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
@@ -242,7 +242,8 @@ def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> A
         got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
         raise WrongTypeError("step", where, got, "one that can be lowered", fix)
     total, source = _memory.limit_of(memory, state, where)
-    total = min(map(int, collectives.words(where, str(total))))
+    words = functools.partial(processes.current().gather, timeout=processes.LAST)
+    total = min(map(int, words(where, str(total))))
     limit = int(total * (1 - margin))
     source += f", {margin:.0%} of it kept free" if margin else ""
     shapes = jax.eval_shape(lambda x: x, example)
@@ -260,7 +261,7 @@ def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> A
             if not said and not isinstance(error, MemoryError):
                 raise
         fits = need is not None and need.total <= limit
-        fits = not any(collectives.words(where, "" if fits else "no"))  # all go on together
+        fits = not any(words(where, "" if fits else "no"))  # all go on together
         return SizeTrial(size, fits, need, time.perf_counter() - began)
 
     first = len(sizes) if whole else bisect.bisect_right(sizes, _FIRST * sizes[0])

@@ -18,11 +18,10 @@ from typing import Any
 
 import jax
 
-from tsunax._core import Function, PyTree, stable_text, trees
+from tsunax._core import Function, PyTree, processes, stable_text, trees
 from tsunax._step.members import check_local_members
 from tsunax.data.cursors import Source
 from tsunax.data.positions import Data, innermost
-from tsunax.distributed import collectives
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
 from tsunax.states import COUNTED
 
@@ -34,10 +33,11 @@ class Alike:
 
     def __init__(self, where: str, state: PyTree, data: Iterable[PyTree] | None) -> None:
         self.where = where
+        self.everyone: processes.Alone = processes.current()
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         spread = next((x for x in arrays if not x.is_fully_addressable), None)
         self.spans: bool = spread is not None
-        self._speaks = spread is not None and collectives.spans_all(spread.sharding.device_set)
+        self._speaks = spread is not None and self.everyone.spans_all(spread.sharding.device_set)
         data = innermost(data)
         self._data: Any = data if isinstance(data, Data) and data.gathers else None
         is_known = self._data is not None and self._data.is_of_arrays  # by its settings
@@ -45,7 +45,7 @@ class Alike:
         self._compares = self._speaks and not is_known  # the batches, one after the other
         if self.spans:
             check_local_members(state, where)
-        if self._data is not None and collectives.process_count() > 1:
+        if self._data is not None and self.everyone.count > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
             text = "the state is on devices of some processes only, which are not compared"
@@ -56,7 +56,7 @@ class Alike:
             got = "on devices of this process alone, and of the data only its part"
             fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
             raise StateError("state", self.where, got, "on a mesh of all processes", fix)
-        index, count = collectives.process_index(), collectives.process_count()
+        index, count = self.everyone.index, self.everyone.count
         if self.spans and parts not in (1, count):
             expected = f"of {count}, or of one with rows of its own"
             raise DataError("data", self.where, f"batches(process=) of {parts} processes", expected)
@@ -78,7 +78,7 @@ class Alike:
             else:
                 found["some rows"] = data.sample()
             settings["data"] = found
-        collectives.compare(self.where, settings, collectives.LAST)
+        self._compare(self.where, settings)
 
     def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
         """Compare how the next batches of other data look (None at the end); `then`: an error."""
@@ -87,7 +87,7 @@ class Alike:
         found = "none, the data have ended"
         if shapes := ", ".join(trees.describe(x) for x in jax.tree.leaves(batch)):
             found = f"{then}{then and ', after '}{steps} of {shapes}"
-        collectives.compare(f"{place} of {self.where}", {"batches": found}, collectives.LAST)
+        self._compare(f"{place} of {self.where}", {"batches": found})
 
     def chunk(self, step: int, chunk: Any, source: Source) -> Any:
         """The batches of a call that begins with a step, compared."""
@@ -113,13 +113,21 @@ class Alike:
         except Exception as error:  # if all processes have it, the call raises it again
             program = f"none: {told(error)}"
         things = {what: program, "constants": constants}
-        collectives.compare(f"the first call of {self.where}", things, collectives.LAST)
+        self._compare(f"the first call of {self.where}", things)
+
+    def _compare(self, where: str, things: Mapping[str, Any]) -> None:
+        self.everyone.compare(where, lambda: things, processes.LAST)
+
+    def agree(self, asked: int) -> int:
+        """What any process of the run was asked for, on all at the same call; 0 before."""
+        return self.everyone.agree(asked) if self.spans else asked
 
     def _everyone(self, place: str, value: Any) -> list[Any]:
         """A value of each process, in order; of one process alone its own."""
         if not self._speaks:
             return [value]
-        texts = collectives.words(f"{place} of {self.where}", json.dumps(value))
+        text = json.dumps(value)
+        texts = self.everyone.gather(f"{place} of {self.where}", text, processes.LAST)
         return [json.loads(text) for text in texts]
 
     def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
@@ -127,7 +135,7 @@ class Alike:
         first, *others = self._everyone(place, found)
         for i, other in enumerate(others, start=1):
             if other.keys() != first.keys():
-                got = f"{', '.join(other)} on {collectives.name_of(i)}"
+                got = f"{', '.join(other)} on {self.everyone.name_of(i)}"
                 raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
         return first
 
@@ -139,7 +147,7 @@ class Alike:
 
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
             things = {"hyperparams": numbers, "state": small(state)}
-            collectives.compare(f"the callbacks of {place}", things, collectives.LAST)
+            self._compare(f"the callbacks of {place}", things)
         return next((text for text, _ in everyone if text), "")
 
     def slowest(self, seconds: Mapping[str, float]) -> str:
@@ -147,14 +155,14 @@ class Alike:
         own = sum(seconds[cause] for cause in ("data", "evaluation", "callbacks"))
         times = self._everyone("the times", own)
         more = max(times) - min(times)
-        name = collectives.name_of(times.index(max(times)))
+        name = self.everyone.name_of(times.index(max(times)))
         return f"{name} by {more:.1f} s" if more > sum(seconds.values()) / 20 else ""
 
     def signal(self, asked: int) -> int:
         """The signal that any of them got."""
         found = next(filter(None, self._everyone("the end", asked)), 0)
         # or the signal that one has got would end the next run
-        while self._speaks and found and not collectives.agree(found):
+        while self._speaks and found and not self.everyone.agree(found):
             time.sleep(1e-3)
         return found
 

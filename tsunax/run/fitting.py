@@ -23,7 +23,6 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, placement
 from tsunax._core.interrupts import Interrupt
-from tsunax.distributed import collectives
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
@@ -146,7 +145,7 @@ class Fit:
         run = self.run
         if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
             return True
-        self.signal = collectives.agree(interrupt.asked) if self.alike.spans else interrupt.asked
+        self.signal = self.alike.agree(interrupt.asked)
         return bool(self.signal)
 
     def steps_to_boundary(self) -> float:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import PyTree, Step, checks
+from tsunax._core import PyTree, Step, checks, processes
 from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
 from tsunax.run.agreement import Alike
@@ -123,13 +123,13 @@ def _feed(
         min((part.every for part in parts), default=float("inf")),
         options.goal.left(start),
         goes_on=True,
-        crosses=not any(part.epochs for part in parts) and jax.process_count() == 1,
+        crosses=not any(part.epochs for part in parts) and processes.current().sees_whole_batches,
         last=options.goal.epochs,
     )
 
 
 def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
-    if not options.progress or jax.process_index():
+    if not (options.progress and processes.current().is_first):
         return None
     from tsunax.run.progress import progress
 
@@ -152,7 +152,7 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
     goal = options.goal
     comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
     is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
-    if step.cuts_evenly and comes and is_the_one and jax.process_count() == 1:
+    if step.cuts_evenly and comes and is_the_one and processes.current().sees_whole_batches:
         from tsunax.microbatches import indivisible
 
         which = f", the last batch of an epoch of {len(data)}"

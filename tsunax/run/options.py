@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import Function, PyTree, checks, trees
+from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
@@ -118,7 +118,7 @@ class Options:
             raise WrongTypeError("logger", where, f"several that write to {twice[0]}", "one")
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
-        if jax.process_index():
+        if not processes.current().is_first:
             self.loggers = ()
 
     @functools.cached_property

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import PyTree, Step, trees
+from tsunax._core import PyTree, Step, processes, trees
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
@@ -45,7 +45,7 @@ class Rejections:
 
     def _has_batch(self, info: Any) -> bool:
         """Whether the batch of a rejected call can be looked at: several processes have parts."""
-        is_alone = isinstance(self.step, TrainStep) and jax.process_count() == 1
+        is_alone = isinstance(self.step, TrainStep) and processes.current().sees_whole_batches
         return is_alone and self._is_known(info)
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
@@ -111,7 +111,8 @@ class Rejections:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
         state, before = self.run.state, self.calls
         self.calls += len(verdicts)
-        if not self._is_known(infos) or not np.any(verdicts > 0) or jax.process_count() > 1:
+        has_batch = self._is_known(infos) and processes.current().sees_whole_batches
+        if not has_batch or not np.any(verdicts > 0):
             return  # of several processes none has the whole batch
         from tsunax._step import step_errors
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, trees
+from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, WrongTypeError, warn
@@ -188,7 +188,7 @@ class Saving(Part):
         if best is None or best.metric in run.taken:
             return False
         # what callbacks log may differ between processes, and all of them save together
-        is_alike = jax.process_count() == 1 or best.metric in run.evaluated_names
+        is_alike = processes.current().logs_alike or best.metric in run.evaluated_names
         if not is_alike or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
         known = zip(*run.history.series(best.metric), strict=True)

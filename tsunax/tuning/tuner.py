@@ -19,12 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, trees
+from tsunax._core import StrPath, checks, durable_files, processes, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
+from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
-from tsunax.distributed import collectives
-from tsunax.distributed.ray import library as ray_library
-from tsunax.errors import HyperparameterError, ProcessError, WrongTypeError, unknown, warn
+from tsunax.errors import HyperparameterError, WrongTypeError, unknown, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
 from tsunax.tuning._trials import Cause, Pruned, Result, Trial
@@ -97,8 +96,7 @@ def tune(
     checks.check_choice(mode, where, "mode", ("min", "max"))
     checks.check_count(seed, where, "seed", least=0)
     checks.check_count(members, where, "members")
-    if collectives.process_count() > 1:
-        raise ProcessError("tune", "", f"{collectives.process_count()} processes", "one")
+    processes.current().check_alone("tune")
     space = spaces.checked(space, where)
     _check_objective(objective, space)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
@@ -265,7 +263,7 @@ def as_trainable(
     """
 
     def train(config: Mapping[str, Any]) -> None:
-        tune = ray_library(".tune", "as_trainable()")
+        tune = library("ray.tune", "as_trainable()", extra="ray")
 
         def report(step: int, value: float) -> None:
             tune.report({metric: float(value), "step": int(step)})

@@ -1,0 +1,138 @@
+"""The processes that train together, as the rest of the package sees them: one object.
+
+    everyone = processes.current()
+    everyone.compare("shard()", {"state": state})    # nothing to do for one process
+
+`Alone` is one process, and agrees with itself. If there are several, `tsunax.distributed` has the
+object with the same methods. So nobody asks how many processes there are, and one process does not
+load the code of several.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tsunax.errors import ProcessError
+
+# seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
+LAST = 1800.0
+
+_is_alone_on_purpose = False  # because of start(num_processes=1)
+
+
+class Alone:
+    """One process: what it says is what all say. The methods are those of several processes."""
+
+    logs_alike: bool = True  # callbacks on several processes may log different numbers
+
+    @property
+    def sees_whole_batches(self) -> bool:
+        """Whether a batch is on this process whole: each of several has a part."""
+        return True
+
+    @property
+    def index(self) -> int:
+        """Which process this is, from 0. ProcessError if a launcher made several, not started."""
+        check_started()
+        return 0
+
+    @property
+    def count(self) -> int:
+        """How many processes there are. Raises ProcessError as `index`."""
+        check_started()
+        return 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that prints and logs."""
+        return True
+
+    def check_alone(self, where: str) -> None:
+        """Raise ProcessError where one process works by itself, and there are several."""
+        check_started()
+
+    def spans_all(self, devices: Iterable[Any]) -> bool:
+        """Whether these devices are of several processes, and of all that there are."""
+        return False
+
+    def gather(
+        self, name: str, text: str = "", timeout: float | None = None, thread: str = ""
+    ) -> list[str]:
+        """What each process says at the place of this name, by index."""
+        check_started()
+        return [text]
+
+    def together(
+        self,
+        name: str,
+        f: Callable[[], tuple[Any, str]],
+        *,
+        timeout: float | None = None,
+        thread: str = "",
+        kinds: Sequence[type[Exception]] = (),
+    ) -> tuple[Any, list[str]]:
+        """`f()`, which returns (value, word), on all processes: its value and the words of all."""
+        value, word = f()
+        return value, [word]
+
+    def compare(
+        self, where: str, things: Callable[[], Mapping[str, Any]], timeout: float | None = None
+    ) -> None:
+        """Raise ProcessError unless `things()` are the same on all processes."""
+
+    def agree(self, asked: int = 0) -> int:
+        """What any process asked for, on all of them at the same call; 0 before."""
+        return asked
+
+    def row_parts(self, count: int) -> int:
+        """How many equal parts the rows of a batch need that `count` processes share."""
+        return count
+
+    def name_of(self, index: int) -> str:
+        """How messages call a process."""
+        return f"process {index}"
+
+
+ALONE = Alone()
+
+
+def current() -> Alone:
+    """This process and those that train with it."""
+    if jax.distributed.is_initialized():
+        # by its name: it stands above this file, and one process does not load it
+        return importlib.import_module("tsunax.distributed.collectives").SEVERAL
+    return ALONE
+
+
+def number(name: str) -> int | None:
+    """A variable of the environment as a number; None without. Raises ProcessError."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdigit():
+        raise ProcessError(name, "the environment", repr(text), "a number")
+    return int(text) if text else None
+
+
+def launched() -> int:
+    """How many processes the variables of a launcher name; 1 without."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
+        if (n := number(name)) is not None:
+            return n
+    slurm = number("SLURM_STEP_NUM_TASKS") or number("SLURM_NTASKS") or 1
+    return slurm if "SLURM_STEP_NODELIST" in os.environ else 1
+
+
+def stay_alone(on_purpose: bool) -> None:
+    """Whether the user said that this process trains by itself, whatever a launcher says."""
+    global _is_alone_on_purpose
+    _is_alone_on_purpose = on_purpose
+
+
+def check_started() -> None:
+    """Raise ProcessError if a launcher made several processes that were not brought together."""
+    if not _is_alone_on_purpose and (n := launched()) > 1:
+        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
+        got, expected = f"one of {n}, and not started", "ts.distributed.start()"
+        raise ProcessError("process", "", got, expected, f"{fix}by itself.")
