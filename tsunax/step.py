@@ -309,6 +309,10 @@ def _verdict(
     if loss.overwritten is not None:  # It is in no norm.
         norm = guard.global_norm(loss.overwritten)
         update_norm = norm if update_norm is None else update_norm + norm
+    for average in averages_of(state).values():
+        if average.schedule is not None:
+            rate = average.scheduled_rate(state.step + 1)
+            update_norm = rate if update_norm is None else update_norm + rate
     opt_state = fields.get("opt_state", ())
     return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
 
