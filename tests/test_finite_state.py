@@ -76,8 +76,6 @@ def test_a_rule_whose_update_is_judged_keeps_its_infinities():
 
 def test_what_comes_in_later_is_warned_of(tmp_path):
     state, bad = fresh(), poisoned(fresh(), np.nan)
-    with pytest.warns(UserWarning, match=r"replace\(\): leaf at state\.opt_state"):
-        state.replace(opt_state=bad.opt_state)
     with pytest.warns(UserWarning, match=r"migrate\(\): leaf at state\.opt_state"):
         ts.migrate(bad, ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(1e-3)))
     with ts.Checkpoints(tmp_path / "run") as checkpoints:

@@ -160,12 +160,7 @@ class TrainState(Clocked):
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
-        state = dataclasses.replace(self, clock=clock, **fields)
-        if "opt_state" in fields:
-            from tsunax._step.finite_state import warn_if_not_finite
-
-            warn_if_not_finite(state, "replace()")
-        return state
+        return dataclasses.replace(self, clock=clock, **fields)
 
     if not TYPE_CHECKING:  # which would take every name for known
 

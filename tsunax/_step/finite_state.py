@@ -1,7 +1,7 @@
 """Whether a state is finite, which steps that judge their gradient alone take for granted.
 
 Such a step makes a finite state from a finite one. Numbers that come into a state on other ways
-are looked at there: in `restore`, `migrate` and `replace(opt_state=)`, and by the first step.
+are looked at there: in `restore` and `migrate`, and before the first call of a step.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
