@@ -701,6 +701,20 @@ MISSING_NAMES = {  # what is asked for, and what to write instead
     (ts.rules, "SGD"): "expected one of sgd, .*Did you mean 'sgd'?",
     (ts.schedules, "warmup_cosine"): "Did you mean 'warmup_cosine_decay_schedule'?",
     (ts, "Trainer"): r"Write state, history = ts.fit\(step, state, data, epochs=10\).",
+    (ts, "save"): r"Write ts.Checkpoints\(path\).save\(state\)",
+    (ts, "load"): r"Write ts.Checkpoints\(path\).restore\(state\)",
+    (ts, "Optimizer"): r"ts.setup\(rule, params\)",
+    (ts, "DataLoader"): "Did you mean 'batches'?",
+    (ts.losses, "info_nce"): "Did you mean 'ntxent'?",
+    (ts.schedules, "OneCycleLR"): "Did you mean 'cosine_onecycle_schedule'?",
+    (ts.callbacks, "TerminateOnNaN"): r"ts.fit\(..., max_bad=10\)",
+    (ts.metrics, "MeanAbsoluteError"): r"Give ts.metrics.Mean.of\(ts.losses.absolute_error\(",
+    (ts.metrics, "MeanSqaredError"): "Did you mean 'MeanSquaredError'?",
+    (ts.averages, "EMA"): "name at tsunax.averages: got 'EMA', .*Did you mean 'ema'?",
+    (ts.precision, "LossScaler"): "Did you mean 'LossScale'?",
+    (ts.data, "Dataset"): "name at tsunax.data: .*Did you mean 'batches'?",
+    (ts.models, "Linen"): "Did you mean 'linen'?",
+    (ts.loop, "fitt"): "Did you mean 'fit'?",
     (good(), "parms"): "Did you mean 'params'?",
     (good(), "apply_gradients"): r"Write state, info = ts.update\(state, grads\).",
     (good(), "rejectd"): "Did you mean 'rejected'?",
@@ -713,6 +727,21 @@ def test_a_name_of_another_library_is_missing(owner, name):
         getattr(owner, name)
     with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
         owner.__wrapped__  # noqa: B018
+
+
+FOREIGN_ARGUMENTS = {  # of fit
+    "early_stopping": r'Give callbacks=ts.callbacks.early_stopping\("val/loss", patience=5\)',
+    "accumulate": r"Give ts.train_step\(loss_fn, accumulate=4\)",
+    "accumulate_grad_batches": r"Give ts.train_step\(loss_fn, accumulate=4\)",
+    "resume_from_checkpoint": "Did you mean 'checkpoint'",
+    "ckpt_path": "Did you mean 'checkpoint'",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_ARGUMENTS)
+def test_an_argument_of_another_library_is_explained(name):
+    with pytest.raises(WrongTypeError, match=FOREIGN_ARGUMENTS[name]):
+        ts.fit(ts.train_step(loss_fn), good(), [X], **{name: 3})
 
 
 def unnamed(p, x):

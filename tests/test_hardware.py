@@ -98,6 +98,8 @@ def test_the_cpu_is_always_there():
     assert device() == device("cpu") == CPU[0]
     assert device("cpu", 3) == CPU[3] and devices() == devices("cpu") == CPU
     assert is_available("cpu") and not is_available("gpu")
+    assert is_available("cpu:7") and is_available(("cpu", 0)) and not is_available("gpu:0")
+    assert not any(map(is_available, ["cpu:8", ("cpu", 8), ("cpu", -1), ("cpu", "0")]))
     assert supported_devices() == device_kinds.KINDS[1:]
 
 
@@ -187,6 +189,8 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
         *((lambda k=k: device(k), DeviceError, f"Did you mean '{k.lower()}'?") for k in ("CUDA", "CPU", "TPU", "Metal")),
         (lambda: device("AMDGPU"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: is_available("gpus"), DeviceError, "Did you mean 'gpu'?"),
+        (lambda: is_available("gpus:1"), DeviceError, "got 'gpus', expected one of tpu"),
+        (lambda: device(" cpu "), DeviceError, "Did you mean 'cpu'?"),
         (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
         (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
         (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
@@ -392,6 +396,8 @@ def test_an_unknown_preference_is_not_written():
         prefer("amd")
     with pytest.raises(WrongTypeError, match=r"got 3 \(int\)"):
         prefer(3)
+    with pytest.raises(DeviceError, match=r"got 'cpu:1', .* Did you mean 'cpu'\? It takes a kind, without a number\."):
+        prefer("cpu:1")
     assert not Path(".tsunax-device").exists()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import signal
 import threading
 import time
@@ -1069,6 +1070,16 @@ FITS = {
 def test_wrong_arguments(given, text):
     with pytest.raises((WrongTypeError, HyperparameterError), match=text):
         fit(STEP, ts.setup(RULE, init()), data(), **given)
+
+
+def test_two_loggers_of_one_file_by_two_names_are_refused(tmp_path):
+    (tmp_path / "a.csv").touch()
+    os.link(tmp_path / "a.csv", tmp_path / "b.csv")
+    (tmp_path / "c.csv").symlink_to(tmp_path / "a.csv")
+    for name in "bc":
+        loggers = [ts.loggers.csv(tmp_path / "a.csv"), ts.loggers.csv(tmp_path / f"{name}.csv")]
+        with pytest.raises(WrongTypeError, match=r"several that write to .*a\.csv"):
+            fit(STEP, ts.setup(RULE, init()), data(), steps=2, logger=loggers)
 
 
 def test_wrong_places():

@@ -28,7 +28,7 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax import averages
 from tsunax._core.processes import Alone
-from tsunax._core.stable_text import code_of
+from tsunax._core.stable_text import code_of, values_of
 from tsunax.checkpoints import _home
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
@@ -468,6 +468,10 @@ EDITS = {
         r"but `weight` of loss_fn has changed from 1.0 to 2.0\. The script's",
     ),
     "data": ({"data": X + 1}, "data has changed"),
+    "scalar of JAX": (
+        {"step": weighted(jnp.float32(2))},
+        r"but `weight` of loss_fn has changed from 1.0 to 2\.0?\. The",
+    ),
 }
 PAIRS = {
     "optax": (
@@ -527,7 +531,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_of_the_script_is_told_once(tmp_path, name):
     edit, text = EDITS[name]
-    first = {"step": weighted(1.0)} if name == "number of a loss" else {}
+    first = {"step": weighted(1.0)} if "number" in name or "scalar" in name else {}
 
     def script(steps, step=STEP, data=X):
         fit(tmp_path, make(), steps, step, ts.batches(data, 4, shuffle=True))
@@ -713,10 +717,43 @@ def test_what_code_fills_while_it_runs_makes_no_other_text(monkeypatch):
     assert code_of(loss) != before[0]
 
 
-def test_arrays_that_code_refers_to_are_compared_by_shape_in_files_and_by_value_in_a_process():
+@pytest.mark.parametrize(
+    ("then", "now", "texts"),
+    [
+        (jnp.float32(0.5), jnp.float32(0.25), ("0.5", "0.25")),
+        (np.float32(0.3), np.float32(0.4), ("0.3", "0.4")),
+        (jnp.array([1, 2, 0.5]), jnp.array([1, 2, 0.7]), ("[1. 2. 0.5]", "[1. 2. 0.7]")),
+        ((1.0, 2, "sum"), (1.0, 3, "sum"), ("(1.0, 2, 'sum')", "(1.0, 3, 'sum')")),
+        ([1.0], [2.0], ("[1.0]", "[2.0]")),
+        (jnp.bfloat16(1), jnp.bfloat16(2), ("1", "2")),
+    ],
+)
+def test_small_arrays_and_tuples_count_with_their_values_and_are_named(then, now, texts):
+    loss = lambda weight: lambda params, x: x * weight
+    before, after = loss(then), loss(now)
+    assert code_of(before) == code_of(loss(then)) != code_of(after)
+    assert (values_of(before)["weight"], values_of(after)["weight"]) == texts
+
+
+def test_an_array_that_code_counts_in_or_gets_while_it_is_traced_makes_no_other_text():
+    counts = np.zeros(3)
+
+    def loss(params, x):
+        counts[0] += 1
+        return x
+
+    before = code_of(loss)
+    loss(None, 1.0)
+    assert code_of(loss) == before
+    texts = []
+    jax.make_jaxpr(lambda y: texts.append(code_of(lambda params, x: x * y)) or y)(1.0)
+    assert texts[0] != "unknown"
+
+
+def test_large_arrays_that_code_refers_to_are_compared_by_shape_in_files_and_by_value_in_a_process():
     large = jnp.zeros(20_000)
-    for value, other in ((np.ones(3), np.zeros(3)), (jnp.ones(3), jnp.zeros(3)), (large, large + 1)):
-        f, same, g = ((lambda p, x, y=y: x * y) for y in (value, value + 0 if value.size == 3 else value, other))
+    for value, other in ((np.ones(101), np.zeros(101)), (jnp.ones(101), jnp.zeros(101)), (large, large + 1)):
+        f, same, g = ((lambda p, x, y=y: x * y) for y in (value, value + 0 if value.size == 101 else value, other))
         assert code_text(f) == code_text(g) and references_of(f) == references_of(same) != references_of(g)
     long = list(range(1000))
     f, g = (lambda p, x, y=y: x * y[3] for y in (long, long[::-1]))

@@ -43,11 +43,20 @@ class Average:
         rate = jnp.asarray(self.rate, jnp.float32)
         return dataclasses.replace(self, params=wide, count=jnp.int32(0), rate=rate)
 
+    def scheduled_rate(self, step: jax.Array) -> Any:
+        """1 - decay of the update that leads to `step`; NaN if the decay is not in [0, 1].
+
+        The verdict rejects a step with such a rate. A millionth is left to rounding.
+        """
+        # the first update has step 0, as for the rates of a rule
+        decay = jnp.asarray(self.schedule(step - 1), jnp.float32)  # pyright: ignore[reportOptionalCall]
+        rate = jnp.where(jnp.abs(decay - 0.5) <= 0.5 + 1e-6, 1 - decay, jnp.nan)
+        return jnp.where(step > self.start, rate, 1)
+
     def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
-        if self.schedule is not None:  # the first update has step 0, as for the rates of a rule
-            rate = 1 - jnp.asarray(self.schedule(step - 1), jnp.float32)
+        rate = rate if self.schedule is None else self.scheduled_rate(step)
         if self.warmup:
             # decay at most (1 + n) / (10 + n)
             rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))

@@ -220,13 +220,15 @@ def hint(name: str, known: Sequence[str]) -> str:
     """
     from tsunax._core.other_words import elsewhere, ours
 
+    name = name.strip()
     initials = [word for word in known if "".join(part[:1] for part in word.split("_")) == name]
     lower = {word.lower(): word for word in known}
     like = lambda cutoff: difflib.get_close_matches(name.lower(), lower, 1, cutoff)
-    words = initials + ours(name, known) + [lower[word] for word in like(0.8)]
+    words = initials + ours(name, known) + [lower[word] for word in like(0.85)]
     if not words and (advice := elsewhere(name)):
         return advice
     # most slips keep the first letter, and three letters of four are alike by chance: temp and step
+    words += [lower[word] for word in like(0.8)]
     words += [lower[word] for word in like(0.65) if word[:1] == name[:1].lower()]
     return "".join(f"Did you mean {word!r}?" for word in words[:1])
 

@@ -35,7 +35,7 @@ from optax.losses import (  # isort: skip
 from optax.losses import softmax_cross_entropy_with_integer_labels as _with_integer_labels
 
 from tsunax._core import Maybe, Scalar, trees
-from tsunax.errors import LossError, missing_name
+from tsunax.errors import LossError
 
 Axis = int | tuple[int, ...]
 
@@ -401,4 +401,3 @@ __all__ = [
     "siamese_contrastive_loss", "smooth_binary_labels", "softmax_focal_loss", "squared_dice_loss",
     "squared_hinge_loss", "squared_logarithmic_error", "tversky_loss",
 ]
-globals()["__getattr__"] = missing_name("tsunax.losses", __all__)

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, Scalar, checks, trees
 from tsunax._core.checks import as_array
-from tsunax.errors import LossError, missing_name
+from tsunax.errors import LossError
 
 _Metric = TypeVar("_Metric")
 
@@ -533,4 +533,3 @@ __all__ = [
     "Mean", "Accuracy", "TopK", "Perplexity", "ConfusionMatrix", "Precision", "Recall", "F1",
     "MeanSquaredError", "R2",
 ]  # fmt: skip
-globals()["__getattr__"] = missing_name("tsunax.metrics", __all__)

@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import beside, offloaded
 from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
+from tsunax._step.finite_state import warn_if_not_finite
 from tsunax._step.members import members_of
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
@@ -168,6 +169,7 @@ def migrate(
     fresh = _with_own_fields(state, fresh)
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, found)
+    warn_if_not_finite(fresh, where)
     return fresh, Report(**{kind: tuple(names) for kind, names in found.items()})
 
 

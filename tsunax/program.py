@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
+from tsunax._step.finite_state import FirstLook
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, seen_by
-from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
@@ -171,9 +171,9 @@ class TrainStep(GradientOptions):
         return LossFn.of(self.loss_fn)
 
     @functools.cached_property
-    def row_probe(self) -> RowProbe:
-        """What looks before the first call whether the loss mixes rows."""
-        return RowProbe(self)
+    def row_probe(self) -> FirstLook:
+        """What looks before the first call at the state, and whether the loss mixes rows."""
+        return FirstLook(self)
 
     @property
     def masks(self) -> bool:

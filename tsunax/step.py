@@ -323,6 +323,10 @@ def _verdict(
     if loss.overwritten is not None:  # It is in no norm.
         norm_of_values = guard.global_norm(loss.overwritten)
         norm = norm_of_values if norm is None else norm + norm_of_values
+    for average in averages_of(state).values():
+        if average.schedule is not None:
+            rate = average.scheduled_rate(state.step + 1)
+            norm = rate if norm is None else norm + rate
     reports = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
     return guard.judge(value, grad_norm, state.calls, reports, norm)
 

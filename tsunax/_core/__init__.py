@@ -4,8 +4,10 @@ It knows nothing of training states, rules and loops.
 """
 
 import importlib
+import importlib.util
 import os
 import re
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,22 @@ StrPath: TypeAlias = str | os.PathLike[str]
 Extra: TypeAlias = dict[str, Any]  # arguments by name
 Function: TypeAlias = Callable[..., Any]
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) -> (state, info)
+
+
+def _give_hints(title: str, module: Any) -> None:
+    """Let a public module answer an unknown name with the nearest of its own."""
+    if not isinstance(module, types.ModuleType) or "__getattr__" in vars(module):
+        return
+
+    def fail(name: str) -> None:
+        # `from tsunax.data import batching` looks for an attribute before it imports the module
+        is_folder = name[0] != "_" and "__path__" in vars(module)
+        if is_folder and importlib.util.find_spec(f"{module.__name__}.{name}"):
+            raise AttributeError(name)
+        names = getattr(module, "__all__", ())
+        importlib.import_module("tsunax.errors").missing_name(title, names)(name)
+
+    vars(module)["__getattr__"] = fail
 
 
 def lazy(
@@ -55,12 +73,12 @@ def lazy(
         if name not in module_of:
             importlib.import_module("tsunax.errors").missing_name(title, names)(name)
         module = module_of[name]
-        if module == title:
-            return importlib.import_module(f"{title}.{name}")
-        value = getattr(importlib.import_module(module), name, None)
+        value = None if module == title else getattr(importlib.import_module(module), name, None)
         if value is None:  # a module of a folder
             value = importlib.import_module(f"{module}.{name}")
         package[name] = value
+        for public_name in module_of.keys() & package.keys():  # also modules that others imported
+            _give_hints(f"{title}.{public_name}", package[public_name])
         return value
 
     names = sorted(module_of)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tsunax._core import trees
 from tsunax.errors import (
@@ -134,19 +135,25 @@ def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
     return None
 
 
-_count_nonfinite = jax.jit(lambda x: jnp.sum(~jnp.isfinite(x)))
+@jax.jit
+def _count_beyond(x: jax.Array, limit: ArrayLike) -> jax.Array:
+    return jnp.sum(~(jnp.abs(x) < limit))
 
 
-def _nonfinite(leaf: Any) -> Any:
-    """The number of elements of a leaf that are NaN or inf; 0 for a traced one."""
+def count_beyond(leaf: Any, limit: float = np.inf) -> Any:
+    """The number of elements of a leaf that are NaN, or at least `limit`; 0 of a traced one."""
     if trees.is_traced(leaf):
         return 0
     devices = leaf.devices() if isinstance(leaf, jax.Array) else ()
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         with jax.ensure_compile_time_eval():
-            return _count_nonfinite(leaf)
+            return _count_beyond(trees.on_device(leaf), limit)
     # a view of the buffer, dropped at once: as long as it lives, no step can donate
-    return np.size(leaf) - np.count_nonzero(np.isfinite(np.asarray(leaf)))
+    x = np.asarray(leaf)
+    x = np.abs(x) if np.iscomplexobj(x) else x
+    if not x.size or (x.max() < limit and x.min() > -limit):  # neither makes a copy
+        return 0
+    return np.count_nonzero(~(np.abs(x) < limit))
 
 
 def _model_fix(params: Any) -> str:
@@ -188,7 +195,7 @@ def check_params(params: Any, flags: trees.Flags) -> None:
             fix = f"Rename one: names are joined with {joint!r}."
             raise ParamsError("names that collide", where, got, "different names", fix)
     chosen = [i for i, flag in enumerate(flags) if flag]
-    counts = jax.device_get([_nonfinite(named[i][2]) for i in chosen])
+    counts = jax.device_get([count_beyond(named[i][2]) for i in chosen])
     for i, count in zip(chosen, counts, strict=True):
         if count:
             got = f"{count} of {np.size(named[i][2])} not finite"

@@ -88,7 +88,16 @@ def check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
     if not isinstance(kind, str):
         raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
     if kind not in known:
-        raise DeviceError(unknown("kind", where, kind, known))
+        fix = "It takes a kind, without a number." if kind_and_index(kind)[0] in known else ""
+        raise DeviceError(unknown("kind", where, kind, known, fix))
+
+
+def kind_and_index(device: Any) -> tuple[Any, Any]:
+    """`("gpu", 1)` for that or for "gpu:1"; others with 0."""
+    if isinstance(device, tuple) and len(device) == 2:
+        return device
+    name, _, number = device.partition(":") if isinstance(device, str) else (device, "", "")
+    return (name, int(number)) if number.isdecimal() else (device, 0)
 
 
 def devices_named(kind: Any, where: str) -> tuple[list[Device], str]:
@@ -133,9 +142,7 @@ def as_device(device: Any, call: str) -> Device:
         return device
     if isinstance(device, SingleDeviceSharding):
         return next(iter(device.device_set))
-    name, _, number = device.partition(":") if isinstance(device, str) else (device, "", "")
-    pair = (name, int(number)) if number.isdecimal() else (device, 0)
-    kind, index = device if isinstance(device, tuple) and len(device) == 2 else pair
+    kind, index = kind_and_index(device)
     if isinstance(kind, str):
         where = f"{call[:-1]}{device!r})"
         return device_number(devices_named(kind, where)[0], index, where)

@@ -46,7 +46,8 @@ _WORDS = {
     "callbacks": "callback cb hooks",
     "logger": "loggers report_to",
     "log_every": "every log_every_n_steps logging_steps log_interval",
-    "checkpoint": "ckpt_path default_root_dir output_dir checkpoint_dir save_dir save_every",
+    "checkpoint": "ckpt_path resume_from_checkpoint default_root_dir output_dir checkpoint_dir "
+    "save_dir save_every",
     "progress": "verbose enable_progress_bar disable_tqdm progbar",
     "dry_run": "fast_dev_run",
     "keep_last": "max_to_keep save_total_limit keep",
@@ -68,6 +69,7 @@ _WORDS = {
     "softmax_cross_entropy": "logitcrossentropy",
     "softmax_cross_entropy_with_integer_labels": "CrossEntropyLoss sparse_categorical_crossentropy",
     "huber_loss": "huber smooth_l1 smooth_l1_loss SmoothL1Loss HuberLoss",
+    "ntxent": "info_nce InfoNCE infonce nt_xent NTXentLoss contrastive_loss",
     "kl_divergence": "kl kl_div kldivergence KLDivLoss",
     "Accuracy": "acc accuracy",
     "ConfusionMatrix": "confusion_matrix confmat",
@@ -86,6 +88,9 @@ _WORDS = {
     "tensor": "tp mp model",
     "warmup_cosine_decay_schedule": "warmup_cosine cosine_with_warmup CosineWarmup",
     "cosine_decay_schedule": "cosine cosine_annealing CosineAnnealingLR",
+    "cosine_onecycle_schedule": "OneCycleLR OneCycle one_cycle onecycle",
+    "piecewise_constant_schedule": "StepLR MultiStepLR",
+    "exponential_decay": "ExponentialLR ExponentialDecay",
     "clip_by_global_norm": "clip_grad_norm clip_grad_norm_ clipnorm",
 }
 
@@ -97,21 +102,28 @@ _ELSEWHERE = {
     "steps_per_epoch limit_train_batches": "An epoch is one pass over the data: give steps=.",
     "lr learning_rate": "The rule has it: ts.rules.adam(1e-3), then ts.adjust(state, "
     "learning_rate=1e-4).",
-    "optimizer opt tx": "The state has the rule: ts.setup(rule, params).",
+    "optimizer opt tx Optimizer": "The state has the rule: ts.setup(rule, params).",
     "batch_size bs shuffle num_workers": "Make batches: ts.batches(arrays, 32, shuffle=True).",
     "validation_split": "Cut the arrays yourself, and give evaluate=.",
     "seed rng random_state": "Give a seed to ts.setup(..., key=0) and ts.batches(..., seed=0).",
     "device gpus accelerator": 'The state says where: ts.setup(..., device="gpu").',
     "amp fp16 mixed_precision": 'Give ts.setup(..., precision="bfloat16").',
-    "accumulate_grad_batches gradient_accumulation_steps": "Give ts.train_step(loss_fn, "
+    "accumulate accumulate_grad_batches gradient_accumulation_steps": "Give ts.train_step(loss_fn, "
     "accumulate=4).",
-    "patience min_delta": 'Give callbacks=ts.callbacks.early_stopping("val/loss", patience=5).',
+    "patience min_delta early_stopping": 'Give callbacks=ts.callbacks.early_stopping("val/loss", '
+    "patience=5).",
     "criterion loss loss_fn": "The step has it: ts.train_step(loss_fn).",
     "metrics": "loss_fn returns them: ts.Loss.mean(values, metrics={...}).",
     "strict": "To restore a part of the params, give partial= with a pattern.",
     "wandb WandbLogger": "A logger is a function f(row, step=...): logger=wandb.log.",
     "mlflow MLFlowLogger": "A logger is a function f(row, step=...): logger=mlflow.log_metrics.",
     "ModelCheckpoint CheckpointManager": "Give ts.fit(..., checkpoint=path), or ts.Checkpoints.",
+    "save save_checkpoint": "Write ts.Checkpoints(path).save(state), or ts.exchange.save.",
+    "load load_checkpoint restore": "Write ts.Checkpoints(path).restore(state), or "
+    "ts.exchange.restore.",
+    "TerminateOnNaN": "Steps with NaN are rejected; ts.fit(..., max_bad=10) ends after so many.",
+    "MeanAbsoluteError mae mean_absolute_error": "Give ts.metrics.Mean.of("
+    "ts.losses.absolute_error(predictions, targets)).",
     "Trainer train": "Write state, history = ts.fit(step, state, data, epochs=10).",
     "create": "Write state = ts.setup(rule, params).",
     "apply_gradients": "Write state, info = ts.update(state, grads).",

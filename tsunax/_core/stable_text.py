@@ -27,6 +27,7 @@ from tsunax._core import trees
 _DEEP = 14  # objects within objects, beyond which nobody looks
 _VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_SHORT = 40  # characters of a value that a warning names
 _CHANGING = (int, float, list, dict, set, collections.deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
 _HASHED = 10_000  # elements of an array that is compared by all its values; of others some are
@@ -141,6 +142,23 @@ def _of_array(x: Any) -> str:
         return f"{words} {words_of(bits.tolist())}"
     value = hash_of(np.ascontiguousarray(bits).tobytes()) if bits.ndim else bits[()]
     return f"{words} {value}"
+
+
+def value_text(x: Any) -> str:
+    """The values of a small array with six digits; the shape and dtype of a large one."""
+    is_here = not (trees.is_key(x) or trees.is_traced(x) or trees.is_gone(x))
+    if not is_here or not getattr(x, "is_fully_addressable", True) or np.size(x) > _LISTED:
+        return trees.describe(x)
+    with np.printoptions(precision=6, linewidth=10**6, threshold=_LISTED):
+        return " ".join(str(np.asarray(x)).split())
+
+
+def _short_text(x: Any) -> str:
+    """A number, a string or a tuple or list of them, or a small array, as text; "" for others."""
+    inside = x if isinstance(x, tuple | list) and len(x) <= _LISTED else [x]
+    if all(isinstance(y, bool | int | float | str) for y in inside):
+        return repr(x)
+    return value_text(x) if trees.is_array(x) else ""
 
 
 def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
@@ -273,16 +291,17 @@ class _Walk:
         """Names and values, without numbers and contents that the code changes while it runs."""
         found: list[Any] = []
         for name, x in values.items():
-            if name in self.changed and isinstance(x, _CHANGING) and not self.is_exact:
-                x = type(x)
-            elif isinstance(x, bool | int | float | str) and len(repr(x)) <= 40:
-                self.values[owner + name] = repr(x)
+            if name in self.changed and not self.is_exact:
+                x = type(x) if isinstance(x, _CHANGING) else x
+                x = trees.describe(x) if trees.is_array(x) else x
+            elif (text := _short_text(x)) and len(text) <= _SHORT:
+                self.values[owner + name] = text
             found += name, x
         return found
 
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
-            return trees.describe(x)
+            return value_text(x)
         is_small = np.size(x) <= _HASHED and getattr(x, "is_fully_addressable", True)
         if is_small and not trees.is_gone(x):
             return _of_array(x)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import checks, durable_files, trees
+from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.checkpoints import (
     _blocks,
     _host_copies,
@@ -155,6 +156,8 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
     plan.check(words)
     found = iter(found)
     state = plan.filled(list(itertools.islice(found, len(plan.pairs))))
+    for x in leaves.tree_of(state).states.values():
+        warn_if_not_finite(x, name)
     for note in plan.edited:
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
     values: dict[str, Any] = {}

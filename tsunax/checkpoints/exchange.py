@@ -21,6 +21,7 @@ import numpy as np
 from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
 from tsunax._state.state_fields import COUNTS
+from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.checkpoints import (
     _blocks,
     _foreign,
@@ -170,7 +171,10 @@ def restore(
     with _refusing(what, path, fix):
         with _foreign.damage_only():
             source = source_of(path)
-        return _restored(source, like, where, rename, transform, cast)
+        restored = _restored(source, like, where, rename, transform, cast)
+    for x in leaves.tree_of(restored).states.values():
+        warn_if_not_finite(x, "restore()")
+    return restored
 
 
 def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:

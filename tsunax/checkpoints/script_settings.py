@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._state.state_fields import averages_of
@@ -42,7 +41,7 @@ def script_of(
         of = f" of state {i}" if len(states) > 1 else ""
         found |= {name + of: text for name, text in _settings_of(s)}
     for at, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
-        found[f"extra{jax.tree_util.keystr(at)}"] = _value_text(x)
+        found[f"extra{jax.tree_util.keystr(at)}"] = stable_text.value_text(x)
     if (rows := _some_rows(data)) is not None:
         found["data"] = rows
     given = [state_facts.given_of(s) for s in states]
@@ -71,12 +70,6 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
     yield "a function of the rule", code_text(state.plan.update)
     if state.key is not None:
         yield "key", hashlib.sha256(trees.on_host(state.key).tobytes()).hexdigest()[:16]
-
-
-def _value_text(x: Any) -> str:
-    """The values of a small array; the shape and dtype of a large one."""
-    is_here = getattr(x, "is_fully_addressable", True) and not trees.is_key(x)
-    return str(np.asarray(x).tolist()) if is_here and np.size(x) <= 100 else trees.describe(x)
 
 
 def _some_rows(data) -> str | None:

@@ -37,16 +37,17 @@ def supported_devices() -> tuple[str, ...]:
     return tuple(device_kinds.PLATFORMS)
 
 
-def is_available(kind: str) -> bool:
-    """Whether this process has a device of a kind. Starts JAX's backend.
+def is_available(kind: str | tuple[str, int]) -> bool:
+    """Whether this process has a device of a kind, or number 1 of it: "gpu:1", ("gpu", 1).
 
-    Raises DeviceError for an unknown kind.
+    Starts JAX's backend. Raises DeviceError for an unknown kind.
 
-    >>> is_available("cpu")
-    True
+    >>> is_available("cpu"), is_available("cpu:1000")
+    (True, False)
     """
-    device_kinds.check_kind(kind, "is_available()", device_kinds.PLATFORMS)
-    return bool(device_kinds.devices_of_kind(kind)[0])
+    name, index = device_kinds.kind_and_index(kind)
+    device_kinds.check_kind(name, "is_available()", device_kinds.PLATFORMS)
+    return index in range(len(device_kinds.devices_of_kind(name)[0]))
 
 
 def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:

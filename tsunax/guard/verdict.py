@@ -92,7 +92,7 @@ def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
     norm = "gradient norm" if grads is None else locate(grads)
     places = [f"loss: {GOT}", f"{norm}: {GOT}", f"clock, at its limit of {LIMIT} calls"]
     places += [what for report in reports(opt_state) for what in report.whats]
-    places += [f"update that the rule made of finite gradients: {GOT}"]
+    places += [f"update that the rule made of finite gradients, or decay of an average: {GOT}"]
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
 

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 from tsunax._core import PyTree, Where, checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError, missing_name
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import number_checks
 
@@ -27,7 +27,6 @@ __all__ = [
     "throttle", "time_limit",
 ]  # fmt: skip
 _T = TypeVar("_T")
-globals()["__getattr__"] = missing_name("tsunax.callbacks", __all__)
 
 
 @dataclass_transform(frozen_default=True)

@@ -38,10 +38,9 @@ from typing import Any
 from tsunax._core import StrPath, durable_files, trees
 from tsunax._core.libraries import library
 from tsunax._core.tables import short
-from tsunax.errors import SaveError, WrongTypeError, missing_name, told
+from tsunax.errors import SaveError, WrongTypeError, told
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
-globals()["__getattr__"] = missing_name("tsunax.loggers", __all__)
 
 Row = Mapping[str, float]
 RUN_ID = "run_id"  # a setting, and the column that says to which run a row belongs

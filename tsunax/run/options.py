@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,8 +114,10 @@ class Options:
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
         for f in self.callbacks:
             checks.check_takes("callback", where, f, "f(run)", None)
-        files = [str(f.path) for f in self.loggers if hasattr(f, "path")]
-        if twice := [path for path in files if files.count(path) > 1]:
+        paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
+        # the device and number of a file that is there: it may have several names
+        files = [os.stat(path)[1:3] if os.path.exists(path) else path for path in paths]
+        if twice := [path for i, path in enumerate(paths) if files.count(files[i]) > 1]:
             raise WrongTypeError("logger", where, f"several that write to {twice[0]}", "one")
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)

@@ -6,7 +6,6 @@ makes such a function from a formula. The clock is `TrainState.step`; nothing he
 
 import inspect as _inspect
 
-from tsunax.errors import missing_name as _missing_name
 from tsunax.schedules import catalog, combinators
 from tsunax.schedules.catalog import *  # noqa: F403
 from tsunax.schedules.combinators import *  # noqa: F403
@@ -20,9 +19,6 @@ _RAISES = "Raises HyperparameterError for a number that is not finite or out of 
 _RAISES += "and WrongTypeError for another type. A number may itself be a schedule."
 for _made in (globals()[_name] for _name in __all__ if hasattr(globals()[_name], "__wrapped__")):
     _made.__doc__ = f"{_inspect.getdoc(_made)}\n\n{_RAISES}\n"
-
-
-__getattr__ = _missing_name("tsunax.schedules", __all__)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,73 @@
+"""Whether a state is finite, which steps that judge their gradient alone take for granted.
+
+Such a step makes a finite state from a finite one. Numbers that come into a state on other ways
+are looked at there: in `restore` and `migrate`, and before the first call of a step.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import Extra, PyTree, checks, trees
+from tsunax._step.certainty import certainty
+from tsunax._step.loss_fn import GradientOptions
+from tsunax._step.row_probe import RowProbe
+from tsunax._step.state_fields import averages_of
+from tsunax.errors import StateError, message, warn
+from tsunax.state import TrainState, base, trained_part
+
+# Finite gradients leave no larger number in a moment unless they have 1e15 themselves, and updates
+# of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127. Of float64: 2^900.
+LARGEST = {"float64": 2.0**900, "complex128": 2.0**900}
+FIX = (
+    "Steps do not look at updates that are made of them: take an older checkpoint, or start the "
+    "optimizer anew, restore(..., params_only=True). train_step(on_nonfinite='ignore') goes on."
+)
+
+
+def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
+    """The parts of a message for each leaf that makes NaN of finite gradients."""
+    judges: list[Any] = []
+    look = lambda s: judges.append(certainty(s, trained_part(s), None)[0])
+    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
+    looked_at = {name: (average.params, np.inf) for name, average in averages_of(state).items()}
+    if judges[0] is not None:
+        looked_at |= {"params": (base(state), np.inf), "opt_state": (state.opt_state, 2.0**100)}
+    for name, (tree, limit) in looked_at.items():
+        for place, x in trees.leaves_at(f"state.{name}", tree):
+            if not trees.is_inexact(x) or isinstance(x, jax.ShapeDtypeStruct):
+                continue
+            most = min(limit, LARGEST.get(str(x.dtype), limit))
+            if count := int(checks.count_beyond(x, most)):
+                beyond = "NaN or infinite" + (f", or above {most:.0e}" if most < np.inf else "")
+                got = f"{count} of {np.size(x)} numbers {beyond}"
+                yield "leaf", place, got, "finite numbers", FIX
+
+
+def warn_if_not_finite(state: TrainState, where: str) -> None:
+    """Warn of the first leaf whose numbers would make a step that is applied write NaN."""
+    for fault in () if trees.is_tracing() else _faults(state):
+        return warn(f"{where}: {message(*fault)}")
+
+
+class FirstLook:
+    """Before the first call of a step: the state has to be finite, and the loss a mean over rows.
+
+    StateError for a state that is not, and a warning for a loss that mixes rows. The other calls
+    look at `pending` only.
+    """
+
+    def __init__(self, options: GradientOptions) -> None:
+        self._row_probe, self.pending = RowProbe(options), True
+        self._judges = options.on_nonfinite != "ignore"
+
+    def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
+        if self._judges and not trees.is_tracing():
+            for fault in _faults(state):
+                raise StateError(*fault)
+        self.pending = False
+        if self._row_probe.pending:
+            self._row_probe(state, batch, extra)
