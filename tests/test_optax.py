@@ -200,7 +200,8 @@ def trained_by_tsunax(rule, steps=2, each=lambda grads: grads):
     return state.params
 
 
-LONG = {"acprop", "lbfgs", "muon", "scale_by_zoom_linesearch", "sophia"}  # test_rules trains them, too
+# test_rules trains them, too
+LONG = {"acprop", "lbfgs", "muon", "scale_by_zoom_linesearch", "sophia"}
 # One of each kind: what wraps, groups, masks, measures, is given the loss or its function, and is refused
 QUICK = {"adamw", "apply_if_finite", "chain", "conditionally_mask", "inject_hyperparams", "lookahead", "masked"}
 QUICK |= {
@@ -279,8 +280,8 @@ def test_a_leaf_that_a_rule_cannot_take_is_refused_by_setup(factory, shape):
 
 
 def test_an_update_is_traced_once_for_rules_that_differ_in_numbers(monkeypatch):
-    traced, before = [], inspecting._traced
-    monkeypatch.setattr(inspecting, "_traced", lambda *args: traced.append(1) or before(*args))
+    traced, before = [], inspecting._update_shapes
+    monkeypatch.setattr(inspecting, "_update_shapes", lambda *args: traced.append(1) or before(*args))
     params = {"w": jnp.ones((2, 7), jnp.complex64)}
     for rate in (1e-3, 2e-3, 3e-3):
         ts.setup(rules.chain(rules.clip_by_global_norm(rate), rules.adamw(rate)), params)

@@ -195,7 +195,7 @@ def test_compiled_quickly_it_needs_what_the_real_program_does(state, more):
 def test_an_option_that_this_xla_does_not_have_is_left_out(state, monkeypatch):
     step, x = ts.train_step(loss_fn), jax.ShapeDtypeStruct((64, 512), jnp.float32)
     before = _memory.need_of(step, state, x, {})
-    monkeypatch.setitem(_memory.QUICK, "cpu", {"xla_an_option_of_the_past": 1})
+    monkeypatch.setitem(_memory.FAST_COMPILER_OPTIONS, "cpu", {"xla_an_option_of_the_past": 1})
     assert _memory.need_of(step, state, x, {}) == before
 
 

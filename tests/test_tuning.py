@@ -242,7 +242,7 @@ def test_a_sweep_goes_on(optuna, tmp_path):
 @pytest.mark.parametrize("backend", ["random", "grid", "optuna"])
 def test_a_torn_line_is_dropped_and_others_are_errors(tmp_path, optuna, backend, monkeypatch):
     """Each cut of the journal is of a process that died there: the sweep ends as if it had not."""
-    monkeypatch.setattr("tsunax.tuning._study._PATIENCE", 0.02)
+    monkeypatch.setattr("tsunax.tuning._study._LOCK_SECONDS", 0.02)
     space = {**SPACE, "rule": spaces.grid(["adam", "sgd"])}
     whole = tune(space=space, trials=6, backend=backend, directory=tmp_path / "a")
     content = (tmp_path / "a" / "optuna.journal").read_bytes()

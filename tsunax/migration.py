@@ -3,9 +3,9 @@
     rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adamw(3e-4))
     state, report = ts.migrate(state, rule)
 
-A new state is set up, and the arrays that both states have are carried over; the report lists the
-rest. Arrays of an optimizer state are matched by name, `ScaleByAdamState.mu of encoder/kernel`, not
-by place.
+A new state is set up, and the arrays that both states have are carried over; the report lists all
+other arrays. Arrays of an optimizer state are matched by name, such as `ScaleByAdamState.mu of
+encoder/kernel`, not by place.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
 _State = TypeVar("_State", bound=TrainState | States)
-_Notes = dict[str, list[str]]  # a `Report` in the making, to which each step of a migration adds
+_ReportLists = dict[str, list[str]]  # the fields of a `Report`, while the migration adds to them
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each array and number, by name (`ScaleByAdamState.mu of head/bias`).
+    """The outcome for each array and number, by name (`ScaleByAdamState.mu of head/bias`).
 
     `kept` are carried over, `new` begin anew, `dropped` are not in the new state; `notes` are on
     edited numbers, shared counts, and lost cuts, averages and freezes. `leaf head/bias` is a leaf
@@ -62,27 +62,27 @@ class Report:
 
     def __repr__(self) -> str:
         lines = [f"kept {len(self.kept)}, new {len(self.new)}, dropped {len(self.dropped)}"]
-        for what, names in (("new", self.new), ("dropped", self.dropped), ("note", self.notes)):
-            more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
-            lines += [f"  {what:<7}  {name}" for name in (*names[:20], *more)]
+        for title, names in (("new", self.new), ("dropped", self.dropped), ("note", self.notes)):
+            last_line = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
+            lines += [f"  {title:<7}  {name}" for name in (*names[:20], *last_line)]
         return "\n".join(lines)
 
 
 class _Slot(NamedTuple):
-    """An array of an optimizer state, with what tells it from others."""
+    """An array of an optimizer state, with the names by which it is matched."""
 
-    what: str  # "ScaleByAdamState.mu"
+    field: str  # "ScaleByAdamState.mu"
     owner: str | None  # the name of its parameter; None for counts
-    parent: tuple  # key path of the state that it is a field of
+    parent: tuple  # key path of the state that has this field
     value: Any
 
     @property
     def name(self) -> str:
-        return self.what if self.owner is None else f"{self.what} of {self.owner}"
+        return self.field if self.owner is None else f"{self.field} of {self.owner}"
 
     @property
     def kind(self) -> tuple:
-        return self.what, self.owner, jnp.shape(self.value), trees.dtype_of(self.value)
+        return self.field, self.owner, jnp.shape(self.value), trees.dtype_of(self.value)
 
 
 def migrate(
@@ -99,14 +99,15 @@ def migrate(
 ) -> tuple[_State, Report]:
     """The state under another rule, and a report of kept, new and dropped arrays.
 
-    Options that are not given stay as they were. Arrays are matched by their field, the name of
-    their parameter, shape and dtype; a count goes with the moments beside it. An array with several
-    matches begins anew, and is reported. A live number that was adjusted is kept if both rules were
-    given the same one; else that of the new rule is used, and reported. Frozen leaves stay frozen.
+    Options that are not given stay unchanged. Arrays are matched by their field, the name of their
+    parameter, shape and dtype; a count is matched with the moments of its state. An array with
+    several matches begins anew, and is reported. A live number that was adjusted is kept if both
+    rules were given the same number; else the new rule's number is used, and reported. Frozen
+    leaves stay frozen.
 
     Args:
-      rule: the new rule, or the old one for a change of something else. Of `States` a dict of rules
-        by member; the others stay as they are.
+      rule: the new rule, or the old rule to change only other options. For `States` a dict of rules
+        by member; members without an entry are unchanged.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
@@ -130,18 +131,18 @@ def migrate(
     options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
     if isinstance(state, States):
-        first = next(iter(state.members))
+        first_name = next(iter(state.members))
         if not isinstance(rule, Mapping) or not rule:
-            got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first!r}: rule}})."
+            got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first_name!r}: rule}})."
             raise WrongTypeError("rule", where, got, "a rule by member", fix)
         new: dict[str, Any] = {}
-        parts: dict[str, tuple[str, ...]] = {f.name: () for f in dataclasses.fields(Report)}
-        for name, of_member in rule.items():
+        report_lists: dict[str, tuple[str, ...]] = {f.name: () for f in dataclasses.fields(Report)}
+        for name, member_rule in rule.items():
             member = state.members[state.member_at(name, where)[0]]
-            new[name], report = migrate(member, of_member, params=params, **options)
-            for kind in parts:
-                parts[kind] += tuple(f"{name}/{x}" for x in getattr(report, kind))
-        return cast(_State, state.replace(**new)), Report(**parts)
+            new[name], report = migrate(member, member_rule, params=params, **options)
+            for kind in report_lists:
+                report_lists[kind] += tuple(f"{name}/{x}" for x in getattr(report, kind))
+        return cast(_State, state.replace(**new)), Report(**report_lists)
     check_state(state, where)
     if members_of(state) is not None:
         fix = "Migrate each member: ts.populations.member(runs, i)."
@@ -149,68 +150,71 @@ def migrate(
     if any(map(trees.is_traced, jax.tree.leaves(state))):
         fix = "Call it outside of jit."
         raise StateError("state", where, "a traced state", "a concrete one", fix)
-    given, plan = state.params if params is KEEP else params, state.plan
+    new_params, plan = state.params if params is KEEP else params, state.plan
     average, loss_scale = jax.tree.map(own, (state.average, state.loss_scale))
-    kept = {"model_state": state.model_state, "key": state.key, "ema": average}
-    kept |= {"precision": plan.precision, "loss_scale": loss_scale}
+    old_options = {"model_state": state.model_state, "key": state.key, "ema": average}
+    old_options |= {"precision": plan.precision, "loss_scale": loss_scale}
     if trainable is KEEP:
-        kept["trainable"] = _trained_by_name(given, state)
-    options |= {name: kept[name] for name, x in options.items() if x is KEEP}
-    fresh = setup(cast(Any, rule), _with_masters(given, state), **options)
-    found: _Notes = {f.name: [] for f in dataclasses.fields(Report)}
-    full = number_table.lower(fresh.opt_state, fresh.numbers)
-    full = _filled(full, [*_slots(state).values()], _slots(fresh), found)
-    opt_state, numbers = number_table.hoist(full)
+        old_options["trainable"] = _trained_by_name(new_params, state)
+    options |= {name: old_options[name] for name, x in options.items() if x is KEEP}
+    fresh = setup(cast(Any, rule), _with_masters(new_params, state), **options)
+    notes: _ReportLists = {f.name: [] for f in dataclasses.fields(Report)}
+    with_tables = number_table.lower(fresh.opt_state, fresh.numbers)
+    with_tables = _with_old_arrays(with_tables, [*_slots(state).values()], _slots(fresh), notes)
+    opt_state, numbers = number_table.hoist(with_tables)
     if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
         opt_state = jax.tree.map(offloaded, opt_state)
     clock = beside(fresh.params, own(state.clock))
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
-    _compare_fields(state, fresh, found)
+    _compare_fields(state, fresh, notes)
     fresh = _with_own_fields(state, fresh)
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
-        fresh = carry(state, fresh, found)
+        fresh = carry(state, fresh, notes)
     warn_if_not_finite(fresh, where)
-    return fresh, Report(**{kind: tuple(names) for kind, names in found.items()})
+    return fresh, Report(**{kind: tuple(names) for kind, names in notes.items()})
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named, slots = trees.leaves_with_names(base(state)), {}
-    full = number_table.lower(state.opt_state, state.numbers)
-    keyed = jtu.tree_flatten_with_path(full)[0]
+    named_leaves, slots = trees.leaves_with_names(base(state)), {}
+    with_tables = number_table.lower(state.opt_state, state.numbers)
+    leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
     owners = owners_in(state.plan.init, skeleton, base(state))
-    for i, ((path, x), owner) in enumerate(zip(keyed, owners, strict=True)):
-        name, end = (None, ()) if owner is None else ("/".join(named[owner][0]), named[owner][1])
-        inside = path[: len(path) - len(end)] if end and path[-len(end) :] == tuple(end) else path
-        if (slot := _slot(full, inside, name, x)) is not None:
+    for i, ((path, x), owner) in enumerate(zip(leaves_with_paths, owners, strict=True)):
+        name, suffix, state_path = None, (), path
+        if owner is not None:
+            name, suffix = "/".join(named_leaves[owner][0]), named_leaves[owner][1]
+        if suffix and path[-len(suffix) :] == tuple(suffix):
+            state_path = path[: len(path) - len(suffix)]
+        if (slot := _slot(with_tables, state_path, name, x)) is not None:
             slots[i] = slot
     return slots
 
 
-def _slot(full, path: tuple, owner: str | None, value) -> _Slot | None:
-    node, what, parent = full, "state", ()
+def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
+    node, title, parent = opt_state, "state", ()
     for i, entry in enumerate(path):
         if live_rules.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
-                what, parent = f"{node.live.title}.count", path[:i]
+                title, parent = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
             if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
-                what = f"{what}[{entry.key!r}]"
+                title = f"{title}[{entry.key!r}]"
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
-            what, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
+            title, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
         node = dict(trees.children_of(node))[(entry,)]
-    return _Slot(what, owner, parent, value)
+    return _Slot(title, owner, parent, value)
 
 
-def _with_masters(params, known: TrainState):
-    if known.masters is None:
+def _with_masters(params, old: TrainState):
+    if old.masters is None:
         return params
-    stored, masters = map(jax.tree.leaves, (trained_part(known), known.masters))
-    wide = dict(zip(map(id, stored), masters, strict=True))
-    return jax.tree.map(lambda x: wide.get(id(x), x), params)
+    stored, masters = map(jax.tree.leaves, (trained_part(old), old.masters))
+    master_of = dict(zip(map(id, stored), masters, strict=True))
+    return jax.tree.map(lambda x: master_of.get(id(x), x), params)
 
 
 def _trained_by_name(params, old: TrainState) -> Any:
@@ -218,113 +222,132 @@ def _trained_by_name(params, old: TrainState) -> Any:
     selected = old.plan.selected
     if selected is None:
         return "**"
-    here = _leaves_by_name(params)
-    trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
-    if unknown := [f"leaf {name!r}" for name in here if name not in trained]:
+    leaves_by_name = _leaves_by_name(params)
+    is_trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
+    if unknown := [f"leaf {name!r}" for name in leaves_by_name if name not in is_trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
-    return jax.tree.unflatten(jax.tree.structure(params), [trained[name] for name in here])
+    return jax.tree.unflatten(
+        jax.tree.structure(params), [is_trained[name] for name in leaves_by_name]
+    )
 
 
-def _filled(full, old: list[_Slot], slots: dict[int, _Slot], report: _Notes) -> Any:
-    found = _match_parameters(old, slots, report)
-    _match_counts(old, slots, found)
-    leaves, treedef = jax.tree.flatten(full)
-    fresh = lambda x: x if np.ndim(x) else own(x)  # counts may be one array, and are donated each
-    leaves = [_there(found[i].value, x) if i in found else fresh(x) for i, x in enumerate(leaves)]
-    used, kinds = {id(slot) for slot in found.values()}, {slots[i].kind for i in found}
-    report["kept"] += [slot.name for i, slot in slots.items() if i in found]
-    report["new"] += [slot.name for i, slot in slots.items() if i not in found]
-    report["dropped"] += [s.name for s in old if id(s) not in used and s.kind not in kinds]
-    for i, slot in found.items():
-        if slot.what.endswith("]") and not np.array_equal(slot.value, slots[i].value):
+def _with_old_arrays(
+    opt_state, old: list[_Slot], slots: dict[int, _Slot], report: _ReportLists
+) -> Any:
+    old_slot_of = _match_parameters(old, slots, report)
+    _match_counts(old, slots, old_slot_of)
+    leaves, treedef = jax.tree.flatten(opt_state)
+    # counts may share an array, but each is donated
+    own_copy = lambda x: x if np.ndim(x) else own(x)
+    leaves = [
+        _placed_like(old_slot_of[i].value, x) if i in old_slot_of else own_copy(x)
+        for i, x in enumerate(leaves)
+    ]
+    used_ids = {id(slot) for slot in old_slot_of.values()}
+    carried_kinds = {slots[i].kind for i in old_slot_of}
+    report["kept"] += [slot.name for i, slot in slots.items() if i in old_slot_of]
+    report["new"] += [slot.name for i, slot in slots.items() if i not in old_slot_of]
+    report["dropped"] += [
+        s.name for s in old if id(s) not in used_ids and s.kind not in carried_kinds
+    ]
+    for i, slot in old_slot_of.items():
+        if slot.field.endswith("]") and not np.array_equal(slot.value, slots[i].value):
             values = state_facts.then_and_now(slot.value, slots[i].value)
-            report["notes"].append(f"{slot.what}: {values}; the old one goes on")
+            report["notes"].append(f"{slot.field}: {values}; the old one goes on")
     return treedef.unflatten(leaves)
 
 
 def _match_parameters(
-    old: list[_Slot], slots: dict[int, _Slot], report: _Notes
+    old: list[_Slot], slots: dict[int, _Slot], report: _ReportLists
 ) -> dict[int, _Slot]:
-    """The old array of each new one that belongs to a parameter; ambiguous ones are left out."""
-    here: dict[tuple, list[int]] = {}
+    """The old array for each new array of a parameter; ambiguous arrays are left out."""
+    places_by_kind: dict[tuple, list[int]] = {}
     for i, slot in slots.items():
         if slot.owner is not None:
-            here.setdefault(slot.kind, []).append(i)
-    found = {}
-    for kind, places in here.items():
-        known = [slot for slot in old if slot.kind == kind]
-        if len(known) == len(places):
-            found.update(zip(places, known, strict=True))
-        elif known:
-            counts = f"{len(known)} there and {len(places)} here"
+            places_by_kind.setdefault(slot.kind, []).append(i)
+    old_slot_of = {}
+    for kind, places in places_by_kind.items():
+        candidates = [slot for slot in old if slot.kind == kind]
+        if len(candidates) == len(places):
+            old_slot_of.update(zip(places, candidates, strict=True))
+        elif candidates:
+            counts = f"{len(candidates)} there and {len(places)} here"
             report["notes"] += [f"{slots[i].name}: begins anew, {counts}" for i in places]
-    return found
+    return old_slot_of
 
 
-def _match_counts(old: list[_Slot], slots: dict[int, _Slot], found: dict[int, _Slot]) -> None:
+def _match_counts(old: list[_Slot], slots: dict[int, _Slot], old_slot_of: dict[int, _Slot]) -> None:
     """Add counts and other arrays without a parameter, from the states that gave the moments."""
     origins: dict[tuple, set] = {}  # the old states that the moments of each new state came from
-    for i, slot in found.items():
+    for i, slot in old_slot_of.items():
         origins.setdefault(slots[i].parent, set()).add(slot.parent)
     owned = {slot.parent for slot in slots.values() if slot.owner is not None}
     for i, slot in [(i, slot) for i, slot in slots.items() if slot.owner is None]:
         origin = origins.get(slot.parent, set()) if slot.parent in owned else None
-        same = [o for o in old if o.kind == slot.kind and (origin is None or o.parent in origin)]
-        n = len({trees.on_host(o.value).tobytes() for o in same})
-        alike = [j for j, s in slots.items() if s.kind == slot.kind]
-        if n > 1 and len(same) == len(alike):
-            same = [same[alike.index(i)]]
-        elif n > 1:  # of several the largest
-            same.sort(key=lambda o: trees.on_host(o.value).sum())
-        if same:
-            found[i] = same[-1]
+        candidates = [
+            o for o in old if o.kind == slot.kind and (origin is None or o.parent in origin)
+        ]
+        n_values = len({trees.on_host(o.value).tobytes() for o in candidates})
+        equal_places = [j for j, s in slots.items() if s.kind == slot.kind]
+        if n_values > 1 and len(candidates) == len(equal_places):
+            candidates = [candidates[equal_places.index(i)]]
+        elif n_values > 1:  # several counts differ: take the largest
+            candidates.sort(key=lambda o: trees.on_host(o.value).sum())
+        if candidates:
+            old_slot_of[i] = candidates[-1]
 
 
-def _there(x, like):
-    """A copy of an array, on the devices of `like` if that is committed to them."""
+def _placed_like(x, like):
+    """A copy of an array, on the devices of `like` if `like` is committed to them."""
     x = own(x)
-    moves = isinstance(like, jax.Array) and like.committed
-    moves = moves and x.sharding.device_set != like.sharding.device_set
-    return jax.device_put(x, like.sharding) if moves else x
+    must_move = isinstance(like, jax.Array) and like.committed
+    must_move = must_move and x.sharding.device_set != like.sharding.device_set
+    return jax.device_put(x, like.sharding) if must_move else x
 
 
 def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     """The new state in the class of the old one, with the fields that this class adds."""
     values, averages = {}, averages_of(old)
-    shapes = lambda s: [(k, x.shape) for k, x in _leaves_by_name(trained_part(s)).items()]
+    named_shapes = lambda s: [(k, x.shape) for k, x in _leaves_by_name(trained_part(s)).items()]
     for f in (f for f in old._fields if f.name not in new.__dict__):
         values[f.name] = getattr(old, f.name)
         if f.name in averages:
             values[f.name] = averages[f.name].of(base(new))
-        elif f.metadata["like"] in ("params", "trained") and shapes(old) != shapes(new):
+        elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
             fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."
             raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves", fix)
     return type(old).of(new, **values)
 
 
-def _compare_fields(old: TrainState, new: TrainState, report: _Notes) -> None:
+def _compare_fields(old: TrainState, new: TrainState, report: _ReportLists) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
-    shapes = lambda s: {f"leaf {k}": np.shape(x) for k, x in _leaves_by_name(s.params).items()}
-    here, there = shapes(new), shapes(old)
-    report["new"] += [name for name, shape in here.items() if there.get(name) != shape]
-    report["dropped"] += [name for name, shape in there.items() if here.get(name) != shape]
+    shapes_by_name = lambda s: {
+        f"leaf {k}": np.shape(x) for k, x in _leaves_by_name(s.params).items()
+    }
+    new_shapes, old_shapes = shapes_by_name(new), shapes_by_name(old)
+    report["new"] += [name for name, shape in new_shapes.items() if old_shapes.get(name) != shape]
+    report["dropped"] += [
+        name for name, shape in old_shapes.items() if new_shapes.get(name) != shape
+    ]
     for name in ("model_state", "key", "loss_scale"):
         x = getattr(old, name)
         if (x is None) != (getattr(new, name) is None):
             report["new" if x is None else "dropped"].append(name)
 
 
-def _carry_cuts(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
+def _carry_cuts(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
-    there, here = ([s for _, s in x.numbers.layout.lives] if x.numbers else [] for x in (old, new))
+    old_lives, new_lives = (
+        [s for _, s in x.numbers.layout.lives] if x.numbers else [] for x in (old, new)
+    )
     cuts = {}
-    for s in (s for s in there if s.cut is not None):
-        alike = lambda t, s=s: (t.live.title, t.paths) == (s.live.title, s.paths)
-        places = [at for at, t in enumerate(here) if alike(t)]
-        if len(places) == sum(map(alike, there)) == 1:
-            cuts[places[0]] = s.cut, (0,) * s.groups
+    for s in (s for s in old_lives if s.cut is not None):
+        is_same_rule = lambda t, s=s: (t.live.title, t.paths) == (s.live.title, s.paths)
+        matches = [index for index, t in enumerate(new_lives) if is_same_rule(t)]
+        if len(matches) == sum(map(is_same_rule, old_lives)) == 1:
+            cuts[matches[0]] = s.cut, (0,) * s.groups
         else:
             labels = ", ".join(s.cut.labels[1:])
             report["notes"].append(f"{s.live.title}: the numbers of {labels} alone are gone")
@@ -335,55 +358,68 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
 
-def _carry_numbers(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
-    """Live numbers by name; notes on those that the new rule changes or lacks."""
+def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
+    """Carry live numbers over by name; note the numbers that the new rule changes or lacks."""
     if old.numbers is None or new.numbers is None:
         return new
-    then, now = (state_facts.facts_of(state) for state in (old, new))
+    old_facts, new_facts = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, edited = state_facts.merged_numbers(values[0], then, values[1], now)
-    names, mine = ([name for name, _ in facts["columns"]] for facts in (then, now))
-    numbers, known = hyperparams(old), {*mine, *then["schedules"]}
-    report["notes"] += [note for note in edited if re.split(r":| \(", note)[0] in names]
-    for name, given in zip(names, values[0][3], strict=True):
-        if name not in known and (x := numbers[name]) != given:
+    merged, edited = state_facts.merged_numbers(values[0], old_facts, values[1], new_facts)
+    old_names, new_names = (
+        [name for name, _ in facts["columns"]] for facts in (old_facts, new_facts)
+    )
+    numbers, known_names = hyperparams(old), {*new_names, *old_facts["schedules"]}
+    report["notes"] += [note for note in edited if re.split(r":| \(", note)[0] in old_names]
+    for name, setup_value in zip(old_names, values[0][3], strict=True):
+        if name not in known_names and (x := numbers[name]) != setup_value:
             report["notes"].append(f"{name}: {x:.6g} by adjust then, no such number now")
-    placed = _there(jnp.asarray(merged), new.numbers.values)
+    placed = _placed_like(jnp.asarray(merged), new.numbers.values)
     return dataclasses.replace(new, numbers=dataclasses.replace(new.numbers, values=placed))
 
 
-def _carry_averages(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
+def _carry_averages(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     """The averages of each leaf by name, if both states average alike."""
-    befores, averages = averages_of(old), averages_of(new)
-    for field in befores | averages:
-        before, average = befores.get(field), averages.get(field)
-        there = {} if before is None else _trained_by_name_of(old, before.params)
-        here = {} if average is None else _trained_by_name_of(new, average.params)
-        titled = lambda names, field=field: [f"{field} of {name}" for name in names]
-        if before and average and before.uniform != average.uniform:
-            report["new"] += titled(here)
+    old_averages, new_averages = averages_of(old), averages_of(new)
+    for field in old_averages | new_averages:
+        old_average, new_average = old_averages.get(field), new_averages.get(field)
+        old_leaves = {} if old_average is None else _trained_by_name_of(old, old_average.params)
+        new_leaves = {} if new_average is None else _trained_by_name_of(new, new_average.params)
+        with_field = lambda names, field=field: [f"{field} of {name}" for name in names]
+        if old_average and new_average and old_average.uniform != new_average.uniform:
+            report["new"] += with_field(new_leaves)
             report["notes"].append(f"{field}: of another kind, begins anew")
             continue
-        fits = {name for name, x in here.items() if name in there and there[name].shape == x.shape}
-        report["kept"] += titled(name for name in here if name in fits)
-        report["new"] += titled(name for name in here if name not in fits)
-        report["dropped"] += titled(name for name in there if name not in here)
-        if before and average:
-            leaves = [_there(there[name], x) if name in fits else x for name, x in here.items()]
-            params = jax.tree.unflatten(jax.tree.structure(average.params), leaves)
-            count = _there(before.count, average.count)
-            averages[field] = dataclasses.replace(average, params=params, count=count)
-    return dataclasses.replace(new, **averages)
+        carried_names = {
+            name
+            for name, x in new_leaves.items()
+            if name in old_leaves and old_leaves[name].shape == x.shape
+        }
+        report["kept"] += with_field(name for name in new_leaves if name in carried_names)
+        report["new"] += with_field(name for name in new_leaves if name not in carried_names)
+        report["dropped"] += with_field(name for name in old_leaves if name not in new_leaves)
+        if old_average and new_average:
+            carried_leaves = [
+                _placed_like(old_leaves[name], x) if name in carried_names else x
+                for name, x in new_leaves.items()
+            ]
+            params = jax.tree.unflatten(jax.tree.structure(new_average.params), carried_leaves)
+            count = _placed_like(old_average.count, new_average.count)
+            new_averages[field] = dataclasses.replace(new_average, params=params, count=count)
+    return dataclasses.replace(new, **new_averages)
 
 
-def _carry_frozen(old: TrainState, new: TrainState, report: _Notes) -> TrainState:
+def _carry_frozen(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     if old.frozen is None:
         return new
-    flags = dict(zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True))
-    here = _trained_by_name_of(new, trained_part(new))
-    gone = [name for name, on in flags.items() if on and name not in here]
-    report["notes"] += [f"{name}: frozen then, not trained now" for name in gone]
-    words = frozen_words([bool(flags.get(name)) for name in here])
+    was_frozen = dict(
+        zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True)
+    )
+    new_leaves = _trained_by_name_of(new, trained_part(new))
+    untrained_names = [
+        name for name, is_frozen in was_frozen.items() if is_frozen and name not in new_leaves
+    ]
+    report["notes"] += [f"{name}: frozen then, not trained now" for name in untrained_names]
+    words = frozen_words([bool(was_frozen.get(name)) for name in new_leaves])
     return dataclasses.replace(new, frozen=beside(new.params, words))
 
 

@@ -32,12 +32,12 @@ class Model:
     `apply(params, *x, model_state=None, key=None, train=False, **named)` returns
     `(out, model_state)`; the model gets `named`. It is pure: in train mode dropout draws from `key`
     and batch statistics move; in eval mode neither. If the model has two modes, a call without
-    `train` is an error beside a `key`, and in the loss function of a training step. `build(state)`
+    `train` is an error with a `key`, and in the loss function of a training step. `build(state)`
     returns the library's own model in eval mode, with copies of the state's parameters.
     """
 
     params: PyTree
-    model_state: PyTree  # what is carried without a gradient; {} for a model that carries nothing
+    model_state: PyTree  # state without a gradient; {} if the model has none
     apply: Function
     build: Function
 
@@ -53,44 +53,50 @@ def _model(
     """A model from `call(params, model_state, key, train, x, named)` and `assemble(*parts)`."""
     if not jax.tree.leaves(params):
         raise trees.no_parameters("params", params)
-    structure = jax.tree.map(lambda x: 0, params)
-    nothing = None if jax.tree.leaves(model_state) else model_state
+    params_structure = jax.tree.map(lambda x: 0, params)
+    carries_nothing = None if jax.tree.leaves(model_state) else model_state
 
-    def carried(model_state, where):
-        model_state = nothing if model_state is None else model_state
+    def checked_model_state(model_state, where):
+        model_state = carries_nothing if model_state is None else model_state
         if model_state is None:
             fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
             raise StateError("model_state", where, "None", "the state that the model carries", fix)
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
-        step = training_call.current.get()
-        is_silent = train is None and has_modes and named.keys().isdisjoint(_ON + _OFF)
-        if is_silent and (step or key is not None):
-            got = "a key without it" if step is None else "none in a training step"
+        training_step = training_call.current.get()
+        is_mode_unnamed = (
+            train is None and has_modes and named.keys().isdisjoint(_TRAIN_FLAGS + _EVAL_FLAGS)
+        )
+        if is_mode_unnamed and (training_step or key is not None):
+            got = "a key without it" if training_step is None else "none in a training step"
             fix = "Name `train` in loss_fn and hand it on: without it dropout is off, and batch "
             fix += "statistics stay."
             raise LossError("train", "Model.apply()", got, "True or False", fix)
-        out, new = call(params, carried(model_state, "Model.apply()"), key, bool(train), x, named)
-        if step and train:
-            step.note(model_state, new)
-        return out, new if nothing is None else model_state
+        out, new_model_state = call(
+            params, checked_model_state(model_state, "Model.apply()"), key, bool(train), x, named
+        )
+        if training_step and train:
+            training_step.note(model_state, new_model_state)
+        return out, new_model_state if carries_nothing is None else model_state
 
     def build(state: TrainState):
         check_state(state, "Model.build()")
-        difference = trees.first_difference(state.params, structure, "state.params", "an array")
+        difference = trees.first_difference(
+            state.params, params_structure, "state.params", "an array"
+        )
         if difference:
             fix = "Give a state of this model's params."
             raise StateError(f"params of another model {difference}. {fix}")
-        parts = state.params, carried(state.model_state, "Model.build()")
+        parts = state.params, checked_model_state(state.model_state, "Model.build()")
         return assemble(*jax.tree.map(own, parts))
 
     return Model(params, model_state, apply, build)
 
 
-# what models call the flag of their mode
-_ON = ("train", "training", "is_training")
-_OFF = ("deterministic", "use_running_average", "inference")
+# Names that modules use for the flag of their mode: True in train mode, and True in eval mode.
+_TRAIN_FLAGS = ("train", "training", "is_training")
+_EVAL_FLAGS = ("deterministic", "use_running_average", "inference")
 
 
 def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
@@ -99,24 +105,26 @@ def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
         raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected, fix)
 
 
-def _modes(fn: Callable) -> Callable[[bool], dict]:
+def _keywords_of_mode(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    found = [name for name in inspect.signature(fn).parameters if name in (*_ON, *_OFF)]
-    return lambda train: {name: train != (name in _OFF) for name in found}
+    flags = [
+        name for name in inspect.signature(fn).parameters if name in (*_TRAIN_FLAGS, *_EVAL_FLAGS)
+    ]
+    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in flags}
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:
-    """The parts of a flax NNX module, which is merged again while a step is traced.
+    """The parts of a flax NNX module. They are merged again while a step is traced.
 
-    `params` is a nested dict of its `nnx.Param` variables, also those of LoRA (choose with
-    `setup(trainable=...)`), or of those of the filter `wrt`. Each random stream draws from
-    its part of `key`; without a key, an evaluation draws the same every time. All other variables
-    (batch statistics) are `model_state`. `train` sets the module's mode, `module.train()` or
-    `module.eval()`; its call gets `rngs` and flags such as `train` if it names them (without a key:
-    None for `rngs`, or its default). Sown values are dropped.
+    `params` is a nested dict of its `nnx.Param` variables (LoRA's included: choose with
+    `setup(trainable=...)`), or of the variables that the filter `wrt` selects. Each random stream
+    draws from its part of `key`; without a key, an evaluation draws the same every time. All other
+    variables (batch statistics) are `model_state`. `train` sets the module's mode, `module.train()`
+    or `module.eval()`; its call gets `rngs` and flags such as `train` if it names them (without a
+    key: None for `rngs`, or its default). Sown values are dropped.
 
-    Raises ParamsError for a module without parameters, and, when called, StateError for one that
-    draws in train mode without a key.
+    Raises ParamsError for a module without parameters, and, when called, StateError for a module
+    that draws in train mode without a key.
 
     >>> import tsunax as ts
     >>> from flax import nnx
@@ -127,50 +135,58 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     lib = library("flax.nnx", "models.nnx()")
     _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
     wrt = lib.Param if wrt is None else wrt
-    modes, signature = _modes(module.__call__), inspect.signature(module.__call__)
+    modes, signature = _keywords_of_mode(module.__call__), inspect.signature(module.__call__)
     takes_rngs = "rngs" in signature.parameters
     needs_rngs = takes_rngs and signature.parameters["rngs"].default is inspect.Parameter.empty
-    module = lib.clone(module)  # the user's own keeps its mode and sown values
+    module = lib.clone(module)  # the user's module keeps its mode and sown values
     lib.pop(module, lib.Intermediate)
     graphdef, *parts = lib.split(module, wrt, lib.RngState, ...)
-    params, streams, rest = map(lib.to_pure_dict, parts)
+    params, streams, other_variables = map(lib.to_pure_dict, parts)
     trained, evaluated = lib.clone(module), lib.clone(module)
     trained.train()
     evaluated.eval()
-    # attention without dropout has a flag, but nothing that it changes
-    moves = takes_rngs or bool(jax.tree.leaves((streams, rest)))
-    has_modes = bool(modes(True)) or (moves and lib.graphdef(trained) != lib.graphdef(evaluated))
+    # Attention without dropout has a flag for its mode, but the flag changes nothing.
+    may_change = takes_rngs or bool(jax.tree.leaves((streams, other_variables)))
+    has_modes = bool(modes(True)) or (
+        may_change and lib.graphdef(trained) != lib.graphdef(evaluated)
+    )
 
     def seeded(key):
-        """The random streams anew: a key for each, and counts from 0."""
+        """New random streams: a key for each, and counts from 0."""
         leaves, treedef = jax.tree.flatten(streams)
         root = jax.random.key(0) if key is None else key
-        keys = lambda i, x: jax.random.split(jax.random.fold_in(root, i), x.shape)
-        anew = [keys(i, x) if trees.is_key(x) else jnp.zeros_like(x) for i, x in enumerate(leaves)]
-        return treedef.unflatten(anew)
+        keys_of = lambda i, x: jax.random.split(jax.random.fold_in(root, i), x.shape)
+        new_streams = [
+            keys_of(i, x) if trees.is_key(x) else jnp.zeros_like(x) for i, x in enumerate(leaves)
+        ]
+        return treedef.unflatten(new_streams)
 
     def call(params, model_state, key, train, x, named):
         rngs = seeded(key)
         net = lib.merge(graphdef, params, rngs, model_state)
         net.train() if train else net.eval()
-        given = {"rngs": lib.Rngs(key)} if takes_rngs and key is not None else {}
+        arguments = {"rngs": lib.Rngs(key)} if takes_rngs and key is not None else {}
         if needs_rngs and key is None and "rngs" not in signature.bind_partial(*x).arguments:
-            given = {"rngs": None}
-        out = net(*x, **given | modes(train) | named)
-        _, _, after, _, rest = lib.split(net, wrt, lib.RngState, lib.Intermediate, ...)
-        ends = zip(*map(jax.tree.leaves, (lib.to_pure_dict(after), rngs)), strict=True)
-        if train and key is None and any(a is not b for a, b in ends):
+            arguments = {"rngs": None}
+        out = net(*x, **arguments | modes(train) | named)
+        _, _, streams_after, _, other_variables = lib.split(
+            net, wrt, lib.RngState, lib.Intermediate, ...
+        )
+        stream_pairs = zip(
+            *map(jax.tree.leaves, (lib.to_pure_dict(streams_after), rngs)), strict=True
+        )
+        if train and key is None and any(a is not b for a, b in stream_pairs):
             expected = "a key for the model's random streams"
             fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
             raise StateError("key", "Model.apply()", "None", expected, fix)
-        return out, lib.to_pure_dict(rest)
+        return out, lib.to_pure_dict(other_variables)
 
     def assemble(params, model_state):
         net = lib.merge(graphdef, params, jax.tree.map(own, streams), model_state)
         net.eval()
         return net
 
-    return _model(params, rest, call, assemble, has_modes=has_modes)
+    return _model(params, other_variables, call, assemble, has_modes=has_modes)
 
 
 @functools.partial(checks.naming_arguments, fix="First variables = module.init(key, x).")
@@ -179,9 +195,9 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
 
     `params` is the collection "params" (with `_overwrite_with_gradient` of fp8 layers: both); the
     other collections are `model_state`, which a call may change. The streams named in `rngs` draw
-    from `key`: one stream gets the key itself, several get parts of it. The mode is passed to the
-    module as those of `train`, `training`, `is_training`, `deterministic`,
-    `use_running_average` that its call names. `build(state)` returns the bound module. Raises
+    from `key`: a single stream gets the key itself, several get parts of it. The mode is passed to
+    the module by the flags that its call names: `train`, `training`, `is_training`,
+    `deterministic`, `use_running_average`. `build(state)` returns the bound module. Raises
     WrongTypeError for a class in place of a module, ParamsError for variables without "params".
 
     >>> import tsunax as ts
@@ -195,24 +211,29 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     linen_module = library("flax.linen", where).Module
     _check_model(module, linen_module, "linen", "an instance of linen.Module that can be called")
     if not isinstance(variables, Mapping) or "params" not in variables:
-        kind = ParamsError if isinstance(variables, Mapping) else WrongTypeError
+        error_type = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         got, fix = trees.describe(variables), "Give all of net.init(key, x)."
-        raise kind("variables", where, got, "a dict with 'params'", fix)
-    modes = _modes(module.__call__)
+        raise error_type("variables", where, got, "a dict with 'params'", fix)
+    modes = _keywords_of_mode(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    others = library("flax.core", where).unfreeze(variables)  # calls return plain dicts
-    fp8, params = "_overwrite_with_gradient", others.pop("params")
-    if fp8 in others:
-        params = {"params": params, fp8: others.pop(fp8)}
-    all_of = lambda params, rest: (params if fp8 in params else {"params": params}) | rest
+    # because calls return plain dicts
+    other_collections = library("flax.core", where).unfreeze(variables)
+    fp8_name, params = "_overwrite_with_gradient", other_collections.pop("params")
+    if fp8_name in other_collections:
+        params = {"params": params, fp8_name: other_collections.pop(fp8_name)}
+    as_variables = lambda params, model_state: (
+        (params if fp8_name in params else {"params": params}) | model_state
+    )
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
-        given = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply(all_of(params, model_state), *x, **given, **modes(train) | named)
+        arguments = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
+        return module.apply(
+            as_variables(params, model_state), *x, **arguments, **modes(train) | named
+        )
 
-    bound = lambda params, model_state: module.bind(all_of(params, model_state))
-    return _model(params, others, call, bound, has_modes=bool(modes(True)))
+    bind = lambda params, model_state: module.bind(as_variables(params, model_state))
+    return _model(params, other_collections, call, bind, has_modes=bool(modes(True)))
 
 
 def equinox(
@@ -229,8 +250,8 @@ def equinox(
     """
     eqx = library("equinox", "models.equinox()")
     _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
-    stateful = state is not None
-    if stateful and not isinstance(state, eqx.nn.State):
+    has_state = state is not None
+    if has_state and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
         raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
     params, static = eqx.filter(module, eqx.is_inexact_array), {}
@@ -241,23 +262,23 @@ def equinox(
 
     def call(params, model_state, key, train, x, named):
         net = eqx.combine(params, static[train])
-        carried = (model_state,) if stateful else ()
+        extra_input = (model_state,) if has_state else ()
 
-        def one(x, key, named):
-            out = net(*x, *carried, **({"key": key} if takes_key else {}), **named)
-            return out if stateful else (out, None)
+        def call_on(x, key, named):
+            out = net(*x, *extra_input, **({"key": key} if takes_key else {}), **named)
+            return out if has_state else (out, None)
 
         if not vmap:
-            return one(x, key, named)
+            return call_on(x, key, named)
         keys = None if key is None else jax.random.split(key, jnp.shape(jax.tree.leaves(x)[0])[0])
-        return jax.vmap(one, out_axes=(0, None), axis_name=axis_name)(x, keys, named)
+        return jax.vmap(call_on, out_axes=(0, None), axis_name=axis_name)(x, keys, named)
 
     def assemble(params, model_state):
         net = eqx.combine(params, static[False])
-        return (net, model_state) if stateful else net
+        return (net, model_state) if has_state else net
 
     has_modes = not eqx.tree_equal(static[True], static[False])
-    return _model(params, state if stateful else {}, call, assemble, has_modes=has_modes)
+    return _model(params, state if has_state else {}, call, assemble, has_modes=has_modes)
 
 
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
@@ -278,13 +299,13 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
 
     def call(params, model_state, key, train, x, named):
         offered = {"model_state": model_state, "key": key, "train": train}
-        given = {name: value for name, value in offered.items() if name in names}
-        out = fn(params, *x, **given, **named)
+        accepted = {name: value for name, value in offered.items() if name in names}
+        out = fn(params, *x, **accepted, **named)
         return out if "model_state" in names else (out, None)
 
     def predict(params, model_state, *x, **named):
         return call(params, model_state, None, False, x, named)[0]
 
-    closed = lambda params, model_state: functools.partial(predict, params, model_state)
-    carried = {} if model_state is None else model_state
-    return _model(params, carried, call, closed, has_modes="train" in names)
+    bind_params = lambda params, model_state: functools.partial(predict, params, model_state)
+    carried_state = {} if model_state is None else model_state
+    return _model(params, carried_state, call, bind_params, has_modes="train" in names)

@@ -1,4 +1,4 @@
-"""Populations: many runs of one model as one state, with different seeds and hyperparameters.
+"""Populations: many runs of a model in a single state, with different seeds and hyperparameters.
 
     make = lambda key, learning_rate: ts.setup(ts.rules.adam(learning_rate), init(key), key=key)
     runs = ts.population(make, 32, key=0, learning_rate=np.logspace(-4, -1, 32))
@@ -66,43 +66,46 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
         if np.shape(x)[:1] != (n,):
             got, expected = trees.describe(x), f"an array with a first axis of {n}"
             raise StateError(repr(name), where, got, expected, "Bind shared values to make.")
-    one: Any = as_key(key, where)
-    if one is None:
+    parent_key: Any = as_key(key, where)
+    if parent_key is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
-    keys = jax.random.split(one, n)
-    # no vmap: it makes batches of decompositions, as in orthogonal initializers, and on two cores
-    # several of those wait for each other forever (docs/upstream.md)
-    made: Any = lambda given: make(given[0], **given[1])
-    runs: Any = _compiled_once(lambda *given: jax.lax.map(made, given), keys, values)
+    keys = jax.random.split(parent_key, n)
+    # Not vmap: it batches decompositions, as in orthogonal initializers, and on two cores several
+    # batched decompositions wait for each other forever (docs/upstream.md).
+    make_member: Any = lambda arguments: make(arguments[0], **arguments[1])
+    runs: Any = _run_compiled_once(
+        lambda *arguments: jax.lax.map(make_member, arguments), keys, values
+    )
     if not isinstance(runs, COUNTED):
         fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
         raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
-        adjust(runs, **numbers)  # raises for one that `make` saw as a tracer only
+        adjust(runs, **numbers)  # checks numbers that were tracers inside `make`
     return runs  # pyright: ignore[reportReturnType]
 
 
-# Programs of `population` by all that decides what they do; only the last ones used are kept.
+# Programs of `population` by their text and inputs. The least recently used programs are dropped
+# beyond this number: a script calls few of them, and each may be large.
 _PROGRAMS: dict[Any, jax.stages.Compiled] = {}
-_MOST_PROGRAMS = 16
+_MAX_PROGRAMS = 16
 
 
-def _compiled_once(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
+def _run_compiled_once(f: Function, keys: jax.Array, values: dict[str, Any]) -> PyTree:
     """`jax.jit(f)(keys, values)`; programs of equal text are compiled once.
 
     The function is traced at every call, because the numbers that it reads may have changed. The
-    static part of the result is that of this trace: it need not be in the program.
+    static part of the result comes from this trace, because the program does not determine it.
     """
     option = lambda name: getattr(jax.config, name, None)
-    # under this option the arrays that a function reads are not in the text
+    # With this option the text of a program does not have the arrays that the function reads.
     if trees.is_tracing() or option("jax_use_simplified_jaxpr_constants"):
         return jax.jit(f)(keys, values)
     lowered = jax.jit(f).lower(keys, values)
     text = hashlib.sha256(lowered.as_text().encode()).digest()
-    places = [getattr(x, "sharding", None) for x in jax.tree.leaves((keys, values))]
-    program = text, *values, *places, option("jax_default_device")
-    compiled = _PROGRAMS[program] = _PROGRAMS.pop(program, None) or lowered.compile()
-    if len(_PROGRAMS) > _MOST_PROGRAMS:
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((keys, values))]
+    program_key = text, *values, *shardings, option("jax_default_device")
+    compiled = _PROGRAMS[program_key] = _PROGRAMS.pop(program_key, None) or lowered.compile()
+    if len(_PROGRAMS) > _MAX_PROGRAMS:
         del _PROGRAMS[next(iter(_PROGRAMS))]
     return lowered.out_tree.unflatten(jax.tree.leaves(compiled(keys, values)))
 
@@ -113,36 +116,36 @@ def member(runs: _State, i: int) -> _State:
     Raises StateError for a bad index; a traced one counts modulo the members. For example
     `member(runs, np.argmin(losses))`.
     """
-    return _taken(runs, i, 0, "member", "an index")
+    return _members_at(runs, i, 0, "member", "an index")
 
 
 def select(runs: _State, indices: ArrayLike) -> _State:
     """The population of the members at `indices`, a list of ints, in this order; one may repeat.
 
-    For successive halving, `select(runs, np.argsort(losses)[:8])`, and for populations whose worst
-    members are replaced by copies of the best. Raises StateError for an index out of range; traced
-    ones count modulo the members.
+    For successive halving, `select(runs, np.argsort(losses)[:8])`, and to replace the worst members
+    by copies of the best. Raises StateError for an index out of range; traced indices count modulo
+    the members.
     """
-    return _taken(runs, indices, 1, "indices", "a list of ints")
+    return _members_at(runs, indices, 1, "indices", "a list of ints")
 
 
-def _taken(runs: _State, indices: Any, ndim: int, what: str, kind: str) -> _State:
-    where = "member()" if what == "member" else "select()"
+def _members_at(runs: _State, indices: Any, ndim: int, title: str, kind: str) -> _State:
+    where = "member()" if title == "member" else "select()"
     if (n := members_of(runs)) is None:
         fix = "Make one: ts.population(...)."
         raise StateError("runs", where, trees.describe(runs), "a population", fix)
     if trees.is_gone(runs.clock):
         raise StateError("runs", where, "a population that a step took", "what the step returned")
-    at = indices if trees.is_traced(indices) else np.asarray(indices)
-    fits = at.ndim == ndim and at.size and jnp.issubdtype(at.dtype, np.integer)
-    if fits and trees.is_traced(at):
-        return _gathered(runs, at % n)
-    if not fits or at.min() < -n or at.max() >= n:
-        got = f"{at.min()} ... {at.max()}" if fits and ndim else trees.describe(indices)
-        raise StateError(what, where, got, f"{kind} below {n}")
-    return _gathered(runs, (at % n).astype(np.int32))
+    index = indices if trees.is_traced(indices) else np.asarray(indices)
+    is_valid = index.ndim == ndim and index.size and jnp.issubdtype(index.dtype, np.integer)
+    if is_valid and trees.is_traced(index):
+        return _gathered(runs, index % n)
+    if not is_valid or index.min() < -n or index.max() >= n:
+        got = f"{index.min()} ... {index.max()}" if is_valid and ndim else trees.describe(indices)
+        raise StateError(title, where, got, f"{kind} below {n}")
+    return _gathered(runs, (index % n).astype(np.int32))
 
 
 @jax.jit
-def _gathered(runs: Any, at: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x)[at], runs)
+def _gathered(runs: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x)[index], runs)

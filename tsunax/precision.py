@@ -1,4 +1,4 @@
-"""Which numbers are computed in which dtype, and how float16 gradients are kept in range.
+"""Mixed precision: the dtypes of a training run, and the loss scale of float16 gradients.
 
 Parameters, optimizer state, norms, losses and averages stay float32. In training, the policy of
 the state casts params and the inputs of the model to `compute`; targets and weights stay as they
@@ -27,7 +27,7 @@ class Policy:
     """Dtypes of a training run: `setup(..., precision=Policy(compute="bfloat16"))`.
 
     `precision="bfloat16"` is short for that. `param`, `compute`, `evaluate` and `output` are names
-    of dtypes: of stored params, of what loss_fn computes with in training and in an evaluation
+    of dtypes: of stored params, of the computation of loss_fn in training and in an evaluation
     (`evaluate=None`: `compute`, but float32 at least), and of `to_output`. `rounding="stochastic"`
     stores bfloat16 params without float32 master copies. `moments="bfloat16"` stores the arrays of
     the rule that have the shape of their parameter (both moments of Adam) in bfloat16, rounded
@@ -44,11 +44,11 @@ class Policy:
     dtype(bfloat16)
     """
 
-    param: str = "float32"  # below float32 there is a float32 master copy of each
+    param: str = "float32"  # shorter dtypes have a float32 master copy of each param
     compute: str = "float32"
     evaluate: str | None = None
-    output: str = "float32"  # which a model's last line may read
-    batch: Where = None  # over the paths of the leaves; None: found in the loss function
+    output: str = "float32"  # for the last line of a model: `policy.to_output(y)`
+    batch: Where = None  # pattern of the inputs; None: they are found by tracing loss_fn
     rounding: str = "nearest"
     moments: str = "float32"
 
@@ -58,10 +58,10 @@ class Policy:
             if name == "evaluate" and value is None:
                 value = self.compute if jnp.dtype(self.compute).itemsize >= 4 else "float32"
             try:
-                known = value is not None and jnp.dtype(value).name in DTYPES
+                is_dtype = value is not None and jnp.dtype(value).name in DTYPES
             except TypeError:
-                known = False
-            if not known:
+                is_dtype = False
+            if not is_dtype:
                 expected = f"one of {', '.join(DTYPES)}"
                 raise WrongTypeError(name, "Policy()", trees.describe(value), expected)
             object.__setattr__(self, name, jnp.dtype(value).name)
@@ -77,15 +77,15 @@ class Policy:
             patterns.compile_where(self.batch, "Policy(batch=)")
 
     def to_param(self, tree: PyTree) -> PyTree:
-        """`tree` with its real float leaves in the dtype `param`, and all others as they are."""
+        """`tree` with its real float leaves in the dtype `param`; other leaves are unchanged."""
         return cast(tree, self.param)
 
     def to_compute(self, tree: PyTree) -> PyTree:
-        """`tree` with its real float leaves in the dtype `compute`, and all others as they are."""
+        """`tree` with its real float leaves in the dtype `compute`; other leaves are unchanged."""
         return cast(tree, self.compute)
 
     def to_output(self, tree: PyTree) -> PyTree:
-        """`tree` with its real float leaves in the dtype `output`, and all others as they are."""
+        """`tree` with its real float leaves in the dtype `output`; other leaves are unchanged."""
         return cast(tree, self.output)
 
     def seen(self, train: bool) -> str:
@@ -99,15 +99,15 @@ class Policy:
         It is given the batch with all float leaves cast, and only called if that changes a leaf.
         Raises PatternError if `self.batch` matches no leaf.
         """
-        low = cast(batch, self.seen(train))
-        pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(low), strict=True))
+        cast_batch = cast(batch, self.seen(train))
+        pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(cast_batch), strict=True))
         if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch
         if self.batch is None:
-            flags = inputs(low)
+            flags = inputs(cast_batch)
         else:
             flags = patterns.select(self.batch, batch, "Policy(batch=)")
-        leaves = [y if on else x for (x, y), on in zip(pairs, flags, strict=True)]
+        leaves = [y if is_input else x for (x, y), is_input in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
     def wide(self, trained: PyTree) -> PyTree:
@@ -119,33 +119,33 @@ class Policy:
 
         `calls` is the count of the state after this call (int32); see `round_stochastically`.
         """
-        key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING)
+        key = jax.random.fold_in(jax.random.fold_in(key, calls - 1), _ROUNDING_STREAM)
         return round_stochastically(tree, key)
 
     def in_words(self, inner: Callable[[Any], str]) -> str:
         """The outline of this policy in checkpoints of format 1, which name no default moments."""
-        named = [x for x in vars(self).items() if x != ("moments", "float32")]
-        return f"Policy({', '.join(f'{name}={inner(x)}' for name, x in named)})"
+        fields = [x for x in vars(self).items() if x != ("moments", "float32")]
+        return f"Policy({', '.join(f'{name}={inner(x)}' for name, x in fields)})"
 
     def wide_moments(self, opt_state: PyTree) -> PyTree:
-        """The `opt_state` of a rule as the rule gets it: in float32 what is stored in bfloat16."""
-        wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-        return opt_state if self.moments == "float32" else jax.tree.map(wide, opt_state)
+        """The `opt_state` as the rule gets it: leaves that are stored in bfloat16 as float32."""
+        widened = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+        return opt_state if self.moments == "float32" else jax.tree.map(widened, opt_state)
 
     def rounded_moments(self, new: PyTree, old: PyTree, key: Any, calls: jax.Array) -> PyTree:
         """The `new` state of a rule as it is stored: stochastically rounded to the dtypes of `old`.
 
-        The random bits are those of `key` folded with `calls`.
+        The random bits come from `key` folded with `calls`.
         """
         if self.moments == "float32":
             return new
-        key = jax.random.fold_in(jax.random.fold_in(key, calls), _MOMENTS)
+        key = jax.random.fold_in(jax.random.fold_in(key, calls), _MOMENTS_STREAM)
         rounded = round_stochastically(new, key)
         return jax.tree.map(lambda r, n, o: r if o.dtype != n.dtype else n, rounded, new, old)
 
     @property
     def masters(self) -> bool:
-        """Whether params are stored rounded, beside master copies in float32."""
+        """Whether params are stored rounded, together with master copies in float32."""
         return jnp.dtype(self.param).itemsize < 4 and not self.stochastic
 
     @property
@@ -154,12 +154,13 @@ class Policy:
         return self.rounding == "stochastic"
 
 
-# Keys of a step are folded with the index of a micro-batch; this one is none
-_ROUNDING, _MOMENTS = 0x726E64, 0x6D6F6D
+# Numbers that are folded into the key of a step, "rnd" and "mom" in ASCII. The step also folds in
+# the index of a micro-batch: these are larger than any index, so that no bits are drawn twice.
+_ROUNDING_STREAM, _MOMENTS_STREAM = 0x726E64, 0x6D6F6D
 
 
 def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
-    """The policy behind what a user gave: None, a dtype's name, or a `Policy`."""
+    """The policy for `setup(precision=...)`: None, a dtype's name, or a `Policy`."""
     if precision is None or isinstance(precision, Policy):
         return precision
     if isinstance(precision, str) and precision in DTYPES:
@@ -170,13 +171,13 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
 
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    """The real float leaves of a tree in another dtype; all others as they are."""
+    """The tree with its real float leaves in another dtype; other leaves are unchanged."""
 
-    def one(x: Any):
+    def cast_leaf(x: Any):
         is_shape = isinstance(x, jax.ShapeDtypeStruct)
         return jnp.asarray(x, dtype) if trees.is_a(x, np.floating) and not is_shape else x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(cast_leaf, tree)
 
 
 def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
@@ -187,16 +188,16 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
 
-    def one(x: Any, key: jax.Array):
+    def round_leaf(x: Any, key: jax.Array):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
         noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-        cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-        return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+        rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
-    own = lambda i: jax.random.fold_in(key, i)
-    return treedef.unflatten([one(x, own(i)) for i, x in enumerate(leaves)])
+    key_of = lambda i: jax.random.fold_in(key, i)
+    return treedef.unflatten([round_leaf(x, key_of(i)) for i, x in enumerate(leaves)])
 
 
 # The loss scale
@@ -235,41 +236,53 @@ class LossScale:
         """
         if not self.dynamic:
             return self
-        due = applied & (self.good + 1 >= self.interval)
-        up = jnp.minimum(self.scale * self.factor, self.ceiling)
-        down = jnp.maximum(self.scale / self.factor, self.floor)
-        scale = jnp.where(overflowed, down, jnp.where(due, up, self.scale))
-        good = jnp.where(overflowed | due, 0, self.good + applied.astype(jnp.int32))
+        is_due = applied & (self.good + 1 >= self.interval)
+        larger = jnp.minimum(self.scale * self.factor, self.ceiling)
+        smaller = jnp.maximum(self.scale / self.factor, self.floor)
+        scale = jnp.where(overflowed, smaller, jnp.where(is_due, larger, self.scale))
+        good = jnp.where(overflowed | is_due, 0, self.good + applied.astype(jnp.int32))
         return dataclasses.replace(self, scale=scale, good=good)
 
 
 def as_loss_scale(
-    given: ArrayLike | LossScale | str | None, precision: Policy | None, where: str
+    loss_scale: ArrayLike | LossScale | str | None, precision: Policy | None, where: str
 ) -> LossScale | None:
-    """The loss scale behind what a user gave: None, "dynamic", a number, or a `LossScale`.
+    """The loss scale for `setup(loss_scale=...)`: None, "dynamic", a number, or a `LossScale`.
 
-    float16 gets a dynamic one by default: its small gradients become zero without a warning.
+    float16 gets a dynamic scale by default, because small float16 gradients become zero silently.
     """
-    if given is None:
+    if loss_scale is None:
         if precision is None or precision.compute != "float16":
             return None
-        given = "dynamic"
-    if isinstance(given, str) and given == "dynamic":
-        given = LossScale()
-    elif checks.is_real(given):
-        given = LossScale(given, dynamic=False)
-    if not isinstance(given, LossScale):
+        loss_scale = "dynamic"
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        loss_scale = LossScale()
+    elif checks.is_real(loss_scale):
+        loss_scale = LossScale(loss_scale, dynamic=False)
+    if not isinstance(loss_scale, LossScale):
         expected = "'dynamic', a number or a LossScale"
-        raise WrongTypeError("loss_scale", where, trees.describe(given), expected)
-    least, most = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
-    low, high = (given.floor, given.ceiling) if given.dynamic else (least, most)
-    # one scale, or those of a population
-    fits = trees.is_traced(given.scale) or np.all((low <= given.scale) & (given.scale <= high))
-    if not fits or not least <= low <= high <= most or given.factor <= 1 or given.interval < 1:
-        expected = f"{least:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {most:.3g}, factor > 1, interval ≥ 1"
-        raise StateError("loss_scale", where, given, expected)
-    scale, good = jnp.asarray(given.scale, jnp.float32), jnp.asarray(given.good, jnp.int32)
-    return dataclasses.replace(given, scale=scale, good=good)
+        raise WrongTypeError("loss_scale", where, trees.describe(loss_scale), expected)
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    largest = float(jnp.finfo(jnp.float32).max)
+    low, high = smallest, largest
+    if loss_scale.dynamic:
+        low, high = loss_scale.floor, loss_scale.ceiling
+    # A scalar, or an array with a scale per member of a population.
+    is_in_range = trees.is_traced(loss_scale.scale) or np.all(
+        (low <= loss_scale.scale) & (loss_scale.scale <= high)
+    )
+    if (
+        not is_in_range
+        or not smallest <= low <= high <= largest
+        or loss_scale.factor <= 1
+        or loss_scale.interval < 1
+    ):
+        expected = f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}, "
+        expected += "factor > 1, interval ≥ 1"
+        raise StateError("loss_scale", where, loss_scale, expected)
+    scale = jnp.asarray(loss_scale.scale, jnp.float32)
+    good = jnp.asarray(loss_scale.good, jnp.int32)
+    return dataclasses.replace(loss_scale, scale=scale, good=good)
 
 
 __all__ = ["LossScale", "Policy"]

@@ -4,8 +4,8 @@
     print(ts.reproduce.fingerprint(state))                # the same on every run
     ts.reproduce.check_reproducible(step, state, batches)
 
-JAX draws from keys only. What remains are the global generators of Python and NumPy, which data
-pipelines use, and GPU kernels that add in any order. See docs/reproducibility.md.
+JAX draws from keys only. Other sources of randomness are the global generators of Python and NumPy,
+which data pipelines use, and GPU kernels that add in any order. See docs/reproducibility.md.
 """
 
 import contextlib
@@ -30,7 +30,10 @@ __all__ = [
     "worker_seed",
 ]  # fmt: skip
 
-_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
+_DETERMINISTIC_FLAGS = (
+    "--xla_gpu_deterministic_ops=true",
+    "--xla_gpu_exclude_nondeterministic_ops=true",
+)
 
 
 def reproducible(seed: int = 0) -> jax.Array:
@@ -46,14 +49,16 @@ def reproducible(seed: int = 0) -> jax.Array:
     >>> jax.random.key_data(reproducible(7)).tolist()
     [0, 7]
     """
-    seed = _checked(seed, "reproducible()")
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in _FLAGS if flag.partition("=")[0] not in given]
-    if found := re.search(r"deterministic_ops=(false|0)\b", given, re.IGNORECASE):
-        raise DeviceError("XLA_FLAGS", "reproducible()", found[0], "true, or none")
+    seed = _checked_seed(seed, "reproducible()")
+    user_flags = os.environ.get("XLA_FLAGS", "")
+    missing_flags = [
+        flag for flag in _DETERMINISTIC_FLAGS if flag.partition("=")[0] not in user_flags
+    ]
+    if nondeterministic := re.search(r"deterministic_ops=(false|0)\b", user_flags, re.IGNORECASE):
+        raise DeviceError("XLA_FLAGS", "reproducible()", nondeterministic[0], "true, or none")
     if not xla_bridge.backends_are_initialized():
-        os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
-    elif missing and jax.default_backend() == "gpu":
+        os.environ["XLA_FLAGS"] = " ".join([user_flags, *missing_flags]).strip()
+    elif missing_flags and jax.default_backend() == "gpu":
         fix = "Call it first, before anything makes an array; in a notebook restart the kernel."
         got = "a GPU that has started without its flags"
         raise DeviceError("reproducible()", "", got, "an earlier call", fix)
@@ -70,11 +75,12 @@ def key_of(seed: int) -> jax.Array:
 def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
     """Keep compiled programs in the directory `path`, from which the next process reads them.
 
-    JAX's compilation cache, for programs of any size and any time of compiling. Call it first: what
-    is compiled before is not kept. The files are code that runs in your process: nobody else may
-    be able to write there. With `max_bytes` (needs `filelock`) those used longest ago go.
+    JAX's compilation cache, for programs of any size and any time of compiling. Call it first:
+    programs that are compiled earlier are not kept. The files are code that runs in your process:
+    other users must not be able to write there. With `max_bytes` (needs `filelock`) the least
+    recently used files are deleted.
 
-    Raises DeviceError if JAX keeps programs in another directory already, SaveError if this one
+    Raises DeviceError if JAX keeps programs in another directory already, SaveError if `path`
     cannot be written to, MissingLibraryError.
     """
     where, config = "compile_cache()", jax.config
@@ -91,10 +97,10 @@ def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
             folder = os.path.abspath(folder)
     except (OSError, TypeError, ValueError) as error:
         raise SaveError("path", where, error, "a directory to write to") from None
-    used = config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if compilation_cache._cache is not None and used not in (None, folder):
+    current_folder = config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if compilation_cache._cache is not None and current_folder not in (None, folder):
         fix = "Call it first, and without JAX_COMPILATION_CACHE_DIR."
-        raise DeviceError("path", where, folder, f"{used}, which is in use already", fix)
+        raise DeviceError("path", where, folder, f"{current_folder}, which is in use already", fix)
     config.update("jax_compilation_cache_dir", folder)
     config.update("jax_compilation_cache_max_size", -1 if max_bytes is None else int(max_bytes))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -116,28 +122,28 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
     >>> after == random.random() != inside
     True
     """
-    seed = None if seed is None else _checked(seed, "isolated_rng()")
-    before = random.getstate(), np.random.get_state()
+    seed = None if seed is None else _checked_seed(seed, "isolated_rng()")
+    old_generators = random.getstate(), np.random.get_state()
     if seed is not None:
         _seed_all(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        random.setstate(old_generators[0])
+        np.random.set_state(old_generators[1])
 
 
 def worker_seed(seed: int, *path: int) -> int:
     """A seed for a worker of a data loader: `worker_seed(seed, epoch, process, worker)`.
 
     Seeds of different paths are unrelated (NumPy's SeedSequence, O'Neill's design); `seed + worker`
-    would repeat the augmentations of one epoch in the next. The seed, the numbers of the `path` and
-    the result are ints from 0 up to 2**63; WrongTypeError for others.
+    would repeat the augmentations of an epoch in the next. The seed, the numbers of the `path` and
+    the result are ints from 0 up to 2**63; WrongTypeError for other values.
 
     >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
     True
     """
-    parts = [_checked(x, "worker_seed()") for x in (seed, *path)]
+    parts = [_checked_seed(x, "worker_seed()") for x in (seed, *path)]
     low, high = np.random.SeedSequence(parts[0], spawn_key=parts[1:]).generate_state(2)
     return int(low) | (int(high) & 0x7FFFFFFF) << 32
 
@@ -145,7 +151,7 @@ def worker_seed(seed: int, *path: int) -> int:
 def fingerprint(tree: PyTree) -> str:
     """16 hex digits of the sha256 of the paths, shapes, dtypes and bytes in `tree`. Waits.
 
-    Each of several processes has its own; they are equal if each process has all of each array.
+    Each process computes its own; they are equal if each process has all of each array.
     Raises StateError for traced arrays, deleted arrays, and arrays spread over processes.
 
     >>> import jax.numpy as jnp
@@ -153,25 +159,25 @@ def fingerprint(tree: PyTree) -> str:
     True
     """
     _check_concrete("tree", tree)
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        total.update(_of_leaf(path, leaf))
-    return total.hexdigest()[:16]
+        digest.update(_hash_of_leaf(path, leaf))
+    return digest.hexdigest()[:16]
 
 
-def _of_leaf(path, leaf) -> bytes:
-    part = hashlib.sha256(trees.path_str(path).encode())
-    is_other = trees.dtype_of(leaf) is None
-    bits = None if is_other else stable_text.bits_of(leaf)
+def _hash_of_leaf(path, leaf) -> bytes:
+    digest = hashlib.sha256(trees.path_str(path).encode())
+    is_no_array = trees.dtype_of(leaf) is None
+    bits = None if is_no_array else stable_text.bits_of(leaf)
     if bits is not None and not bits.dtype.hasobject:
-        part.update(f"{bits.dtype}{bits.shape}".encode() + bits.tobytes())
-    elif is_other or bits is not None:
-        part.update(stable_text.words_of(leaf).encode())
+        digest.update(f"{bits.dtype}{bits.shape}".encode() + bits.tobytes())
+    elif is_no_array or bits is not None:
+        digest.update(stable_text.words_of(leaf).encode())
     else:
         got = f"{trees.describe(leaf)}, of which other processes have a part"
         place, fix = trees.access_str("tree", path), "Of each process's own: x.addressable_shards."
         raise StateError("leaf", place, got, "a whole array", fix)
-    return part.digest()
+    return digest.digest()
 
 
 def _check_concrete(root: str, tree, fix: str = "") -> None:
@@ -198,20 +204,24 @@ def check_reproducible(step: Function, state: PyTree, batches: Iterable[Any]) ->
     _check_concrete("state", state, "Call it outside of jit.")
     if not (batches := list(batches)):
         raise DataError("batches", where, "no batch at all", "at least one", "Give a list.")
-    copied = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
-    one, other = copied(state), copied(state)
-    for at, batch in enumerate(batches):
-        one, other = step(one, batch)[0], step(other, batch)[0]
-        if fingerprint(one) != fingerprint(other):
-            pairs = zip(jtu.tree_flatten_with_path(one)[0], jax.tree.leaves(other), strict=True)
-            path = next(p for (p, x), y in pairs if _of_leaf(p, x) != _of_leaf(p, y))
+    copy_of = lambda tree: jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+    first_state, second_state = copy_of(state), copy_of(state)
+    for i, batch in enumerate(batches):
+        first_state, second_state = step(first_state, batch)[0], step(second_state, batch)[0]
+        if fingerprint(first_state) != fingerprint(second_state):
+            pairs = zip(
+                jtu.tree_flatten_with_path(first_state)[0],
+                jax.tree.leaves(second_state),
+                strict=True,
+            )
+            path = next(p for (p, x), y in pairs if _hash_of_leaf(p, x) != _hash_of_leaf(p, y))
             got = f"other bits in {trees.access_str('state', path)}"
             fix = "Same inputs, same bits: see reproducible()."
-            raise StateError("step", f"batch {at}", got, "the same in both runs", fix)
-    return fingerprint(one)
+            raise StateError("step", f"batch {i}", got, "the same in both runs", fix)
+    return fingerprint(first_state)
 
 
-def _checked(seed: Any, where: str) -> int:
+def _checked_seed(seed: Any, where: str) -> int:
     is_int = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not is_int or not 0 <= seed < 2**63:
         raise WrongTypeError("seed", where, trees.describe(seed), "an int from 0 to 2**63 - 1")

@@ -9,7 +9,7 @@
 
     run, history = ts.fit(step, run, data, steps=1000)
 
-A pytree with a clock of its own, and no more: what happens in a step stands in the step.
+A pytree with a clock of its own, and no more: the step function says what happens in a step.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from tsunax.state import Clocked, TrainState, assemble, split
 __all__ = ["States"]
 
 
-# Not a dataclass: the names of its fields are the user's
+# Not a dataclass, because the user chooses the names of its fields.
 @jax.tree_util.register_pytree_with_keys_class
 class States(Clocked):
-    """Named training states as one value, with one clock, and what lives beside them.
+    """Named training states as a single value, with a shared clock and other arrays.
 
     `ts.States(generator=g, critic=c)`: a pytree with `run.generator` and `run.critic`, to which
-    `fit`, `Checkpoints`, `shard`, `adjust` and the others apply as to a single state. `carry=` is
+    `fit`, `Checkpoints`, `shard`, `adjust` and the like apply as to a single state. `carry=` is
     any tree of arrays: environments, a replay buffer. A step is a function of run and batch that
     returns `(run, info)` and ends with `run.advance(...)`, which counts the call:
 
@@ -60,35 +60,36 @@ class States(Clocked):
     ({'actor/learning_rate': 0.1, 'critic/learning_rate': 0.2}, 0)
     """
 
-    # int32 (members,): their rejected calls when the last call was counted. Not read from the old
-    # run: outside of jit a step has donated its members
+    # int32 (members,): each member's `rejected` at the last advance(). A copy, because outside of
+    # jit the members of the old run may have been donated.
     tally: jax.Array
-    carry: PyTree  # moves as the step says, whatever the verdicts
+    carry: PyTree  # set by the step, whatever the verdicts
     members: Mapping[str, TrainState]
     _repr_html_ = tables.folded
 
     def __init__(self, *, carry: PyTree = None, **members: TrainState) -> None:
-        _check(members)
-        first = next(iter(members.values()))
-        shape = jnp.shape(first.clock)[:-1]
+        _check_members(members)
+        first_member = next(iter(members.values()))
+        shape = jnp.shape(first_member.clock)[:-1]
         _check_sizes(members, shape, "States()")
         clock = np.zeros((*shape, len(COUNTS)), np.int32)
-        clock, tally = placement.beside(first.params, clock), _tally(members.values())
-        seen: set[int] = set()  # a key that two states were given would be donated twice
+        clock = placement.beside(first_member.params, clock)
+        tally = _rejected_counts(members.values())
+        seen_ids: set[int] = set()  # two states may share a key, which must not be donated twice
 
-        def apart(x: Any) -> Any:
-            is_known = id(x) in seen and isinstance(x, jax.Array)
-            seen.add(id(x))
-            return own(x) if is_known else x
+        def copied_if_shared(x: Any) -> Any:
+            is_shared = id(x) in seen_ids and isinstance(x, jax.Array)
+            seen_ids.add(id(x))
+            return own(x) if is_shared else x
 
-        members = {name: jax.tree.map(apart, state) for name, state in members.items()}
-        carry = jax.tree.map(apart, carry)
+        members = {name: jax.tree.map(copied_if_shared, state) for name, state in members.items()}
+        carry = jax.tree.map(copied_if_shared, carry)
         self.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
 
     def __getattr__(self, name: str) -> TrainState:
         members = self.__dict__.get("members", {})
         if name not in members:
-            if name.startswith("__"):  # of copy, pickle and inspect, which ask for what may be
+            if name.startswith("__"):  # copy, pickle and inspect probe for dunder methods
                 raise AttributeError(name)
             raise AttributeError(unknown("member", "States", name, members))
         return members[name]
@@ -112,10 +113,10 @@ class States(Clocked):
                 _check_state(name, x)
         members = {name: new.get(name, x) for name, x in self.members.items()}
         _check_sizes(members, jnp.shape(self.clock)[:-1], "States.replace()")
-        known = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
-        known |= {name: members[name].rejected for name in members if name in new}
-        tally = jnp.stack([*known.values()], -1)
-        return _made(self.clock, tally, new.get("carry", self.carry), members)
+        rejected_counts = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
+        rejected_counts |= {name: members[name].rejected for name in members if name in new}
+        tally = jnp.stack([*rejected_counts.values()], -1)
+        return _assembled_run(self.clock, tally, new.get("carry", self.carry), members)
 
     def advance(self, *, all_or_none: bool = False, **new: Any) -> "States":
         """The run after a call of its step: `new` members and carry, and the call counted.
@@ -130,14 +131,14 @@ class States(Clocked):
             fix = "Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch)."
             raise StateError("run", "advance()", "a population", "one run", fix)
         run = self.replace(**new)
-        bad = jnp.any(run.tally > self.tally, -1)  # `replace` has counted them
-        clock = guard.count(self.clock, None, bad[..., None].astype(jnp.int32))
+        is_rejected = jnp.any(run.tally > self.tally, -1)  # `replace` has counted rejected calls
+        clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
         members = run.members
         if all_or_none:
             old = self.members
-            members = {name: _unless(bad, x, old[name]) for name, x in members.items()}
-        tally = _tally(members.values()) if all_or_none else run.tally
-        return _made(clock, tally, run.carry, members)
+            members = {name: _old_if_bad(is_rejected, x, old[name]) for name, x in members.items()}
+        tally = _rejected_counts(members.values()) if all_or_none else run.tally
+        return _assembled_run(clock, tally, run.carry, members)
 
     def member_at(self, where: object, by: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it, both strings.
@@ -145,12 +146,12 @@ class States(Clocked):
         Of "critic/encoder/**" they are `("critic", "encoder/**")`. Raises StateError, with the name
         `by` of the caller, unless `where` is a string that begins with a member.
         """
-        name, _, inside = where.partition("/") if isinstance(where, str) else ("", "", "")
+        name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
-            shown = where if isinstance(where, str) else trees.describe(where)
+            printed = where if isinstance(where, str) else trees.describe(where)
             fix = "Give a member, or 'member/pattern'."
-            raise StateError(unknown("member", by, shown, self.members, fix))
-        return name, inside or "**"
+            raise StateError(unknown("member", by, printed, self.members, fix))
+        return name, inner_pattern or "**"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         """The clock, the carry and each member, by name; called by JAX."""
@@ -161,35 +162,35 @@ class States(Clocked):
     def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> "States":
         """The inverse; called by JAX."""
         clock, tally, carry, *members = parts
-        return _made(clock, tally, carry, dict(zip(names, members, strict=True)))
+        return _assembled_run(clock, tally, carry, dict(zip(names, members, strict=True)))
 
     def __repr__(self) -> str:
-        concrete = trees.is_array(self.clock) and not trees.is_traced(self.clock)
-        concrete = concrete and jnp.ndim(self.clock) == 1 and not trees.is_gone(self.clock)
-        head = f"step={int(self.step)}, calls={int(self.calls)}" if concrete else "..."
+        is_concrete = trees.is_array(self.clock) and not trees.is_traced(self.clock)
+        is_concrete = is_concrete and jnp.ndim(self.clock) == 1 and not trees.is_gone(self.clock)
+        counts = f"step={int(self.step)}, calls={int(self.calls)}" if is_concrete else "..."
         parts = [f"{name}: {state!r}" for name, state in self.members.items()]
-        if found := jax.tree.leaves(self.carry):
-            parts.append(f"carry: {trees.listed([trees.describe(x) for x in found], 6)}")
-        return "\n".join([f"States({head})", *(textwrap.indent(x, "  ") for x in parts)])
+        if carry_leaves := jax.tree.leaves(self.carry):
+            parts.append(f"carry: {trees.listed([trees.describe(x) for x in carry_leaves], 6)}")
+        return "\n".join([f"States({counts})", *(textwrap.indent(x, "  ") for x in parts)])
 
 
-def _made(clock: Any, tally: Any, carry: PyTree, members: Mapping[str, Any]) -> States:
+def _assembled_run(clock: Any, tally: Any, carry: PyTree, members: Mapping[str, Any]) -> States:
     run = object.__new__(States)
     run.__dict__.update(clock=clock, tally=tally, carry=carry, members=members)
     return run
 
 
-def _tally(states: Iterable[TrainState]) -> Any:
+def _rejected_counts(states: Iterable[TrainState]) -> Any:
     return jnp.stack([state.rejected for state in states], -1)
 
 
-def _check(members: Mapping[str, Any]) -> None:
+def _check_members(members: Mapping[str, Any]) -> None:
     if not members:
         fix = "For example ts.States(generator=g, critic=c)."
         raise StateError("members", "States()", "none", "a training state by name", fix)
-    taken = {*dir(States), "clock", "tally", "carry", "members"}
+    reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     for name, state in members.items():
-        if not name.isidentifier() or name.startswith("_") or name in taken:
+        if not name.isidentifier() or name.startswith("_") or name in reserved_names:
             expected = "a name that can be an attribute, and is none of States'"
             raise StateError("name", "States()", repr(name), expected)
         _check_state(name, state)
@@ -197,8 +198,8 @@ def _check(members: Mapping[str, Any]) -> None:
 
 def _check_sizes(members: Mapping[str, TrainState], shape: tuple[int, ...], where: str) -> None:
     for name, state in members.items():
-        if (other := jnp.shape(state.clock)[:-1]) != shape:
-            got = f"{name!r} of {other or 'one'}, the first of {shape or 'one'}"
+        if (other_shape := jnp.shape(state.clock)[:-1]) != shape:
+            got = f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}"
             raise StateError("members", where, got, "populations of one size, or none")
 
 
@@ -207,39 +208,39 @@ def _check_state(name: str, state: object) -> None:
         fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             fix = "A step returns two things: state, info = step(state, batch)."
-        what, got = f"member {name!r}", trees.describe(state)
-        raise WrongTypeError(what, "States", got, "a TrainState", fix)
+        title, got = f"member {name!r}", trees.describe(state)
+        raise WrongTypeError(title, "States", got, "a TrainState", fix)
 
 
-def _unless(bad: Any, new: TrainState, old: TrainState) -> TrainState:
+def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:
     """`new`, or `old` with the counts of a rejected call if `bad`."""
     if new is old:
         return old
     calls = new.calls - old.calls
     counts = [old.step, new.calls, old.rejected + calls, old.rejected_in_a_row + calls]
-    clock = jnp.where(bad, jnp.stack(counts), new.clock)
-    kept = guard.choose(~bad, new, old)
-    return dataclasses.replace(kept, clock=clock, loss_scale=new.loss_scale)
+    clock = jnp.where(is_rejected, jnp.stack(counts), new.clock)
+    chosen = guard.choose(~is_rejected, new, old)
+    return dataclasses.replace(chosen, clock=clock, loss_scale=new.loss_scale)
 
 
 def training_states(tree: PyTree) -> dict[str, TrainState]:
-    """The training states of a run by name, with a slash: "critic/"; one state as it is: ""."""
+    """The training states of a run by name with a slash, "critic/"; "" for a single state."""
     if isinstance(tree, TrainState):
         return {"": tree}
     members = tree.members if isinstance(tree, States) else {}
     return {f"{name}/": state for name, state in members.items()}
 
 
-COUNTED = (TrainState, States)  # what has a clock
+COUNTED = (TrainState, States)  # types of states with a clock
 
 
 def numbers_of(tree: PyTree) -> dict[str, Any]:
-    """The live numbers of each of them, by the same names."""
-    return {at: state.numbers for at, state in training_states(tree).items()}
+    """The live numbers of each training state, by the names of `training_states`."""
+    return {title: state.numbers for title, state in training_states(tree).items()}
 
 
 def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
-    """`(kind, moving, still)`: the input of `assemble_any`, the part a step changes, the rest."""
+    """`(kind, moving, still)`: types for `assemble_any`, the part that a step changes, the rest."""
     if isinstance(state, TrainState):
         return (type(state), state.plan), *split(state)
     if not isinstance(state, States):
@@ -258,4 +259,12 @@ def assemble_any(kind: Any, moving: PyTree, still: PyTree) -> Any:
         return assemble(kind, moving, still)
     clock, tally, carry, parts = moving
     rows = zip(kind, parts, still, strict=True)
-    return _made(clock, tally, carry, {k[0]: assemble(k[1:], new, old) for k, new, old in rows})
+    return _assembled_run(
+        clock,
+        tally,
+        carry,
+        {
+            key_of_member[0]: assemble(key_of_member[1:], new, old)
+            for key_of_member, new, old in rows
+        },
+    )

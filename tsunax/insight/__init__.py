@@ -1,6 +1,6 @@
-"""Insight: what a step is and costs, where it broke, which batch size and learning rate fit.
+"""Insight: the cost of a step, where it broke, and which batch size and learning rate fit.
 
-Nothing imports it.
+No other module of the package imports it.
 """
 
 from tsunax.insight.batch_size import SizeReport, SizeTrial, find_accumulation, find_batch_size

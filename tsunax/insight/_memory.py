@@ -22,15 +22,16 @@ from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
 
-# Of XLA, which its count leaves out: 34 to 66 MB, measured on three models with two threads, some
-# 100 MB with eight and 130 MB with sixteen. Each device has its own.
+# Scratch memory of XLA's threads, which its memory analysis leaves out: 34 to 66 MB measured on
+# three models with two threads, about 100 MB with eight and 130 MB with sixteen. Each device has
+# its own. If it is too small, a batch that does not fit is called fitting; larger wastes memory.
 CPU_SCRATCH = 40 << 20
-# Memory of a device by its kind, of https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+# GiB of a device by its kind, from https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 TPU_GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
-# What a compilation may leave out, by platform, because memory is laid out without it. On a CPU it
-# is LLVM's work, half the time; on a GPU the choice of the fastest kernels, which runs them, and so
-# takes memory of the device.
-QUICK: dict[str, dict[str, Any]] = {
+# Compiler options by platform that skip work without an effect on the memory layout. On a CPU they
+# skip LLVM's optimization, half of the time; on a GPU autotuning, which runs kernels and so takes
+# memory of the device.
+FAST_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
     "gpu": {"xla_gpu_autotune_level": 0},
 }
@@ -40,12 +41,12 @@ QUICK: dict[str, dict[str, Any]] = {
 class Need:
     """Bytes on one device while a step runs."""
 
-    state: int  # and what else the step is given and reads
+    state: int  # the state and all other arguments but the batch
     batch: int
     temporary: int
-    results: int  # that take no place of the state: all of them without donation
+    results: int  # results outside of the state's memory: all results without donation
     runtime: int  # code, and on a CPU the scratch of its threads
-    host: int = 0  # of the state, in the host's memory for this device: not in the total
+    host: int = 0  # offloaded state in the host's memory for this device: not in the total
 
     @property
     def total(self) -> int:
@@ -53,27 +54,27 @@ class Need:
 
 
 def mesh_of(state: Any) -> Any:
-    """The mesh on which a state lies, or None."""
+    """The mesh on which a state is placed, or None."""
     places = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
     return next((s.mesh for s in places if isinstance(s, NamedSharding)), None)
 
 
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
-    """Compile a step for a batch of arrays or shapes, and return what it needs."""
+    """Compile a step for a batch of arrays or shapes, and return the memory that it needs."""
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
-        options = QUICK.get(device_of_state(state).platform)
-        compiled = lowered.compile(compiler_options=options)
+        fast_options = FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
+        compiled = lowered.compile(compiler_options=fast_options)
     except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):  # they come and go with the versions of XLA
+        if "No such compile option" not in str(error):  # versions of XLA differ in their options
             raise
         compiled = lowered.compile()
     return need_in(compiled, state, batch)
 
 
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What a step takes beside its state, as shapes that lie where it would put the arrays."""
+    """The batch and the extra arguments of a step as shapes, with the shardings it would use."""
     mesh = mesh_of(state)
     batch, extra = jax.eval_shape(lambda x: x, (batch, extra))  # in the dtypes that JAX gives
     if mesh is None or mesh.size == 1:
@@ -83,60 +84,65 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
         sharding = NamedSharding(mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    # each member of a population has all rows
+    # Each member of a population gets all rows, so they are not divided over devices.
     rows = placement.data_axes(mesh) if members_of(state) is None else ()
     return jax.tree.map(lambda x: spread(x, rows), batch), jax.tree.map(spread, extra)
 
 
 def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
-    """What a compiled step needs for a batch of such shapes."""
-    found = compiled.memory_analysis()
-    if found is None:
+    """The memory that a compiled step needs for a batch of these shapes."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         raise DeviceError("memory analysis", "the compiled step", "none of this backend", "one")
-    taken = sum(map(bytes_on_one, jax.tree.leaves(batch)))
-    offloaded = sum(map(bytes_on_one, filter(trees.is_offloaded, jax.tree.leaves(state))))
-    apart = getattr(found, "host_argument_size_in_bytes", 0)  # 0 on a CPU: among the others
+    batch_bytes = sum(map(bytes_per_device, jax.tree.leaves(batch)))
+    offloaded_bytes = sum(map(bytes_per_device, filter(trees.is_offloaded, jax.tree.leaves(state))))
+    # a CPU reports 0 and counts them as arguments
+    host_argument_bytes = getattr(analysis, "host_argument_size_in_bytes", 0)
     scratch = CPU_SCRATCH if device_of_state(state).platform == "cpu" else 0
     return Need(
-        state=max(0, found.argument_size_in_bytes + apart - taken - offloaded),
-        batch=taken,
-        temporary=found.temp_size_in_bytes,
-        results=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
-        runtime=found.generated_code_size_in_bytes + scratch,
-        host=offloaded,
+        state=max(
+            0, analysis.argument_size_in_bytes + host_argument_bytes - batch_bytes - offloaded_bytes
+        ),
+        batch=batch_bytes,
+        temporary=analysis.temp_size_in_bytes,
+        results=max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        runtime=analysis.generated_code_size_in_bytes + scratch,
+        host=offloaded_bytes,
     )
 
 
-def bytes_on_one(x: Any) -> int:
-    """Bytes of an array, or of the shape of one, on each of its devices."""
+def bytes_per_device(x: Any) -> int:
+    """Bytes of an array or a shape on each of its devices."""
     sharding, shape = getattr(x, "sharding", None), np.shape(x)
-    part = shape if sharding is None else sharding.shard_shape(shape)
-    return math.prod(part) * x.dtype.itemsize
+    local_shape = shape if sharding is None else sharding.shard_shape(shape)
+    return math.prod(local_shape) * x.dtype.itemsize
 
 
 def device_of_state(state: Any) -> Any:
-    """A device of the state, one of this process if there is any; the default one for shapes."""
+    """A device of the state, of this process if there is any; for shapes the default device."""
     for x in jax.tree.leaves(state):
         if (sharding := getattr(x, "sharding", None)) is not None:
-            return min(sharding.addressable_devices or sharding.device_set, key=lambda one: one.id)
+            return min(
+                sharding.addressable_devices or sharding.device_set, key=lambda device: device.id
+            )
     return jnp.zeros(()).devices().pop()
 
 
 def free_on_host() -> int | None:
-    """Bytes that this machine can still give to this process, if it tells."""
-    found = []
+    """Bytes that this machine can still give to this process; None if it does not report them."""
+    limits = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
         group = Path("/sys/fs/cgroup")  # a container's own limit
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
+        group_limit = (group / "memory.max").read_text().strip()
+        if group_limit != "max":
             lines = (group / "memory.stat").read_text().splitlines()
             cache = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-            found.append(int(limit) - int((group / "memory.current").read_text()) + cache)
+            limits.append(int(group_limit) - int((group / "memory.current").read_text()) + cache)
     except (OSError, ValueError):
         pass
-    return max(0, min(found)) if found else None
+    return max(0, min(limits)) if limits else None
 
 
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
@@ -159,11 +165,11 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
         got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
-    is_held = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
-    held = sum(map(bytes_on_one, filter(is_held, arrays)))
+    is_on_device = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
+    state_bytes = sum(map(bytes_per_device, filter(is_on_device, arrays)))
     info = device_info(device)
     if info.memory_total is not None:
-        bytes_of_others = max(0, (info.memory_in_use or 0) - held)
+        bytes_of_others = max(0, (info.memory_in_use or 0) - state_bytes)
         source = f"the limit of {device}, less {trees.bytes_str(bytes_of_others)} of others"
         return info.memory_total - bytes_of_others, source
     free = free_on_host() if device.platform == "cpu" else None
@@ -171,4 +177,6 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         got, fix = f"{device}, which does not say how much it has", "Give memory=16 << 30."
         raise DeviceError("memory", where, got, "a number", fix)
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
-    return free // n + held, "free on this machine" + (f", over {n} devices" if n > 1 else "")
+    return free // n + state_bytes, "free on this machine" + (
+        f", over {n} devices" if n > 1 else ""
+    )

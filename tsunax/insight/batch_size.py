@@ -1,7 +1,7 @@
 """The batch that memory allows, read off compiled steps; no step is executed.
 
 size, report = find_batch_size(step, state, example)
-n, report = find_accumulation(step, state, example, 512)   the same for a batch that is given
+n, report = find_accumulation(step, state, example, 512)   micro-batches for a fixed batch size
 """
 
 import bisect
@@ -27,11 +27,13 @@ from tsunax.run import fused_loop
 
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
-_MOST = 1 << 31  # rows, if no maximum is given
-# times the smallest: batches of few rows are compiled into other programs than those of many
-_FIRST = 8
-# Bytes by which memory may be off the line: XLA rounds the size of each buffer up, to 64 bytes on a
-# CPU and 256 on a GPU. A line that met all trials exactly shows that nothing was rounded.
+_MAX_ROWS = 1 << 31  # rows, unless `max_size` is given: no device has memory for more
+# A search starts at this multiple of the smallest size: XLA compiles batches of very few rows into
+# special programs, which tell little about large batches. A larger multiple may start too high.
+_FIRST_MULTIPLE = 8
+# Bytes by which memory may differ from a straight line: XLA rounds each buffer up, to 64 bytes on a
+# CPU and to 256 on a GPU. Not added if the line met all trials exactly: then nothing was rounded.
+# If it is too small, the search may stop one size too early; larger costs another trial.
 _ROUNDING = 2048
 
 
@@ -64,63 +66,79 @@ class SizeReport:
     _repr_html_ = tables.folded
 
     def __repr__(self) -> str:
-        is_known = any(t.need and t.need.host for t in self.trials)
-        names = [f.name for f in dataclasses.fields(Need) if is_known or f.name != "host"]
-        rows = [["size", *names, "need", "fits", "s"]]
+        has_host = any(t.need and t.need.host for t in self.trials)
+        fields = [f.name for f in dataclasses.fields(Need) if has_host or f.name != "host"]
+        rows = [["size", *fields, "need", "fits", "s"]]
         for t in self.trials:
-            sizes = [getattr(t.need, name) for name in [*names, "total"]] if t.need else []
-            needs = [trees.bytes_str(n) for n in sizes] or [""] * len(names) + ["too much"]
-            rows.append([str(t.size), *needs, "yes" if t.fits else "no", f"{t.seconds:.1f}"])
+            sizes = [getattr(t.need, name) for name in [*fields, "total"]] if t.need else []
+            cells = [trees.bytes_str(n) for n in sizes] or [""] * len(fields) + ["too much"]
+            rows.append([str(t.size), *cells, "yes" if t.fits else "no", f"{t.seconds:.1f}"])
         within = f"within {trees.bytes_str(self.limit)} ({self.source})"
         lines = tables.aligned(rows, right=range(len(rows[0])))
         return "\n".join([f"{self.what} {self.found}, {within}", *lines])
 
 
-def _search(sizes: Sequence[int], at: int, attempt, limit: int) -> list[SizeTrial]:
-    """Trials of ascending sizes from place `at` on, along a line through those near the limit."""
+def _trials_of(sizes: Sequence[int], index: int, attempt, limit: int) -> list[SizeTrial]:
+    """Trials of ascending sizes from `sizes[index]` on, along a line through sizes near the limit.
+
+    A bisection between `lo`, the index of the largest size that fits, and `hi`, the index of the
+    smallest size that does not.
+    """
     trials: list[SizeTrial] = []
-    known: dict[int, float] = {}  # bytes by size
-    lo, hi = -1, len(sizes)  # what fits, what does not
+    bytes_of_size: dict[int, float] = {}
+    lo, hi = -1, len(sizes)
     line, pair, is_exact = None, [0], True
     while True:
-        trials.append(trial := attempt(sizes[at]))
-        lo, hi = (at, hi) if trial.fits else (lo, at)
+        trials.append(trial := attempt(sizes[index]))
+        if trial.fits:
+            lo = index
+        else:
+            hi = index
         if hi - lo == 1:
             return trials
-        error = math.inf
+        line_error = math.inf
         if (need := trial.need) is not None:
-            error = math.inf if line is None else abs(line(trial.size) - need.total)
-            is_exact &= line is None or 0 in pair or error < 1
-            known[trial.size] = need.total
-            if len(known) == 1:  # as if all that is temporary grew with the rows
-                known[0] = need.total - need.batch - need.temporary
-        below, above = (0 if lo < 0 else sizes[lo]), (sizes[hi] if hi < len(sizes) else 0)
-        nearest = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
-        for pair in (nearest, [below, above]):
-            if (line := _line(known, pair)) is None:
+            line_error = math.inf if line is None else abs(line(trial.size) - need.total)
+            is_exact &= line is None or 0 in pair or line_error < 1
+            bytes_of_size[trial.size] = need.total
+            if len(bytes_of_size) == 1:  # assume that all temporary memory grows with the rows
+                bytes_of_size[0] = need.total - need.batch - need.temporary
+        low_size = 0 if lo < 0 else sizes[lo]
+        high_size = sizes[hi] if hi < len(sizes) else 0
+        nearest = sorted(bytes_of_size, key=lambda n: abs(bytes_of_size[n] - limit))[:2]
+        for pair in (nearest, [low_size, high_size]):
+            if (line := _line(bytes_of_size, pair)) is None:
                 continue
-            at = bisect.bisect_right(sizes, limit, key=line) - 1
-            if at <= lo:  # nothing larger, if the line through what fits has been right
-                fitting = _line(known, sorted(n for n in known if known[n] <= limit)[-2:])
-                doubt = error + _ROUNDING * (not is_exact)
-                if lo >= 0 and fitting and fitting(sizes[lo + 1]) - doubt > limit:
+            index = bisect.bisect_right(sizes, limit, key=line) - 1
+            if index <= lo:  # stop if the line through the fitting sizes rules the next size out
+                fitting = _line(
+                    bytes_of_size,
+                    sorted(n for n in bytes_of_size if bytes_of_size[n] <= limit)[-2:],
+                )
+                uncertainty = line_error + _ROUNDING * (not is_exact)
+                if lo >= 0 and fitting and fitting(sizes[lo + 1]) - uncertainty > limit:
                     return trials
-                at = lo + 1
-            if at < hi:
+                index = lo + 1
+            if index < hi:
                 break
-        else:  # no line, or a bend between the two
-            middle = math.sqrt(below * above) if above > 4 * below else (below + above) / 2
-            at = bisect.bisect_right(sizes, middle if above else 2 * below) - 1
-            at = min(max(at, lo + 1), hi - 1)
+        else:  # there is no line, or memory bends between the two sizes
+            is_far = high_size > 4 * low_size
+            middle = math.sqrt(low_size * high_size) if is_far else (low_size + high_size) / 2
+            index = bisect.bisect_right(sizes, middle if high_size else 2 * low_size) - 1
+            index = min(max(index, lo + 1), hi - 1)
 
 
-def _line(known: dict[int, float], pair: list[int]) -> Callable[[int], float] | None:
+def _line(bytes_of_size: dict[int, float], pair: list[int]) -> Callable[[int], float] | None:
     """The line through two sizes, if it rises."""
-    a, b = min(pair, default=0), max(pair, default=0)
-    if a not in known or b not in known or known[a] >= known[b]:
+    small, large = min(pair, default=0), max(pair, default=0)
+    if (
+        small not in bytes_of_size
+        or large not in bytes_of_size
+        or bytes_of_size[small] >= bytes_of_size[large]
+    ):
         return None
-    slope = (known[b] - known[a]) / (b - a)
-    return lambda n: known[a] + slope * (n - a)
+    slope = (bytes_of_size[large] - bytes_of_size[small]) / (large - small)
+    return lambda n: bytes_of_size[small] + slope * (n - small)
 
 
 @checks.naming_arguments
@@ -143,9 +161,9 @@ def find_batch_size(
 
     The real step is compiled at a few sizes, and XLA says what each program needs: rule,
     accumulation, precision and sharding are in it. No step is executed, and no array allocated. The
-    sizes follow a line through the trials: two or three if memory grows evenly. What is returned
-    did fit. Where memory ends, XLA may compute activations again instead of storing them, so that a
-    larger batch fits, too, at a price: the search goes by the line.
+    sizes follow a line through the trials: two or three if memory grows evenly. The returned size
+    did fit. Near the limit XLA may compute activations again instead of storing them, so that a
+    larger batch fits, too, but runs slower: the search follows the line and ignores this.
 
     Args:
       step: a `train_step`, or any jitted `(state, batch, **extra) -> (state, ...)`; for `States`
@@ -155,9 +173,11 @@ def find_batch_size(
       mode: "power" tries 1, 2, 4, ... times `multiple_of`, and `max_size`; "binsearch" all sizes.
       max_size, multiple_of: hold in both modes. Sizes are multiples of `multiple_of`,
         and of the step's `accumulate` times the parts into which a mesh cuts rows; of all devices.
-      memory: bytes for state and step on one device, or a text as "16GiB". Default: what the device
-        gives to this process less what others hold there; on a CPU what is free on this machine.
-      margin: the part that stays free, for batches on their way, evaluation, what XLA leaves out.
+      memory: bytes for state and step on one device, or a text as "16GiB". Default: the device's
+        limit for this process less the memory in use by other arrays; on a CPU the free memory of
+        this machine.
+      margin: the fraction that stays free: for prefetched batches, evaluation, and memory that
+        XLA's analysis leaves out.
       extra: arguments for the step, as in `step(state, batch, **extra)`.
 
     Raises DoesNotFitError if the smallest size does not fit; HyperparameterError, WrongTypeError.
@@ -174,14 +194,14 @@ def find_batch_size(
     checks.check_choice(mode, where, "mode", ("power", "binsearch"))
     checks.check_count(multiple_of, where, "multiple_of")
     unit = math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
-    most = _MOST if max_size is None else max_size
-    checks.check_count(most, where, "max_size", least=unit)
-    sizes: Sequence[int] = range(unit, most + 1, unit)
+    max_rows = _MAX_ROWS if max_size is None else max_size
+    checks.check_count(max_rows, where, "max_size", least=unit)
+    sizes: Sequence[int] = range(unit, max_rows + 1, unit)
     if mode == "power":
-        sizes = [unit << i for i in range((most // unit).bit_length())]
-        sizes = sorted({*sizes, most // unit * unit}) if max_size else sizes
-    how = where, step, (state, example, extra), sizes, memory, margin
-    return _found("batch size", *how)
+        sizes = [unit << i for i in range((max_rows // unit).bit_length())]
+        sizes = sorted({*sizes, max_rows // unit * unit}) if max_size else sizes
+    search = where, step, (state, example, extra), sizes, memory, margin
+    return _largest_fitting("batch size", *search)
 
 
 @checks.naming_arguments
@@ -218,19 +238,21 @@ def find_accumulation(
     checks.check_count(batch_size, where, "batch_size")
     checks.check_count(multiple_of, where, "multiple_of")
     unit = math.lcm(multiple_of, _parts(state))
-    small = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
-    sizes = sorted(n for n in {*small, *(batch_size // n for n in small)} if n % unit == 0)
+    small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
+    sizes = sorted(
+        n for n in {*small_divisors, *(batch_size // n for n in small_divisors)} if n % unit == 0
+    )
     if not sizes:
         raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
-    how = where, step, (state, example, extra), sizes, memory, margin, batch_size
-    return _found("accumulate", *how)
+    search = where, step, (state, example, extra), sizes, memory, margin, batch_size
+    return _largest_fitting("accumulate", *search)
 
 
-def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> Any:
-    """The largest of these sizes that fits; with `whole`, the micro-batches that it is cut into."""
+def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole_batch=None) -> Any:
+    """The largest size that fits; with `whole_batch`, the number of micro-batches of that size."""
     state, example, extra = arguments
-    if odd := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
-        raise WrongTypeError("example", where, trees.describe(odd[0]), "one batch")
+    if non_numeric := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
+        raise WrongTypeError("example", where, trees.describe(non_numeric[0]), "one batch")
     if not any(map(np.ndim, jax.tree.leaves(example))):
         fix = "A loss that draws its own samples has their number in loss_fn."
         raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
@@ -241,40 +263,50 @@ def _found(what, where, step, arguments, sizes, memory, margin, whole=None) -> A
     if not hasattr(step, "lower"):
         got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
         raise WrongTypeError("step", where, got, "one that can be lowered", fix)
-    total, source = _memory.limit_of(memory, state, where)
+    allowed_bytes, source = _memory.limit_of(memory, state, where)
     words = functools.partial(processes.current().gather, timeout=processes.LAST)
-    total = min(map(int, words(where, str(total))))
-    limit = int(total * (1 - margin))
+    allowed_bytes = min(map(int, words(where, str(allowed_bytes))))
+    limit = int(allowed_bytes * (1 - margin))
     source += f", {margin:.0%} of it kept free" if margin else ""
     shapes = jax.eval_shape(lambda x: x, example)
 
     def attempt(size: int) -> SizeTrial:
-        """One size by what XLA says; keeps no traceback, which would keep arrays."""
-        cut = dataclasses.replace(step, accumulate=whole // size) if whole else step
-        rows = lambda x: jax.ShapeDtypeStruct((whole or size, *x.shape[1:]), x.dtype)
-        batch = jax.tree.map(lambda x: rows(x) if x.shape else x, shapes)
-        began, need = time.perf_counter(), None
+        """Compile the step for one size. Keeps no traceback, because it would keep arrays."""
+        cut_step = (
+            dataclasses.replace(step, accumulate=whole_batch // size) if whole_batch else step
+        )
+        with_rows = lambda x: jax.ShapeDtypeStruct((whole_batch or size, *x.shape[1:]), x.dtype)
+        batch = jax.tree.map(lambda x: with_rows(x) if x.shape else x, shapes)
+        start, need = time.perf_counter(), None
         try:
-            need = _memory.need_of(cut, state, batch, extra)
+            need = _memory.need_of(cut_step, state, batch, extra)
         except (MemoryError, RuntimeError) as error:  # autotuning runs out of memory, too
-            said = re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE)
-            if not said and not isinstance(error, MemoryError):
+            is_out_of_memory = re.search(
+                "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
+            )
+            if not is_out_of_memory and not isinstance(error, MemoryError):
                 raise
         fits = need is not None and need.total <= limit
-        fits = not any(words(where, "" if fits else "no"))  # all go on together
-        return SizeTrial(size, fits, need, time.perf_counter() - began)
+        fits = not any(words(where, "" if fits else "no"))  # processes decide together
+        return SizeTrial(size, fits, need, time.perf_counter() - start)
 
-    first = len(sizes) if whole else bisect.bisect_right(sizes, _FIRST * sizes[0])
-    trials = _search(sizes, first - 1, attempt, limit)
-    if (best := max((t.size for t in trials if t.fits), default=None)) is None:
-        one = min(trials, key=lambda t: t.size)
-        needs = f"needs {trees.bytes_str(one.need.total)}" if one.need else "could not be compiled"
+    first_count = (
+        len(sizes) if whole_batch else bisect.bisect_right(sizes, _FIRST_MULTIPLE * sizes[0])
+    )
+    trials = _trials_of(sizes, first_count - 1, attempt, limit)
+    if (largest_size := max((t.size for t in trials if t.fits), default=None)) is None:
+        smallest_trial = min(trials, key=lambda t: t.size)
+        needed = (
+            f"needs {trees.bytes_str(smallest_trial.need.total)}"
+            if smallest_trial.need
+            else "could not be compiled"
+        )
         expected = f"at most {trees.bytes_str(limit)} ({source})"
         fix = "remat=True, a lower precision or a mesh with fsdp need less."
-        got = f"{one.size} that {needs}"
+        got = f"{smallest_trial.size} that {needed}"
         raise DoesNotFitError("smallest batch size", where, got, expected, fix)
-    found = best if whole is None else whole // best
-    return found, SizeReport(what, found, tuple(trials), limit, source)
+    answer = largest_size if whole_batch is None else whole_batch // largest_size
+    return answer, SizeReport(title, answer, tuple(trials), limit, source)
 
 
 def _parts(state: Any) -> int:

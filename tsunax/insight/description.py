@@ -1,4 +1,4 @@
-"""Describe a compiled step: its cost, what it does to each leaf, and why it was recompiled.
+"""Describe a compiled step: its cost, its effect on each leaf, and why it was recompiled.
 
 describe(step, state, batch)   compiles, executes nothing
 """
@@ -31,12 +31,12 @@ from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
-MOST_ROWS = 40  # of leaves in the table
+MAX_ROWS = 40  # leaves in the printed table; `leaves` has all of them
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of params: what it is, and whether it trains now."""
+    """One leaf of params: its path, shape and dtype, and whether it trains now."""
 
     path: str
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class Leaf:
 class Description:
     """What `describe` returns: plain data, and a page of text when it is printed.
 
-    `flops` counts products and convolutions of one call on all `devices` (of the kind `device`), a
+    `flops` counts products and convolutions of a call on all `devices` (of the kind `device`), a
     multiply-add as two, cuDNN's attention included, other custom calls not. `memory` and
-    `communication` are bytes on one device; so are `donated` (consumed by the step, if it
-    `donates`) and `aliased` (of those: reused by results), while `not_aliased` names the leaves
-    whose donation failed. `leaves` are those of params, `traces` counts this one and those before
-    it, and `recompiles` has a reason for each but the first.
+    `communication` are bytes on each device; so are `donated` (consumed by the step, if it
+    `donates`) and `aliased` (donated and reused by results), while `not_aliased` names the leaves
+    with a failed donation. `leaves` are the leaves of params, `traces` counts this trace and all
+    earlier ones, and `recompiles` has a reason for each trace but the first.
     """
 
     flops: float
@@ -69,23 +69,23 @@ class Description:
     recompiles: tuple[str, ...]
     device: str
     devices: int
-    limits: str  # what a compiler without the device does not see; "" on a device that is here
-    judged: str  # by what a step is judged: its loss and gradient, or also its update, and why
+    limits: str  # what only a real device shows; "" if the device is here
+    judged: str  # what the verdict looks at: loss and gradient, or also the update; and why
     _repr_html_ = tables.folded
 
     def utilization(self, seconds_per_step: float, peak: float) -> float:
         """Model FLOPs utilization (MFU), 0 to 1: products and convolutions over the peak.
 
-        `flops / (seconds_per_step · peak · devices)`; what rematerialization computes again counts
-        as work. `peak`: FLOP/s of one device, from its data sheet or `measured_peak()`.
+        `flops / (seconds_per_step · peak · devices)`; the work that rematerialization repeats is
+        counted. `peak`: FLOP/s of a single device, from its data sheet or `measured_peak()`.
         """
         return self.flops / (seconds_per_step * peak * self.devices)
 
     def __repr__(self) -> str:
         lines = [f"a step on {f'{self.devices} x ' * (self.devices > 1)}{self.device}"]
         for name, text in _facts(self):
-            first, rest = f"  {name:<8}  ", " " * (12 if name else 14)
-            lines += textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=rest)
+            title_column, indent = f"  {name:<8}  ", " " * (12 if name else 14)
+            lines += textwrap.wrap(text, 80, initial_indent=title_column, subsequent_indent=indent)
         return "\n".join([*lines, "", *_rows(self.leaves)])
 
 
@@ -125,57 +125,59 @@ def describe(
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         fix = "Call it outside of jit, with arrays or shapes."
         raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
-    given = jax.tree.leaves(batch)
-    if given and not any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
+    batch_leaves = jax.tree.leaves(batch)
+    if batch_leaves and not any(isinstance(x, jax.ShapeDtypeStruct) for x in batch_leaves):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
-    shapes, more = _memory.as_shapes(state, batch, extra)
-    with warnings.catch_warnings():  # of donation, which is described with the leaves
+    shapes, extra_shapes = _memory.as_shapes(state, batch, extra)
+    with warnings.catch_warnings():  # the description itself lists failed donations
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        traced = fused_loop.lowerable(step, state).trace(state, shapes, **more)
+        traced = fused_loop.lowerable(step, state).trace(state, shapes, **extra_shapes)
         compiled = traced.lower().compile()
     text = compiled.as_text() or ""
     analysis, device = compiled.memory_analysis(), _memory.device_of_state(state)
     mesh = _memory.mesh_of(state)
     is_absent_gpu = mesh is not None and placement.is_absent(mesh) and device.platform == "gpu"
     donates = getattr(step, "donate", True)
-    donated, failed = _donation(state, text) if donates else (0, ())
+    donated, leaves_not_aliased = _donated_bytes_and_failures(state, text) if donates else (0, ())
     traces: list[Any] = list(getattr(step, "traces", ()))
     if isinstance(step, TrainStep):
-        shared: Any = fused_loop.fused(step, donates).step  # the first one of equal steps
-        traces += [x for x in shared.traces if x.kind == "loop" and shared is not step]
+        shared_step: Any = fused_loop.fused(step, donates).step  # equal steps share a program
+        traces += [x for x in shared_step.traces if x.kind == "loop" and shared_step is not step]
     return Description(
         flops=_cost.flops_of(traced.jaxpr),
         memory=None if analysis is None else _memory.need_in(compiled, state, shapes),
         donates=donates,
         donated=donated,
         aliased=0 if analysis is None else analysis.alias_size_in_bytes,
-        not_aliased=failed,
+        not_aliased=leaves_not_aliased,
         communication=_cost.collectives_in(text),
-        leaves=tuple(x for at, s in training_states(state).items() for x in _leaves(at, s)),
+        leaves=tuple(x for title, s in training_states(state).items() for x in _leaves(title, s)),
         traces=len(traces) or 1,
         recompiles=tuple(retrace_reasons(traces)),
         device=device.device_kind,
         devices=1 if mesh is None else mesh.size,
         limits=LIMITS if is_absent_gpu else "",
-        judged=_judged(step, state) if isinstance(step, TrainStep) else "",
+        judged=_verdict_text(step, state) if isinstance(step, TrainStep) else "",
     )
 
 
-def _judged(step: TrainStep, state: Any) -> str:
-    """What the verdict of a step looks at, and why."""
+def _verdict_text(step: TrainStep, state: Any) -> str:
+    """The values that the verdict of a step looks at, and the reason."""
     if step.on_nonfinite == "ignore":
         return "by nothing"
     if step.norms == "update":
         return "by loss, gradient and update: norms='update'"
     reasons: list[str] = []
 
-    def look(state: TrainState) -> None:
-        found, reason = certainty(state, trained_part(state), None)
-        live = " while its live numbers are within bounds, else also by its update"
-        known = f"loss and gradient{'' if found is True else live}"
-        reasons.append(f"loss, gradient and update: {reason}" if reason else known)
+    def trace_certainty(state: TrainState) -> None:
+        is_certain, reason = certainty(state, trained_part(state), None)
+        live_clause = " while its live numbers are within bounds, else also by its update"
+        judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
+        reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
 
-    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
+    jax.eval_shape(
+        trace_certainty if np.ndim(state.clock) == 1 else jax.vmap(trace_certainty), state
+    )
     return f"by {reasons[0]}"
 
 
@@ -186,39 +188,41 @@ def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
     Their numbers are random, because a GPU multiplies ones faster: it needs less power. Products of
     float32 on a GPU may be TF32's, as in a step: `jax.default_matmul_precision` decides.
     """
-    product, best = jax.jit(lambda x: x @ x), 0.0
+    product, best = jax.jit(lambda matrix: matrix @ matrix), 0.0
     if device is not None:
         device = device_kinds.as_sharding(device, "measured_peak()")
     for n in (1024, 2048, 4096, 8192, 16384):
-        x = jax.device_put(jax.random.normal(jax.random.key(0), (n, n)).astype(dtype), device)
-        once = lambda x=x: jax.block_until_ready(product(x))
-        once()  # compiles
-        fastest = min(timeit.repeat(once, number=1, repeat=20))
+        matrix = jax.device_put(jax.random.normal(jax.random.key(0), (n, n)).astype(dtype), device)
+        multiply = lambda matrix=matrix: jax.block_until_ready(product(matrix))
+        multiply()  # compiles
+        fastest = min(timeit.repeat(multiply, number=1, repeat=20))
         best = max(best, 2 * n**3 / fastest)
         if fastest > 0.01:
             break
     return best
 
 
-def _donation(state: TrainState | States, text: str) -> tuple[int, tuple[str, ...]]:
-    """Bytes on one device that the step consumes, and the leaves whose memory is not used again."""
-    known, aliased = _cost.donated_in(text)
-    is_one = isinstance(state, TrainState)
-    fields = ("params", *state._moving) if is_one else ()
-    root, moving = ("moving", split(state)[0]) if is_one else ("state", state)
+def _donated_bytes_and_failures(
+    state: TrainState | States, text: str
+) -> tuple[int, tuple[str, ...]]:
+    """Bytes per device that the step consumes, and the donated leaves that no result reuses."""
+    argument_names, aliased = _cost.donated_in(text)
+    is_single = isinstance(state, TrainState)
+    fields = ("params", *state._moving) if is_single else ()
+    root, moving = ("moving", split(state)[0]) if is_single else ("state", state)
     total, failed = 0, []
     for path, x in jax.tree_util.tree_leaves_with_path(moving):
-        size, name = _memory.bytes_on_one(x), root + jax.tree_util.keystr(path)
+        size, name = _memory.bytes_per_device(x), root + jax.tree_util.keystr(path)
         total += size
-        if size and name in known and name not in aliased:
-            at, path = (f".{fields[path[0].idx]}", path[1:]) if is_one else ("", path)
-            failed.append(trees.access_str(f"state{at}", path))
+        if size and name in argument_names and name not in aliased:
+            field, path = (f".{fields[path[0].idx]}", path[1:]) if is_single else ("", path)
+            failed.append(trees.access_str(f"state{field}", path))
     return total, tuple(failed)
 
 
-def _leaves(at: str, state: TrainState) -> list[Leaf]:
+def _leaves(title: str, state: TrainState) -> list[Leaf]:
     return [
-        Leaf(at + path, np.shape(x), str(trees.dtype_of(x)), status or "trained", _sharding(x))
+        Leaf(title + path, np.shape(x), str(trees.dtype_of(x)), status or "trained", _sharding(x))
         for path, x, status in leaf_rows(state)
     ]
 
@@ -230,42 +234,48 @@ def _sharding(x) -> str:
     return str(getattr(sharding, "spec", sharding)).replace("PartitionSpec", "P")
 
 
-def _si(x: float, unit: str) -> str:
+def _with_si_prefix(x: float, unit: str) -> str:
     sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    n, letter = next(((n, c) for n, c in sizes if x >= n), (1, ""))
-    return f"{x / n:.3g} {letter}{unit}"
+    scale, letter = next(((scale, letter) for scale, letter in sizes if x >= scale), (1, ""))
+    return f"{x / scale:.3g} {letter}{unit}"
 
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
     """The lines of a description, each with its title."""
-    yield "work", f"{_si(d.flops, 'FLOP')} in products and convolutions"
+    yield "work", f"{_with_si_prefix(d.flops, 'FLOP')} in products and convolutions"
     if (need := d.memory) is not None:
-        named = ("state", "batch", "temporary", "results", "runtime")
-        shown = ", ".join(f"{name} {trees.bytes_str(getattr(need, name))}" for name in named)
-        beside = f"; {trees.bytes_str(need.host)} in host memory" if need.host else ""
-        yield "memory", f"{trees.bytes_str(need.total)}: {shown}{beside}"
-    taken = f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
-    yield "donated", taken if d.donates else "nothing: donate=False"
+        names_of_parts = ("state", "batch", "temporary", "results", "runtime")
+        parts = ", ".join(
+            f"{name} {trees.bytes_str(getattr(need, name))}" for name in names_of_parts
+        )
+        host_text = f"; {trees.bytes_str(need.host)} in host memory" if need.host else ""
+        yield "memory", f"{trees.bytes_str(need.total)}: {parts}{host_text}"
+    donated_text = (
+        f"{trees.bytes_str(d.donated)}, of which results take {trees.bytes_str(d.aliased)}"
+    )
+    yield "donated", donated_text if d.donates else "nothing: donate=False"
     if d.not_aliased:
         names = trees.listed(d.not_aliased, 3)
         yield "WARNING", f"the donation of {names} failed: both old and new are held (jax#9675)"
     if d.devices > 1:
-        talk = (f"{c.kind} {c.count:g} x, {trees.bytes_str(c.bytes)}" for c in d.communication)
-        yield "talks", f"{'; '.join(talk) or 'not at all'}, on each device"
+        collectives = (
+            f"{c.kind} {c.count:g} x, {trees.bytes_str(c.bytes)}" for c in d.communication
+        )
+        yield "talks", f"{'; '.join(collectives) or 'not at all'}, on each device"
     if d.judged:
         yield "judged", d.judged
     if d.limits:
         yield "limits", d.limits
-    again = f", {len(d.recompiles)} of them again" if d.recompiles else ""
-    yield "traced", f"{d.traces} time{'s' * (d.traces != 1)}{again}"
-    for why, n in Counter(d.recompiles).items():
-        yield "", why + (f" ({n} times)" if n > 1 else "")
+    retraced = f", {len(d.recompiles)} of them again" if d.recompiles else ""
+    yield "traced", f"{d.traces} time{'s' * (d.traces != 1)}{retraced}"
+    for reason, n in Counter(d.recompiles).items():
+        yield "", reason + (f" ({n} times)" if n > 1 else "")
 
 
 def _rows(leaves: tuple[Leaf, ...]) -> list[str]:
     cells = lambda x: [x.path, f"{x.dtype}{list(x.shape)}", x.status, x.sharding]
-    rows = [["leaf", "shape", "status", "sharding"], *map(cells, leaves[:MOST_ROWS])]
-    filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    more = len(leaves) - MOST_ROWS
-    rest = [f"... {more} more leaves, in .leaves"] if more > 0 else []
-    return [*tables.aligned(list(zip(*filled, strict=True))), *rest]
+    rows = [["leaf", "shape", "status", "sharding"], *map(cells, leaves[:MAX_ROWS])]
+    filled_columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    n_hidden = len(leaves) - MAX_ROWS
+    last_line = [f"... {n_hidden} more leaves, in .leaves"] if n_hidden > 0 else []
+    return [*tables.aligned(list(zip(*filled_columns, strict=True))), *last_line]

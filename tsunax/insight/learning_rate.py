@@ -1,6 +1,6 @@
 """The learning rate at which the loss falls fastest: a hundred steps on a copy, before a run.
 
-The state, its key and the place of the data are afterwards what they were, bit by bit.
+Afterwards the state, its key and the position of the data are unchanged, bit by bit.
 """
 
 import math
@@ -32,7 +32,7 @@ class RangeTest:
 
     `rates`, `losses` (NaN for a rejected step) and `smoothed` are float arrays [points], of which
     the first `used` come before the loss diverged. `steepest` is the rate of the fastest fall,
-    `tenth` a tenth of that at the minimum; `name` is as given.
+    `tenth` is a tenth of the rate with the lowest loss; `name` is the hyperparameter's name.
     """
 
     name: str
@@ -44,11 +44,11 @@ class RangeTest:
     tenth: float
 
     def __repr__(self) -> str:
-        n = len(self.rates)
-        found = f"{self.name} from {self.rates[0]:.2g} to {self.rates[-1]:.2g} in {n} steps"
-        found += f", diverged at {self.rates[self.used]:.2g}" if self.used < n else ""
+        n_points = len(self.rates)
+        text = f"{self.name} from {self.rates[0]:.2g} to {self.rates[-1]:.2g} in {n_points} steps"
+        text += f", diverged at {self.rates[self.used]:.2g}" if self.used < n_points else ""
         tenth = f"a tenth of the minimum's {self.tenth:.2g}"
-        return f"{found}: steepest at {self.steepest:.2g}, {tenth}"
+        return f"{text}: steepest at {self.steepest:.2g}, {tenth}"
 
     def plot(self) -> Figure:
         """A matplotlib Figure: loss over rate, both suggestions. MissingLibraryError without it."""
@@ -58,21 +58,21 @@ class RangeTest:
         plots.draw(axes, "averaged loss", {"averaged loss": curve})
         axes.set_xscale("log")
         plots.log_ticks(axes.xaxis, curve[0])
-        found = {"steepest (returned)": self.steepest, "minimum / 10": self.tenth}
-        for i, (name, rate) in enumerate(found.items(), 1):
+        suggestions = {"steepest (returned)": self.steepest, "minimum / 10": self.tenth}
+        for i, (name, rate) in enumerate(suggestions.items(), 1):
             axes.axvline(rate, color=f"C{i}", linewidth=1, label=f"{name}: {rate:.2g}")
         axes.set_xlabel(self.name.replace("_", " "), fontsize=9)
-        how: Any = {"loc": "outside upper center", "ncols": 2, "fontsize": 8, "edgecolor": "none"}
-        figure.legend(handles=axes.lines[1:], **how)
+        style: Any = {"loc": "outside upper center", "ncols": 2, "fontsize": 8, "edgecolor": "none"}
+        figure.legend(handles=axes.lines[1:], **style)
         return figure
 
 
 @dataclass(frozen=True)
 class _Ramp:
-    """A step whose hyperparameter rises with each call. `ramp`: (low, slope, first place).
+    """A step that raises its hyperparameter with each call. `ramp`: (low, slope, first place).
 
-    The place on the ramp counts calls that were not rejected: a rate at which the gradient
-    overflowed under a loss scale is tried again with the scale that came down.
+    The place on the ramp counts calls that were not rejected: if the gradient overflowed under a
+    loss scale, the same rate is tried again with the lower scale.
     """
 
     step: TrainStep
@@ -121,8 +121,9 @@ def find_learning_rate(
     on a copy of the state, in the compiled loop of `run_steps`. The losses end where their
     exponential average (bias-corrected, `smooth`) is above `stop` times its minimum, or a step is
     rejected, unless its gradient overflowed and a loss scale came down: then the rate is tried
-    again. `rate` is where they fall most steeply, by a line through the points around each rate,
-    a sixth of the range wide: never in its first or last twelfth. `report.tenth` is another choice.
+    again. `rate` is where the losses fall most steeply, by a line through the points around each
+    rate, a sixth of the range wide: never in the first or last twelfth of the range.
+    `report.tenth` is another choice.
 
     Args:
       data: as for `fit`, None too; read anew after its end, and put back to its place. No iterator.
@@ -158,35 +159,37 @@ def find_learning_rate(
     if members_of(state) is not None:
         raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
     state = jax.tree.map(own, state)
-    ramp_of, first = _Ramp(step, name), np.asarray(state.calls - state.rejected)
-    ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first
-    rates = np.asarray(ramp_of.rate(ramp, first + jnp.arange(points)), np.float64)
-    end = lambda losses: _cut(losses, smooth, stop)
-    losses = _losses(ramp_of, state, data, points, {**extra, "ramp": ramp}, end)
-    return _suggested(name, rates, losses, *end(losses))
+    ramped_step, first_call = _Ramp(step, name), np.asarray(state.calls - state.rejected)
+    ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first_call
+    rates = np.asarray(ramped_step.rate(ramp, first_call + jnp.arange(points)), np.float64)
+    until_divergence = lambda losses: _smoothed_until_divergence(losses, smooth, stop)
+    losses = _losses(ramped_step, state, data, points, {**extra, "ramp": ramp}, until_divergence)
+    return _with_suggestions(name, rates, losses, *until_divergence(losses))
 
 
-def _losses(ramp: _Ramp, state, data, points: int, extra, end) -> np.ndarray:
-    """Losses in f64 up to their divergence; NaN for rejected steps, none for repeated ones."""
+def _losses(ramp: _Ramp, state, data, points: int, extra, until_divergence) -> np.ndarray:
+    """Losses in float64 until they diverge: NaN for rejected steps, left out for repeated steps."""
     loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", math.inf)
     losses, calls = np.zeros(0), 0
     try:
-        while len(losses) < points and end(losses)[1] == len(losses):
+        while len(losses) < points and until_divergence(losses)[1] == len(losses):
             if (chunk := feed.take(points - len(losses), state, calls)) is None:
                 continue
             state, infos = loop(state, chunk.feed, chunk.n, extra)
             calls += chunk.steps
-            seen = jax.tree.map(np.asarray, infos.stacked(None, slice(chunk.steps)))
-            part = np.where(seen["rejected"], np.nan, seen["loss"].astype(np.float64))
-            losses = np.concatenate([losses, part[~seen["repeated"]]])
+            columns = jax.tree.map(np.asarray, infos.stacked(None, slice(chunk.steps)))
+            chunk_losses = np.where(columns["rejected"], np.nan, columns["loss"].astype(np.float64))
+            losses = np.concatenate([losses, chunk_losses[~columns["repeated"]]])
     finally:
         feed.back()
         feed.close()
     return np.pad(losses, (0, points - len(losses)), constant_values=np.nan)
 
 
-def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, int]:
-    """The bias-corrected average of the losses, cut where they diverge."""
+def _smoothed_until_divergence(
+    losses: np.ndarray, smooth: float, stop: float
+) -> tuple[np.ndarray, int]:
+    """The bias-corrected average of the losses, and how many come before they diverge."""
     average, smoothed = 0.0, np.full(len(losses), np.nan)
     for i, loss in enumerate(losses):
         average = smooth * average + (1 - smooth) * loss
@@ -196,18 +199,18 @@ def _cut(losses: np.ndarray, smooth: float, stop: float) -> tuple[np.ndarray, in
     return smoothed, len(losses)
 
 
-def _suggested(name: str, rates, losses, smoothed, used: int) -> tuple[float, RangeTest]:
-    half = min(len(rates) // 12 + 1, (used - 1) // 2)
-    weights = np.arange(-half, half + 1.0)  # of a symmetric line: it has no lag
-    slopes = np.correlate(losses[:used], weights, "valid") if half > 0 else np.zeros(1)
+def _with_suggestions(name: str, rates, losses, smoothed, used: int) -> tuple[float, RangeTest]:
+    half_width = min(len(rates) // 12 + 1, (used - 1) // 2)
+    weights = np.arange(-half_width, half_width + 1.0)  # a symmetric window has no lag
+    slopes = np.correlate(losses[:used], weights, "valid") if half_width > 0 else np.zeros(1)
     if not slopes.min() < 0:
-        at = f"{rates[min(used, len(rates) - 1)]:.2g}"
-        got, fix = f"a loss that diverges at {at} already", "Give a smaller low=."
+        last_rate = f"{rates[min(used, len(rates) - 1)]:.2g}"
+        got, fix = f"a loss that diverges at {last_rate} already", "Give a smaller low=."
         if used > 2:
-            got = f"a loss that never falls, up to {at}"
+            got = f"a loss that never falls, up to {last_rate}"
             fix = "Other low= and high=, or a larger batch."
         expected = "one that falls somewhere"
         raise HyperparameterError(name, "find_learning_rate()", got, expected, fix)
-    steepest = float(rates[half + int(slopes.argmin())])
+    steepest = float(rates[half_width + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
     return steepest, RangeTest(name, rates, losses, smoothed, used, steepest, tenth)

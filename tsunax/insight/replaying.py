@@ -60,18 +60,18 @@ def replay(
     """Run a rejected step again with checks; report where the first NaN or inf came from.
 
     The loss and its gradient are computed once more, with keys, mask, model state and micro-batches
-    as in that call. If both are finite, the same is done with what the step makes of them: params,
-    model state, optimizer state, average. The report names the micro-batch, the argument or the
-    primitive, the line (the user's own, or that of a library if none of the user's is around it)
-    and labels that are no class. -inf that a mask puts in, or log(0) in a branch that `where` does
-    not take, is not blamed. Nothing is donated. It needs memory for every intermediate value.
+    as in that call. If both are finite, the new params, model state, optimizer state and average
+    are checked, too. The report names the micro-batch, the argument or the primitive, the line
+    (in the user's code, or in a library if no user code encloses it) and labels that are no class.
+    -inf that a mask puts in, or log(0) in a branch that `where` does not take, is not blamed.
+    Nothing is donated. It needs memory for every intermediate value.
 
     Args:
-      step: the `train_step`; for `States` the function that `fit` takes, whose infos are looked
-        through: "info['critic'].loss".
-      state: as it was given to that call: from the state after a rejected step
-        `state.replace(calls=state.calls - 1)`, with a loss scale also the one before. `fit` keeps
-        both: `replay(step, *error.rejected[-1].of(error.state))`.
+      step: the `train_step`; for `States` the function that `fit` takes: its infos are searched,
+        for example "info['critic'].loss".
+      state: as it was before that call: from the state after a rejected step
+        `state.replace(calls=state.calls - 1)`, with a loss scale also the previous scale. `fit`
+        keeps both: `replay(step, *error.rejected[-1].of(error.state))`.
       batch, extra: the arguments of that call.
 
     Raises WrongTypeError for what is no train_step, state or array, StateError for a population and
@@ -101,66 +101,89 @@ def replay(
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         if jax.tree.leaves(tree):
             checks.check_arrays(tree, name)
-    if isinstance(state, States) or not isinstance(step, TrainStep):  # first its infos
-        once, given = fused_loop.fused(step, True).once, (state, batch, extra)
-        infos, new = lambda *args: (once(*args)[1].info,), lambda *args: (once(*args)[0],)
-        found = _searched(infos, ("info",), given, 1)
-        return found or _searched(new, ("new state",), given, 1, (state,)) or _finite()
+    if isinstance(state, States) or not isinstance(step, TrainStep):  # search its infos first
+        call_step, arguments = fused_loop.fused(step, True).once, (state, batch, extra)
+        infos_of = lambda *args: (call_step(*args)[1].info,)
+        new_state_of = lambda *args: (call_step(*args)[0],)
+        report = _report_on_first_bad(infos_of, ("info",), arguments, 1)
+        return (
+            report
+            or _report_on_first_bad(new_state_of, ("new state",), arguments, 1, (state,))
+            or _all_finite()
+        )
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)
-    given = state, batch, extra
+    arguments = state, batch, extra
     gradient = dataclasses.replace(step, on_nonfinite="skip").gradient
 
-    def look(state, batch, extra):
+    def loss_and_gradient(state, batch, extra):
         loss, grads = gradient(state, batch, **extra)
         return loss.compute(), grads
 
-    free = dataclasses.replace(step, on_nonfinite="ignore")
+    unguarded_step = dataclasses.replace(step, on_nonfinite="ignore")
 
-    def move(state, batch, extra):  # whatever its verdict: a rule may be what makes the first one
-        return _moved(free.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0])
+    # without a verdict: the rule may make the first bad value
+    def moved_fields(state, batch, extra):
+        return _moved_fields(
+            unguarded_step.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0]
+        )
 
-    found = _searched(look, ("loss", "gradient of params"), given, step.accumulate)
-    if found and found.result == "loss" and (wrong := step_errors.wrong_label(step, *given)):
-        return dataclasses.replace(found, text=f"{found.text} In this batch, {wrong}.")
-    if found := found or _searched(move, MOVED, given, step.accumulate, _moved(state)):
-        return found
-    large = guard.locate(jax.jit(look)(*given)[1])
-    if large == "gradient norm":
-        return _finite()
-    text = f"{large[0].upper()}{large[1:]} overflows when it is squared: every value is finite."
-    return ReplayReport(text, large, in_gradient=True)
+    report = _report_on_first_bad(
+        loss_and_gradient, ("loss", "gradient of params"), arguments, step.accumulate
+    )
+    if (
+        report
+        and report.result == "loss"
+        and (wrong_labels := step_errors.wrong_label(step, *arguments))
+    ):
+        return dataclasses.replace(report, text=f"{report.text} In this batch, {wrong_labels}.")
+    if report := report or _report_on_first_bad(
+        moved_fields, MOVED_FIELDS, arguments, step.accumulate, _moved_fields(state)
+    ):
+        return report
+    overflowing = guard.locate(jax.jit(loss_and_gradient)(*arguments)[1])
+    if overflowing == "gradient norm":
+        return _all_finite()
+    title = f"{overflowing[0].upper()}{overflowing[1:]}"
+    text = f"{title} overflows when it is squared: every value is finite."
+    return ReplayReport(text, overflowing, in_gradient=True)
 
 
-MOVED = "new params", "new model_state", "new average", "new opt_state"
+MOVED_FIELDS = "new params", "new model_state", "new average", "new opt_state"
 
 
-def _moved(state: TrainState) -> tuple:
-    """What a step makes of a state beside its counts."""
+def _moved_fields(state: TrainState) -> tuple:
+    """The fields of a state that a step changes, without its counts."""
     averages = {name: average.params for name, average in averages_of(state).items()}
     return trained_part(state), state.model_state, averages, state.opt_state
 
 
-def _searched(f: Callable, names, given: tuple, n: int, before: Any = ()) -> ReplayReport | None:
+def _report_on_first_bad(
+    f: Callable, names, arguments: tuple, n_micro_batches: int, old_results: Any = ()
+) -> ReplayReport | None:
     """A report on the first result of `f(*given)` that turned bad; None if all are finite.
 
-    `f` cuts its batch into n micro-batches, and returns trees of these names.
+    `f` splits its batch into `n_micro_batches`, and returns trees with these `names`.
     """
-    results = jtu.tree_leaves_with_path(jax.jit(f)(*given))
-    was = itertools.chain(jax.tree.leaves(before), itertools.repeat(None))
-    for i, ((path, x), old) in enumerate(zip(results, was, strict=False)):
-        bad, was_bad = _origin.bad(x), _origin.bad(old)
-        if bad is not None and was_bad is not None:
-            bad = bad & ~was_bad
-        if bad is not None and bad.any():
+    results = jtu.tree_leaves_with_path(jax.jit(f)(*arguments))
+    old_leaves = itertools.chain(jax.tree.leaves(old_results), itertools.repeat(None))
+    for i, ((path, leaf), old_leaf) in enumerate(zip(results, old_leaves, strict=False)):
+        is_bad, was_bad = _origin.nonfinite_elements(leaf), _origin.nonfinite_elements(old_leaf)
+        if is_bad is not None and was_bad is not None:
+            is_bad = is_bad & ~was_bad
+        if is_bad is not None and is_bad.any():
             name = trees.access_str(names[path[0].idx], path[1:])
-            found = _origin.origin(jax.make_jaxpr(f)(*given), jax.tree.leaves(given), i, bad)
-            return _report(given, n, name, f"{name} is {_what(x)}", found)
+            cause = _origin.find_origin(
+                jax.make_jaxpr(f)(*arguments), jax.tree.leaves(arguments), i, is_bad
+            )
+            return _report(
+                arguments, n_micro_batches, name, f"{name} is {_nonfinite_text(leaf)}", cause
+            )
     return None
 
 
-def _finite() -> ReplayReport:
+def _all_finite() -> ReplayReport:
     return ReplayReport(
         "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
         "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
@@ -168,34 +191,50 @@ def _finite() -> ReplayReport:
     )
 
 
-def _report(given: tuple, n: int, result: str, what: str, origin: _origin.Origin) -> ReplayReport:
-    trips, micro = tuple(i for _, i in origin.trips), None
-    # the outermost loop is that over micro-batches, unless the rule has one
-    if n > 1 and origin.argument is None and trips and origin.trips[0][0].params.get("length") == n:
-        micro, trips = trips[0], trips[1:]
+def _report(
+    arguments: tuple, n_micro_batches: int, result: str, description: str, origin: _origin.Origin
+) -> ReplayReport:
+    trips, micro_batch = tuple(i for _, i in origin.trips), None
+    # The outermost loop is the loop over micro-batches, unless the rule itself has a loop.
+    if (
+        n_micro_batches > 1
+        and origin.argument is None
+        and trips
+        and origin.trips[0][0].params.get("length") == n_micro_batches
+    ):
+        micro_batch, trips = trips[0], trips[1:]
     in_gradient = result.startswith("gradient")
     argument = line = code = ""
     if origin.argument is not None:
-        path = jtu.tree_leaves_with_path(given)[origin.argument][0]
+        path = jtu.tree_leaves_with_path(arguments)[origin.argument][0]
         argument = trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
-        bad = _origin.bad(origin.value)
-        if n > 1 and argument.startswith("batch") and bad is not None and bad.ndim:
-            micro = int(np.argwhere(bad)[0][0]) % n
-        made = f"{argument} was given so: {_what(origin.value)}"
+        is_bad = _origin.nonfinite_elements(origin.value)
+        if (
+            n_micro_batches > 1
+            and argument.startswith("batch")
+            and is_bad is not None
+            and is_bad.ndim
+        ):
+            micro_batch = int(np.argwhere(is_bad)[0][0]) % n_micro_batches
+        cause = f"{argument} was given so: {_nonfinite_text(origin.value)}"
     else:
         line, code = source_line(origin.sources, above=__file__)
-        said = "a constant" if origin.constant else _what(origin.value)
-        at = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
-        made = f"{origin.primitive} gave {said}{at}{code and f': `{code}`'}"
-    places = [f"micro-batch {micro} of {n}"] if micro is not None else []
-    places = ", ".join([*places, *(f"trip {i} of a loop" for i in trips)])
-    text = f"The {what}. The first such value: {made}{places and f' ({places})'}."
+        value_text = "a constant" if origin.constant else _nonfinite_text(origin.value)
+        place_text = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
+        cause = f"{origin.primitive} gave {value_text}{place_text}{code and f': `{code}`'}"
+    places_text = (
+        [f"micro-batch {micro_batch} of {n_micro_batches}"] if micro_batch is not None else []
+    )
+    places_text = ", ".join([*places_text, *(f"trip {i} of a loop" for i in trips)])
+    text = f"The {description}. The first such value: {cause}{places_text and f' ({places_text})'}."
     primitive = "" if argument else origin.primitive
-    return ReplayReport(text, result, argument, micro, primitive, line, code, in_gradient, trips)
+    return ReplayReport(
+        text, result, argument, micro_batch, primitive, line, code, in_gradient, trips
+    )
 
 
-def _what(x: Any) -> str:
-    """How many elements are not finite, and what the first one is."""
+def _nonfinite_text(x: Any) -> str:
+    """The first element that is not finite, its place, and how many there are."""
     x = np.asarray(x)
     places = np.argwhere(~np.isfinite(x)).tolist()
     first = f"{x[tuple(places[0])]}"

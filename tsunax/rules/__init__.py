@@ -1,4 +1,4 @@
-"""Rules: optax transformations whose numbers are live, and the few that optax lacks.
+"""Rules: optax transformations with live numbers, and the few that optax lacks.
 
 Any rule here works in plain optax code, and any optax rule works in tsunax. The folder knows optax
 and trees; it must not know `TrainState`.
@@ -6,5 +6,5 @@ and trees; it must not know `TrainState`.
 
 from tsunax._core import lazy as _lazy
 
-# The names stand once, in the stub beside this file; each is loaded when it is first used.
+# The stub `__init__.pyi` lists the names. Each is loaded when it is first used.
 __all__, __getattr__, __dir__ = _lazy(globals())  # pyright: ignore[reportUnsupportedDunderAll]

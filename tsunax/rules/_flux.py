@@ -40,10 +40,10 @@ def flux_rprop(
 ):
     """`Rprop` of Optimisers.jl and PyTorch: a step size per number, and signs of gradients only.
 
-    params ← params − size·sign(g). If the sign is that of the step before, the size grows by
-    `eta_plus`; else it shrinks by `eta_minus`, and the number rests for one step. The sizes start
-    at `learning_rate`; a later change of it has no effect. (`optax.rprop` does each of this one
-    step late.) Sizes stay within [min_step_size, max_step_size]. iRprop⁻ of Igel and Hüsken 2000.
+    params ← params − size·sign(g). If the sign is equal to the previous sign, the size grows by
+    `eta_plus`; else it shrinks by `eta_minus`, and the number does not move in this step. The sizes
+    start at `learning_rate`; a later change of it has no effect. (`optax.rprop` does all of this a
+    step later.) Sizes stay within [min_step_size, max_step_size]. iRprop⁻ of Igel and Hüsken 2000.
     Raises HyperparameterError for a float that is out of range or not finite.
 
     >>> rule = flux_rprop(0.1)
@@ -59,7 +59,7 @@ def flux_rprop(
     def update(updates, state: Any, params=None):
         del params
         signs = jax.tree.map(jnp.sign, updates)
-        # of signs: the product of two small gradients underflows
+        # The product of signs, because the product of two small gradients underflows.
         turns = jax.tree.map(jnp.multiply, signs, state.prev_updates)
 
         def resize(turn, size):
@@ -68,8 +68,8 @@ def flux_rprop(
             return jnp.where(turn > 0, grown, jnp.where(turn < 0, shrunk, size))
 
         sizes = jax.tree.map(resize, turns, state.step_sizes)
-        rest = lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign)
-        signs = jax.tree.map(rest, turns, signs)
+        without_turned = lambda turn, sign: jnp.where(turn < 0, jnp.zeros_like(sign), sign)
+        signs = jax.tree.map(without_turned, turns, signs)
         updates = jax.tree.map(lambda size, sign: -size * sign, sizes, signs)
         return updates, optax.ScaleByRpropState(sizes, signs)
 
@@ -122,7 +122,7 @@ def flux_amsgrad(learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e
 def flux_adamw(
     learning_rate: optax.ScalarOrSchedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, couple=True
 ):
-    """`AdamW` of Optimisers.jl, whose decay need not follow the rate.
+    """`AdamW` of Optimisers.jl; its decay can be independent of the learning rate.
 
     params ← params − learning_rate·(u + weight_decay·params) with u of Adam (`b1`, `b2`, `eps`), as
     in `adamw`; with `couple=False`, params ← params − learning_rate·u − weight_decay·params
@@ -135,8 +135,8 @@ def flux_adamw(
     """
     rate = optax.scale_by_learning_rate(learning_rate)
     decay = optax.add_decayed_weights(weight_decay if couple else -weight_decay)
-    rest = (decay, rate) if couple else (rate, decay)
-    return optax.chain(optax.scale_by_adam(b1, b2, eps), *rest)
+    last_rules = (decay, rate) if couple else (rate, decay)
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), *last_rules)
 
 
 def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
@@ -161,8 +161,12 @@ def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
         moments: Any = adam.update(updates, state[0], params)[1]
         m = optax.tree.bias_correction(moments.mu, b1, moments.count)
         v = optax.tree.bias_correction(moments.nu, b2, moments.count)
-        # the division last: XLA stores its result only, but of a product also the factors (+12 %)
-        now = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
-        return jax.tree.map(lambda now, before: 2 * now - before, now, state[1]), (moments, now)
+        # Divide last: XLA then stores the quotient only, but for a product also its factors
+        # (+12 % of memory).
+        adam_updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
+        return jax.tree.map(lambda u, previous: 2 * u - previous, adam_updates, state[1]), (
+            moments,
+            adam_updates,
+        )
 
     return optax.GradientTransformation(init, update)

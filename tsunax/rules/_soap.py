@@ -15,17 +15,17 @@ from tsunax._core import PyTree, Scalar, checks
 class ScaleBySoapState(NamedTuple):
     """The state of `soap`. A side of a matrix that has no basis has a `MaskedNode`."""
 
-    calls: Scalar  # int32; the first one sets the bases and moves nothing
+    calls: Scalar  # int32; the first call sets the bases and moves nothing
     mu: PyTree  # f32, means of the gradients
-    nu: PyTree  # f32, means of their squares in the bases
+    nu: PyTree  # f32, means of the squared gradients in the bases
     rows: PyTree  # f32, means of g gᵀ
     columns: PyTree  # f32, means of gᵀ g
-    row_basis: PyTree  # their eigenvectors, one a column
-    column_basis: PyTree
+    row_basis: PyTree  # eigenvectors of `rows`, as columns
+    column_basis: PyTree  # eigenvectors of `columns`, as columns
 
 
-def _turned(x: jax.Array, bases: Any, back: bool = False) -> jax.Array:
-    """`x` in the bases of its rows and columns, or from there back."""
+def _in_bases(x: jax.Array, bases: Any, back: bool = False) -> jax.Array:
+    """`x` in the bases of its rows and columns; with `back`, from these bases to its own."""
     rows, columns = bases
     if isinstance(rows, jax.Array):
         x = (rows if back else rows.mT) @ x
@@ -35,22 +35,22 @@ def _turned(x: jax.Array, bases: Any, back: bool = False) -> jax.Array:
 
 
 def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) -> Any:
-    """The bases as they were (0), after an orthogonal iteration (1), or eigenvectors (2)."""
+    """By `stage`: the old bases (0), after an orthogonal iteration (1), or eigenvectors (2)."""
     factors, treedef = jax.tree.flatten(factors)
 
-    def mapped(f, stacks):
+    def map_stacks(f, stacks):
         from tsunax.rules.matrices import map_matrices
 
-        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
-        found = map_matrices(f, flat, mesh) if mesh else map(jax.vmap(f), flat)
-        return [y.reshape(x.shape) for x, y in zip(factors, found, strict=True)]
+        matrices = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        results = map_matrices(f, matrices, mesh) if mesh else map(jax.vmap(f), matrices)
+        return [y.reshape(x.shape) for x, y in zip(factors, results, strict=True)]
 
-    def iterated(bases):
-        both = [jnp.concatenate(pair, -2) for pair in zip(factors, bases, strict=True)]
-        return mapped(lambda x: jnp.linalg.qr(jnp.matmul(*jnp.split(x, 2)))[0], both)
+    def iterate_bases(bases):
+        stacked_pairs = [jnp.concatenate(pair, -2) for pair in zip(factors, bases, strict=True)]
+        return map_stacks(lambda x: jnp.linalg.qr(jnp.matmul(*jnp.split(x, 2)))[0], stacked_pairs)
 
-    largest_first = lambda x: jnp.linalg.eigh(x)[1][:, ::-1]
-    choices = [list, iterated, lambda _: mapped(largest_first, factors)]
+    eigenvectors = lambda x: jnp.linalg.eigh(x)[1][:, ::-1]
+    choices = [list, iterate_bases, lambda _: map_stacks(eigenvectors, factors)]
     return treedef.unflatten(jax.lax.switch(stage, choices, jax.tree.leaves(bases)))
 
 
@@ -70,12 +70,13 @@ def soap(
     `b2`, `eps`) runs on Qᵀ g P, and its update u is turned back to Q u Pᵀ. At every
     `precondition_frequency`-th update Q ← qr(L Q) and P ← qr(R P), the eigenvectors in the limit;
     the devices of a mesh share these, as in `muon`. The first call sets the bases, and only
-    `weight_decay` moves the parameters. It is that of `adamw`, where `mask` is true.
+    `weight_decay` moves the parameters. The decay is as in `adamw`, where `mask` is true.
 
-    The last two axes of an array are a matrix, the others count matrices. A side longer than
-    `max_size` has no basis; arrays with less than two axes are Adam's. The state has 2·rows² +
-    2·columns² numbers for each matrix beside Adam's, all float32. Raises HyperparameterError for a
-    number that is out of range or not finite. Vyas et al. 2024, arXiv:2409.11321.
+    The last two axes of an array are a matrix, earlier axes count matrices. A side longer than
+    `max_size` has no basis; Adam updates arrays with fewer than two axes. The state has 2·rows² +
+    2·columns² numbers for each matrix in addition to Adam's, all float32. Raises
+    HyperparameterError for a number that is out of range or not finite. Vyas et al. 2024,
+    arXiv:2409.11321.
 
     >>> rule, params = soap(0.1, eps=1e-3, weight_decay=0.0), jnp.ones((2, 2))
     >>> state = rule.init(params)
@@ -113,32 +114,33 @@ def soap(
         with jax.default_matmul_precision("float32"):
             g = [x.astype(jnp.float32) for x in leaves]
             new_mu = optax.tree.update_moment(g, mu, b1, 1)
-            new_nu = optax.tree.update_moment(list(map(_turned, g, bases)), nu, b2, 2)
+            new_nu = optax.tree.update_moment(list(map(_in_bases, g, bases)), nu, b2, 2)
             means = optax.tree.bias_correction(new_mu, b1, t)
             squares = optax.tree.bias_correction(new_nu, b2, t)
-            found = [
-                _turned(_turned(m, q) / (jnp.sqrt(v) + eps), q, back=True)
+            directions = [
+                _in_bases(_in_bases(m, q) / (jnp.sqrt(v) + eps), q, back=True)
                 for m, v, q in zip(means, squares, bases, strict=True)
             ]
-            outer = [lambda x: x @ x.mT, lambda x: x.mT @ x]
+            outer_products = [lambda x: x @ x.mT, lambda x: x.mT @ x]
             factors = [
                 [
                     optax.tree.update_moment(f(x), old, b2, 1)
                     if isinstance(old, jax.Array)
                     else old
-                    for x, old in zip(g, olds, strict=True)
+                    for x, old in zip(g, old_factors, strict=True)
                 ]
-                for f, olds in zip(outer, sides[:2], strict=True)
+                for f, old_factors in zip(outer_products, sides[:2], strict=True)
             ]
             stage = jnp.where(is_first, 2, jnp.where(t % precondition_frequency == 0, 1, 0))
             bases = _new_bases(stage, factors, sides[2:], device_mesh)
-        kept = jax.tree.map(
+        moments = jax.tree.map(
             lambda new, old: jnp.where(is_first, old, new), [new_mu, new_nu], [mu, nu]
         )
         updates = [
-            jnp.where(is_first, 0, u).astype(x.dtype) for u, x in zip(found, leaves, strict=True)
+            jnp.where(is_first, 0, u).astype(x.dtype)
+            for u, x in zip(directions, leaves, strict=True)
         ]
-        fields = map(treedef.unflatten, (*kept, *factors, *bases))
+        fields = map(treedef.unflatten, (*moments, *factors, *bases))
         return treedef.unflatten(updates), ScaleBySoapState(
             optax.safe_increment(state.calls), *fields
         )

@@ -28,18 +28,19 @@ class Window:
 
     waits: ClassVar[bool] = True
 
-    inner: PyTree  # the rule's own
-    sums: PyTree  # f32, like params: Σ weight · gradient of the calls gathered so far
+    inner: PyTree  # the state of the rule inside
+    sums: PyTree  # f32, like params: Σ weight · gradient of the calls in this window
     value: Scalar  # f32: Σ weight · loss
     weight: Scalar  # f32: Σ weight
-    calls: Scalar  # int32: how many
-    # int32: windows that were applied, the clock of `every` if no `step=` is given
+    calls: Scalar  # int32: number of calls in this window
+    # int32: applied windows, the clock of `every` if no `step=` is given
     count: Scalar
-    emitted: Scalar  # bool: whether the last call was the last one of its window
+    emitted: Scalar  # bool: whether the last call ended its window
 
 
-# The sum of gradients with a finite norm is finite up to this weight.
-MOST_WEIGHT = 2.0**60
+# Up to this total weight the sum of gradients with a finite norm is finite in float32, so that a
+# window needs no check of its sum. Beyond it the verdict looks at the update.
+MAX_WEIGHT = 2.0**60
 
 
 def _is_window(x) -> bool:
@@ -48,8 +49,8 @@ def _is_window(x) -> bool:
 
 def any_emitted(opt_state: PyTree) -> jax.Array | None:
     """Whether any window anywhere in a state was applied; None without a window."""
-    found = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
-    return functools.reduce(operator.or_, found) if found else None
+    flags = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
+    return functools.reduce(operator.or_, flags) if flags else None
 
 
 def in_sums(opt_state: PyTree) -> list[bool]:
@@ -94,35 +95,38 @@ class Gather:
     ) -> tuple[PyTree, Window]:
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
-        take = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
-        before, now = (state.sums, state.value, state.weight), (grads, value, jnp.float32(1))
-        sums, value, total = weighted_sums.add(before, now, weight, take)
-        calls = state.calls + take.astype(jnp.int32)
+        is_counted = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
+        old_sums = state.sums, state.value, state.weight
+        summands = grads, value, jnp.float32(1)
+        sums, value, total = weighted_sums.add(old_sums, summands, weight, is_counted)
+        calls = state.calls + is_counted.astype(jnp.int32)
         n = self.every
         if callable(n):
-            now: Any = n(extra.get("step", state.count))
-            n = jnp.maximum(jnp.round(now).astype(jnp.int32), 1)
-        due = (total > 0) & ((calls >= n) | flush)
+            scheduled: Any = n(extra.get("step", state.count))
+            n = jnp.maximum(jnp.round(scheduled).astype(jnp.int32), 1)
+        is_due = (total > 0) & ((calls >= n) | flush)
 
         def apply():
             mean = weighted_sums.divided(sums, total, grads)
-            known = {"value": value / total, "grad": mean}
-            given = extra | {name: x for name, x in known.items() if name in extra or flush}
-            return self.update(mean, state.inner, params, weight=total, **given)
+            mean_arguments = {"value": value / total, "grad": mean}
+            arguments = extra | {
+                name: x for name, x in mean_arguments.items() if name in extra or flush
+            }
+            return self.update(mean, state.inner, params, weight=total, **arguments)
 
         def gather():
             return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner
 
-        updates, inner = jax.lax.cond(due, apply, gather)
-        begin = lambda x: jnp.where(due, jnp.zeros_like(x), x)
-        sums, value, total, calls = jax.tree.map(begin, (sums, value, total, calls))
-        count = state.count + due.astype(jnp.int32)
-        return updates, Window(inner, sums, value, total, calls, count, due)
+        updates, inner = jax.lax.cond(is_due, apply, gather)
+        reset_if_due = lambda x: jnp.where(is_due, jnp.zeros_like(x), x)
+        sums, value, total, calls = jax.tree.map(reset_if_due, (sums, value, total, calls))
+        count = state.count + is_due.astype(jnp.int32)
+        return updates, Window(inner, sums, value, total, calls, count, is_due)
 
-    def bounded(self, seen: Any, state: Window, bounds: list[Any]) -> list[Any]:
-        weight = 1.0 if seen.weight is None else seen.weight
-        seen.need(state.weight + weight <= MOST_WEIGHT)
-        return seen.walk(self.update, state.inner, [(seen.flat(b, c), 0.0) for b, c in bounds])
+    def bounded(self, survey: Any, state: Window, bounds: list[Any]) -> list[Any]:
+        weight = 1.0 if survey.weight is None else survey.weight
+        survey.need(state.weight + weight <= MAX_WEIGHT)
+        return survey.walk(self.update, state.inner, [(survey.flat(b, c), 0.0) for b, c in bounds])
 
 
 def accumulate(
@@ -132,11 +136,11 @@ def accumulate(
 
     The mean is `Σ weight · g / Σ weight`. All calls but the last of a window change neither params
     nor the state of the rule; `state.step` and schedules wait, `state.calls` counts on, and
-    `info.applied` is true for the last call. Weights are those of the losses (in plain optax code,
-    `weight=`). A call whose gradient is not finite is left out and not counted. `every` is an int,
-    or a schedule of `step`. What the last, short window holds is applied by
+    `info.applied` is true for the last call. Weights are the weights of the losses (in plain optax
+    code, `weight=`). A call with a gradient that is not finite is left out and not counted. `every`
+    is an int, or a schedule of `step`. A last, incomplete window is applied by
     `ts.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
-    In `partition` beside a rule that runs on every call, `state.step` counts calls.
+    If another rule of `partition` runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
     select, so that it runs on every call: same numbers, more work. In memory it costs one f32

@@ -30,7 +30,7 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
 
 
 def _norm_of(updates, *, outside=0.0, grad_norm=None, **_):
-    """The norm of all gradients: as the verdict has it, or with the squares of other groups."""
+    """The norm of all gradients: the verdict's, or with the squares `outside` of this group."""
     return jnp.sqrt(sum(square_sums(updates)) + outside) if grad_norm is None else grad_norm
 
 
@@ -56,8 +56,8 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
     One f32 norm over all leaves that are trained and not frozen. In a group of `partition` it is
-    over all groups if the rule is the first of its chain, else over its own group. A step whose
-    norm is not finite is rejected; plain optax code does as `optax.clip_by_global_norm`.
+    over all groups if the rule is the first of its chain, else over its own group. A step with a
+    norm that is not finite is rejected; plain optax code does as `optax.clip_by_global_norm`.
     HyperparameterError unless `max_norm` is above 0. `g ← g · min(1, max_norm / norm)`.
 
     >>> rule = clip_by_global_norm(1.0)
@@ -68,9 +68,9 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
 
     def clip(updates, params, **extra):
         norm = _norm_of(updates, **extra)
-        small = (norm < bound) | (norm == 0)  # a schedule may bring the bound to 0
-        one = lambda g: jnp.where(small, g, (g / norm.astype(g.dtype)) * bound)
-        return jax.tree.map(one, updates)
+        is_within = (norm < bound) | (norm == 0)  # a schedule may bring the bound to 0
+        scaled = lambda g: jnp.where(is_within, g, (g / norm.astype(g.dtype)) * bound)
+        return jax.tree.map(scaled, updates)
 
     return _stateless(clip)
 
@@ -88,8 +88,10 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     bound = as_scalar(max_norm)
 
     def report(params, values):
-        what = lambda at, x: f"clip_by_norm, p={p}, of {at}, shape {x.shape}: {GOT}"
-        return RuleReport(values, tuple(what(*leaf) for leaf in trees.leaves_at("grads", params)))
+        described = lambda path, x: f"clip_by_norm, p={p}, of {path}, shape {x.shape}: {GOT}"
+        return RuleReport(
+            values, tuple(described(*leaf) for leaf in trees.leaves_at("grads", params))
+        )
 
     def init(params):
         n = len(jax.tree.leaves(params))
@@ -109,7 +111,7 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
 
 
 def array_norm(x: jax.Array, p: float) -> jax.Array:
-    """The norm (Σ|x|ᵖ)^(1/p) of one array, in float32: `jnp.linalg.norm`, but NaN for p=0, too."""
+    """The norm (Σ|x|ᵖ)^(1/p) of an array in float32: `jnp.linalg.norm`, but NaN also for p=0."""
     x = jnp.abs(x)
     x = x.astype(trees.wide_dtype(x)).ravel()
     norm = jnp.linalg.norm(x, p)
@@ -144,10 +146,10 @@ def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
 
 
 def _decay(place, where, f):
-    _patterns.compile_where(where, place)  # raises for a malformed pattern
+    _patterns.compile_where(where, place)  # raises if a pattern is malformed
 
     def init(params):
-        _patterns.select_in_group(where, params, place)  # raises for one that matches nothing
+        _patterns.select_in_group(where, params, place)  # raises if nothing matches
         return optax.EmptyState()
 
     def update(updates, state, params=None, **_):
@@ -167,7 +169,7 @@ def _decay(place, where, f):
 class SpikeState:
     """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
-    One array, because on a small step each further one costs as much as all of the arithmetic.
+    One array, because on a small step each further array costs as much as all of the arithmetic.
     Columns: the log of the gradient norm, the loss. Rows: the centre, the mean distance from it,
     the number of steps, inf for a spike.
     """
@@ -184,7 +186,7 @@ class SpikeState:
 
 
 def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
-    """Reject a step whose gradient norm or loss is far above those of the last steps.
+    """Reject a step if its gradient norm or loss is far above the recent values.
 
     Put it first in a chain. The band of about `1 / (1 - decay)` last steps reaches `factor` mean
     distances above their mean (6: 4.8 standard deviations of a Gaussian, one step in a million) and
@@ -200,22 +202,24 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
 
     def update(updates, state, params=None, *, value=0.0, **extra):
         norm = _norm_of(updates, **extra)
-        now = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
-        centre, spread, seen, _ = state.band
-        distance = now - centre
-        # the double of either
-        room = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))
-        spike = (distance > jnp.maximum(reach * spread, room)) & (seen >= warmup)
-        step = jnp.where(seen == 0, 1, jnp.float32(rate))
-        spread = spread + step * jnp.where(seen == 0, 0, jnp.abs(distance) - spread)
-        report = jnp.where(spike, np.float32(np.inf), 0)
-        return updates, SpikeState(jnp.stack([centre + step * distance, spread, seen + 1, report]))
+        observed = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
+        centre, spread, n_steps, _ = state.band
+        distance = observed - centre
+        # At least twice the centre: log(2) above it on the log scale of the norm.
+        least_reach = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))
+        is_spike = (distance > jnp.maximum(reach * spread, least_reach)) & (n_steps >= warmup)
+        step_size = jnp.where(n_steps == 0, 1, jnp.float32(rate))
+        spread = spread + step_size * jnp.where(n_steps == 0, 0, jnp.abs(distance) - spread)
+        report = jnp.where(is_spike, np.float32(np.inf), 0)
+        return updates, SpikeState(
+            jnp.stack([centre + step_size * distance, spread, n_steps + 1, report])
+        )
 
     return as_rule(init, update)
 
 
-# First in a chain, they get the norm that the verdict has.
-OF_NORM = _clip_by_global_norm, _reject_spikes
+# If such a rule is the first of a chain, it gets the norm that the verdict computed.
+RULES_OF_THE_NORM = _clip_by_global_norm, _reject_spikes
 clip: Final = live(_clip)
 clip_by_global_norm: Final = live(_clip_by_global_norm)
 clip_by_norm: Final = live(_clip_by_norm, static=("p", "throw"))

@@ -1,4 +1,4 @@
-"""Rules made of rules: chained, one for each part of the params, or skipped for zero gradients."""
+"""Rules made of rules: in a chain, per part of the params, or skipped for zero gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import PatternError, RuleError, WrongTypeError, message
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
-from tsunax.rules.clipping import OF_NORM
+from tsunax.rules.clipping import RULES_OF_THE_NORM
 from tsunax.rules.extra_arguments import Init, as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.leaf_owners import owners_in
@@ -35,35 +35,37 @@ class _ChainUpdate:
     @property
     def begins_with_norm(self) -> bool:
         """Whether the first rule uses the norm of the gradient."""
-        first = next(iter(self.updates), None)
-        return isinstance(first, LiveUpdate) and first.live.factory in OF_NORM
+        first_update = next(iter(self.updates), None)
+        return (
+            isinstance(first_update, LiveUpdate) and first_update.live.factory in RULES_OF_THE_NORM
+        )
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # only for the window at the end of the chain
-            grads, last = self.updates[-1](grads, states[-1], params, **extra)
-            return grads, (*states[:-1], last)
-        new = []
+            grads, last_state = self.updates[-1](grads, states[-1], params, **extra)
+            return grads, (*states[:-1], last_state)
+        new_states = []
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
-            new.append(state)
-            # it was the norm of gradients in the other groups: later rules get other updates
+            new_states.append(state)
+            # Only the first rule gets gradients; these norms do not describe later updates.
             extra.pop("outside", None)
             extra.pop("grad_norm", None)
-        return grads, tuple(new)
+        return grads, tuple(new_states)
 
-    def bounded(self, seen, states, bounds):
+    def bounded(self, survey, states, bounds):
         for update, state in zip(self.updates, states, strict=True):
-            bounds = seen.walk(update, state, bounds)
+            bounds = survey.walk(update, state, bounds)
         return bounds
 
 
 def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply rules one after the other, each to the tree of updates of the one before.
+    """Apply rules in order, each to the updates that the previous rule returned.
 
     It is `optax.chain`, but compares by value. Raises WrongTypeError for an argument that is no
     rule, RuleError for rules after `accumulate`. The order matters:
-    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. After `adam`, whose updates
-    point downhill already, decay would make weights grow. Decoupled decay is `adamw`, or
+    `chain(add_decayed_weights(1e-4), adam(1e-3))` is an L2 penalty. After `adam`, which returns
+    updates that point downhill, decay would make weights grow. Decoupled decay is `adamw`, or
     `chain(live(optax.scale_by_adam)(), add_decayed_weights(1e-4),
     live(optax.scale_by_learning_rate)(1e-3))`.
 
@@ -91,27 +93,31 @@ class PartitionState:
     inner: dict[str, Any]  # the state of each rule, by its pattern; it sees its own leaves only
 
 
-def _assigned(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool, ...]]:
+def _flags_by_pattern(patterns: tuple[str, ...], params: PyTree) -> dict[str, tuple[bool, ...]]:
     """For each pattern, which leaves belong to its group."""
-    named = trees.leaves_with_names(params)
-    owner: list = [None] * len(named)
+    leaves = trees.leaves_with_names(params)
+    owners: list = [None] * len(leaves)
     for pattern in patterns:
         flags = _patterns.select(pattern, params, "partition()")
-        owner = [o or (pattern if flag else None) for o, flag in zip(owner, flags, strict=True)]
-        if pattern not in owner:
+        owners = [
+            owner or (pattern if flag else None) for owner, flag in zip(owners, flags, strict=True)
+        ]
+        if pattern not in owners:
             fix = "The patterns before it take all of its leaves."
             raise PatternError(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
-    if None in owner:
-        where = trees.access_str("params", named[owner.index(None)][1])
+    if None in owners:
+        where = trees.access_str("params", leaves[owners.index(None)][1])
         expected = f"a match by one of {', '.join(map(repr, patterns))}"
         fix = "Add a last pattern '**' for the rest."
         raise PatternError("leaf", where, "no pattern that matches it", expected, fix)
-    return {pattern: tuple(o == pattern for o in owner) for pattern in patterns}
+    return {pattern: tuple(owner == pattern for owner in owners) for pattern in patterns}
 
 
 def _partition_init(patterns, inits, params):
     inner: dict[str, Any] = {}
-    for (pattern, flags), init in zip(_assigned(patterns, params).items(), inits, strict=True):
+    for (pattern, flags), init in zip(
+        _flags_by_pattern(patterns, params).items(), inits, strict=True
+    ):
         with _patterns.group_of(params, flags):
             inner[pattern] = init(trees.partition(params, flags)[0])
     return PartitionState(inner)
@@ -128,43 +134,53 @@ class _PartitionUpdate:
         return f"_PartitionUpdate(assign={assign}, updates={inner(self.updates)})"
 
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
-        flags = _assigned(self.patterns, grads if params is None else params)
+        flags = _flags_by_pattern(self.patterns, grads if params is None else params)
         squares = square_sums(grads)
         searches = {name: extra.pop(name) for name in SEARCHES if extra.get(name) is not None}
-        out, inner = list(jax.tree.leaves(grads)), {}
+        all_updates, inner = list(jax.tree.leaves(grads)), {}
         for pattern, update in zip(self.patterns, self.updates, strict=True):
-            mine = flags[pattern]
-            part = lambda tree, mine=mine: None if tree is None else trees.partition(tree, mine)[0]
-            others = sum((s for s, own in zip(squares, mine, strict=True) if not own), outside)
-            given = {"outside": others, **extra}
+            group_flags = flags[pattern]
+            of_group = lambda tree, group_flags=group_flags: (
+                None if tree is None else trees.partition(tree, group_flags)[0]
+            )
+            outside_squares = sum(
+                (s for s, is_in_group in zip(squares, group_flags, strict=True) if not is_in_group),
+                outside,
+            )
+            arguments = {"outside": outside_squares, **extra}
             if grad is not None:
-                given["grad"] = part(grad)
+                arguments["grad"] = of_group(grad)
             for name, f in searches.items():
-                given[name] = _for_part(f, params, mine, name == "grad_fn")
-            before = inner[pattern] = state.inner[pattern]
-            if extra.get("flush") and accumulation.any_emitted(before) is None:
+                arguments[name] = _function_of_group(f, params, group_flags, name == "grad_fn")
+            old_inner = inner[pattern] = state.inner[pattern]
+            if extra.get("flush") and accumulation.any_emitted(old_inner) is None:
                 continue
-            with _patterns.group_of(grads if params is None else params, mine):
-                updates, inner[pattern] = update(part(grads), before, part(params), **given)
-            new = iter(jax.tree.leaves(updates))
-            out = [next(new) if own else u for own, u in zip(mine, out, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(grads), out), PartitionState(inner)
+            with _patterns.group_of(grads if params is None else params, group_flags):
+                updates, inner[pattern] = update(
+                    of_group(grads), old_inner, of_group(params), **arguments
+                )
+            group_updates = iter(jax.tree.leaves(updates))
+            all_updates = [
+                next(group_updates) if is_in_group else u
+                for is_in_group, u in zip(group_flags, all_updates, strict=True)
+            ]
+        return jax.tree.unflatten(jax.tree.structure(grads), all_updates), PartitionState(inner)
 
-    def bounded(self, seen, state, bounds):
-        parts = zip(self.patterns, self.updates, strict=True)
-        return [x for name, f in parts for x in seen.walk(f, state.inner[name], bounds)]
+    def bounded(self, survey, state, bounds):
+        named_updates = zip(self.patterns, self.updates, strict=True)
+        return [x for name, f in named_updates for x in survey.walk(f, state.inner[name], bounds)]
 
 
-def _for_part(f, params, mine, is_gradient: bool):
-    """A function of all leaves as one of the leaves of a group, the others fixed."""
-    rest = trees.partition(params, mine)[1]
+def _function_of_group(f, params, group_flags, is_gradient: bool):
+    """A function of all leaves as a function of a group's leaves; all other leaves are fixed."""
+    fixed_leaves = trees.partition(params, group_flags)[1]
 
     @functools.wraps(f)
-    def of_part(part, *args, **extra):
-        out = f(trees.merge(part, rest), *args, **extra)
-        return trees.partition(out, mine)[0] if is_gradient else out
+    def f_of_group(part, *args, **extra):
+        out = f(trees.merge(part, fixed_leaves), *args, **extra)
+        return trees.partition(out, group_flags)[0] if is_gradient else out
 
-    return accepting(of_part, ["outside"])
+    return accepting(f_of_group, ["outside"])
 
 
 def partition(
@@ -184,8 +200,8 @@ def partition(
     {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
     """
     if not isinstance(rules, Mapping) or not rules:
-        kind = RuleError if isinstance(rules, Mapping) else WrongTypeError
-        raise kind(message("rules", "partition()", trees.describe(rules), "{pattern: rule}"))
+        error_type = RuleError if isinstance(rules, Mapping) else WrongTypeError
+        raise error_type(message("rules", "partition()", trees.describe(rules), "{pattern: rule}"))
     for pattern, rule in rules.items():
         if not isinstance(pattern, str):
             raise WrongTypeError("pattern", "partition()", trees.describe(pattern), "a str")
@@ -199,18 +215,18 @@ def partition(
 
 @dataclass(frozen=True)
 class _SkipZeroUpdate:
-    init: Callable  # without its numbers: for the owners of the leaves of the state
+    init: Callable  # without its numbers; it tells which leaf of the state belongs to which param
     update: Callable
 
     def __call__(self, grads, state, params=None, **extra):
-        moves = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
+        is_nonzero = [jnp.any(g != 0) for g in jax.tree.leaves(grads)]  # NaN is not 0
         updates, new = self.update(grads, state, params, **extra)
-        updates = choose(moves, updates, jax.tree.map(jnp.zeros_like, updates))
+        updates = choose(is_nonzero, updates, jax.tree.map(jnp.zeros_like, updates))
         owners = owners_in(self.init, state, grads)
-        return updates, choose([o is None or moves[o] for o in owners], new, state)
+        return updates, choose([o is None or is_nonzero[o] for o in owners], new, state)
 
-    def bounded(self, seen, state, bounds):
-        return seen.walk(self.update, state, bounds)
+    def bounded(self, survey, state, bounds):
+        return survey.walk(self.update, state, bounds)
 
 
 def _without_window(init: Function, params: PyTree) -> PyTree:
@@ -224,12 +240,12 @@ def _without_window(init: Function, params: PyTree) -> PyTree:
 
 
 def skip_zero(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leave every leaf whose gradient is exactly zero as it is, with its moments and without decay.
+    """Skip every leaf with a gradient of exactly zero: it keeps its value and its moments.
 
     JAX gives zeros to leaves that took no part in the loss (another task's head, the other player
-    of a GAN), and most rules go on moving them. A leaf whose units are all dead has a zero
-    gradient, too, and is left alone. Counts that leaves share go on, as for frozen ones. Put it
-    outermost: after `add_decayed_weights` no gradient is zero. WrongTypeError for no optax rule.
+    of a GAN), and most rules still move them. A leaf of dead units has a zero gradient, too, and
+    is skipped. Counts that leaves share still advance, as for frozen leaves. Put it outermost:
+    after `add_decayed_weights` no gradient is zero. WrongTypeError for no optax rule.
 
     >>> import tsunax as ts
     >>> rule = skip_zero(chain(ts.rules.add_decayed_weights(0.5), ts.rules.sgd(0.5)))

@@ -14,7 +14,7 @@ from tsunax.rules.number_table import map_live
 
 @dataclass(frozen=True)
 class Init:
-    """`f(*args, params)` as the init of a rule, which compares by value, as no partial does."""
+    """`f(*args, params)` as the init of a rule. It compares by value, unlike a partial."""
 
     f: Function
     args: tuple[Any, ...]
@@ -25,32 +25,32 @@ class Init:
 
 def _plain_init(init: Function, params: PyTree) -> PyTree:
     """The init of a rule that does not take `step=`: its schedules have their own clock."""
-    own = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
-    return map_live(own, init(params))
+    with_own_clock = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
+    return map_live(with_own_clock, init(params))
 
 
 @dataclass(frozen=True)
 class PlainUpdate:
-    """The update of a rule that takes some extra arguments only, or none."""
+    """The update of a rule that accepts only the extra arguments in `takes`."""
 
     update: Function
     takes: tuple[str, ...]
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
-        given = {name: extra[name] for name in self.takes if name in extra}
-        return self.update(updates, state, params, **given)
+        accepted = {name: extra[name] for name in self.takes if name in extra}
+        return self.update(updates, state, params, **accepted)
 
-    def bounded(self, seen: Any, state: PyTree, bounds: list[Any]) -> list[Any]:
-        return seen.walk(self.update, state, bounds)
+    def bounded(self, survey: Any, state: PyTree, bounds: list[Any]) -> list[Any]:
+        return survey.walk(self.update, state, bounds)
 
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
-    """The optax rule with this init and this update, of functions that are typed otherwise."""
+    """An optax rule from an init and an update with other type annotations."""
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The rule as one that accepts any extra argument; equal rules give equal ones."""
+    """The rule with an update that accepts any extra argument. Equal rules give equal results."""
     takes: tuple[str, ...] | None = ()
     if isinstance(rule, optax.GradientTransformationExtraArgs):
         takes = keyword_names(rule.update, 3)  # behind updates, state, params

@@ -13,28 +13,33 @@ from tsunax._core import Function, PyTree, trees
 from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
-def _owners_by_marks(init: Function, params: Any, keyed: list) -> list[int | None] | None:
-    """Owners found by marking the params; None if `init` fails on those, or differs."""
+def _owners_by_marks(init: Function, params: Any, leaves: list) -> list[int | None] | None:
+    """Owners found by marking the params; None if `init` fails on marked params, or differs."""
     try:
         marked = jtu.tree_flatten_with_path(jax.eval_shape(init, trees.mark(params)))[0]
-    except Exception:  # of a user's mask that meets a node that it does not know
+    except Exception:  # for example a user's mask fails on the unfamiliar node
         return None
-    of = lambda found: [(trees.without_marks(path), leaf.shape, leaf.dtype) for path, leaf in found]
-    if of(marked) != of(keyed):
+    outline = lambda flat: [
+        (trees.without_marks(path), leaf.shape, leaf.dtype) for path, leaf in flat
+    ]
+    if outline(marked) != outline(leaves):
         return None
     return [next((k.owner for k in path if isinstance(k, trees.Mark)), None) for path, _ in marked]
 
 
-def owners_by_suffix(params: PyTree, keyed: list[Any]) -> list[int | None]:
-    """Owners by key path: the parameter of the same shape with the longest equal end."""
+def owners_by_suffix(params: PyTree, leaves: list[Any]) -> list[int | None]:
+    """Owners by key path: among parameters of the leaf's shape, the longest common suffix wins."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
-    ends = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in keyed)
-    return [next((index[end] for end in of_leaf if end in index), None) for of_leaf in ends]
+    suffixes = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in leaves)
+    return [
+        next((index[suffix] for suffix in leaf_suffixes if suffix in index), None)
+        for leaf_suffixes in suffixes
+    ]
 
 
 def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | None]]:
-    """`(shapes, owners)` of an optax state: which parameter is each of its leaves made from?
+    """`(shapes, owners)` of an optax state: the parameter from which each of its leaves is made.
 
     `shapes` is `jax.eval_shape(init, params)`. `owners` has, for each of its leaves, the index of a
     leaf of `params`; None for a count, and for a leaf that several parameters made together.
@@ -44,22 +49,22 @@ def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | 
     nodes, `owners_by_suffix` finds the owners.
     """
     shapes = jax.eval_shape(init, params)
-    keyed = jtu.tree_flatten_with_path(shapes)[0]
-    found = _owners_by_marks(init, params, keyed)
-    if found is None:
-        found = owners_by_suffix(params, keyed)
-    return shapes, found
+    leaves = jtu.tree_flatten_with_path(shapes)[0]
+    owner_of_leaf = _owners_by_marks(init, params, leaves)
+    if owner_of_leaf is None:
+        owner_of_leaf = owners_by_suffix(params, leaves)
+    return shapes, owner_of_leaf
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
     """The owners of the leaves of a live rule's optax state."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _owners_like(live, treedef, shapes)
+    return _owners_for_shapes(live, treedef, shapes)
 
 
 @functools.lru_cache(maxsize=128)  # a miss traces `init`
-def _owners_like(live: Any, treedef, shapes: tuple) -> list[int | None]:
+def _owners_for_shapes(live: Any, treedef, shapes: tuple) -> list[int | None]:
     halves = dict.fromkeys(live.names, 0.5)
     return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
 
@@ -70,21 +75,23 @@ def owners_of(
     """For each leaf of a plain optimizer state the index of its parameter, or None."""
     if numbers is None:
         return owners(init, params)[-1]
-    found = owners_in(init, numbers.layout.skeleton, params)
-    return [found[i] for i in plain_leaves(numbers.layout)]
+    owner_of_leaf = owners_in(init, numbers.layout.skeleton, params)
+    return [owner_of_leaf[i] for i in plain_leaves(numbers.layout)]
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
     """Owners of the leaves of an optimizer state in which live states contain their tables."""
-    shapes, found = owners(init, params)
-    fresh = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if o is None else o for o in found])
+    shapes, owner_of_leaf = owners(init, params)
+    fresh = jax.tree.unflatten(
+        jax.tree.structure(shapes), [-1 if o is None else o for o in owner_of_leaf]
+    )
 
-    def align(fresh, actual):
+    def owners_like(fresh, actual):
         if not is_live(actual):
             return fresh
-        inner = jax.tree.map(align, fresh.inner, actual.inner, is_leaf=is_live)
+        inner = jax.tree.map(owners_like, fresh.inner, actual.inner, is_leaf=is_live)
         table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
         return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)
 
-    aligned = jax.tree.leaves(jax.tree.map(align, fresh, opt_state, is_leaf=is_live))
+    aligned = jax.tree.leaves(jax.tree.map(owners_like, fresh, opt_state, is_leaf=is_live))
     return [None if owner < 0 else owner for owner in aligned]

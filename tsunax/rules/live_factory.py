@@ -1,4 +1,4 @@
-"""`live(factory)`: an optax factory whose numbers are arrays in the state."""
+"""`live(factory)`: an optax factory with its numbers as arrays in the state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tsunax.rules.number_table import Number, interned
 
 
 def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
-    """The table of one group, from the given numbers; a schedule has several of its own."""
-    numbers, inner = [], []
+    """The table of a single group, from its numbers; a schedule contributes several columns."""
+    numbers, schedule_numbers = [], []
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
         if schedule:
-            inner += number_checks.split_schedule(value)[1]
-    return number_checks.as_rows(numbers + inner)[:, None, :]
+            schedule_numbers += number_checks.split_schedule(value)[1]
+    return number_checks.as_rows(numbers + schedule_numbers)[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class LiveInit:
         return self.live.build(numbers)
 
     def __call__(self, params: PyTree) -> LiveState:
-        live, given = self.live, self.values
+        live, values = self.live, self.values
         return LiveState(
-            table=jnp.zeros((4, 1, live.columns)) if given is None else table_of(live, given),
+            table=jnp.zeros((4, 1, live.columns)) if values is None else table_of(live, values),
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
@@ -61,7 +61,7 @@ class LiveInit:
 
 @dataclass(frozen=True, repr=False)
 class PatternMask:
-    """A function for optax's `mask=` from a pattern: to optax a str is a tree that is true."""
+    """A function for optax's `mask=` from a pattern. optax itself would read a str as True."""
 
     where: Where
     place: str = field(compare=False)  # the argument, in errors
@@ -96,7 +96,7 @@ class LiveFactory(Generic[P]):
     ) -> None:
         self.__signature__: inspect.Signature = _signature(factory)
         if isinstance(factory, functools.partial) and not factory.args:
-            # its keywords are defaults of the signature, and this one compares by value
+            # The signature has its keywords as defaults, and a LiveFactory compares by value.
             factory = factory.func
         self.factory: Function = factory
         self.static: frozenset[str] = frozenset(static)
@@ -119,7 +119,7 @@ class LiveFactory(Generic[P]):
             if is_static or not number_checks.takes_number(parameter, value):
                 if "mask" in name and _is_pattern(value):
                     value = PatternMask(value, f"{self.__name__}({name}=)")
-                # a copy: rules are compared by their statics, which must not change
+                # Copy it, because rules are compared by their statics, which must not change.
                 is_mutable = isinstance(value, (dict, list))
                 statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
             else:
@@ -129,19 +129,20 @@ class LiveFactory(Generic[P]):
             return with_extra(self.factory(**statics))
         live = Live(self.factory, statics, tuple(numbers), tuple(schedules))
         init = LiveInit(live, tuple(numbers.values()))
-        init.plain()  # bad arguments raise here, and not in the first step
+        init.plain()  # bad arguments raise here instead of in the first step
         return as_rule(init, LiveUpdate(live))
 
     def _bind(self, args, kwargs) -> dict[str, Any]:
-        known = list(self.__signature__.parameters)
+        parameter_names = list(self.__signature__.parameters)
         for name in kwargs:
-            if name not in known:
+            if name not in parameter_names:
                 where = f"{self.__name__}()"
-                raise HyperparameterError(unknown("parameter", where, name, known))
+                raise HyperparameterError(unknown("parameter", where, name, parameter_names))
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            where, names = f"{self.__name__}()", f"{self.__name__}({trees.listed(known, 12)})"
+            where = f"{self.__name__}()"
+            names = f"{self.__name__}({trees.listed(parameter_names, 12)})"
             got = str(error).replace("missing a required argument:", "none for")
             raise WrongTypeError("arguments", where, got, names) from None
         bound.apply_defaults()
@@ -149,7 +150,7 @@ class LiveFactory(Generic[P]):
 
 
 def _signature(factory: Callable) -> inspect.Signature:
-    """Raise WrongTypeError for parameters that have no name of their own: each number needs one."""
+    """Raise WrongTypeError for *args and **kwargs: each number needs a parameter of its own."""
     expected = "a function with named parameters"
     try:
         signature = inspect.signature(factory)
@@ -193,8 +194,8 @@ def live(
         fix = "Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3)."
         expected = "a function that makes an optax rule"
         raise WrongTypeError("factory", "live()", trees.describe(factory), expected, fix)
-    made = LiveFactory(factory, static)
+    live_factory = LiveFactory(factory, static)
     for name in static:
-        if name not in (known := made.__signature__.parameters):
-            raise HyperparameterError(unknown("static", "live()", name, known))
-    return made
+        if name not in (parameters := live_factory.__signature__.parameters):
+            raise HyperparameterError(unknown("static", "live()", name, parameters))
+    return live_factory

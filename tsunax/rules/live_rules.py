@@ -1,6 +1,6 @@
-"""Live rules: optax factories whose numbers are arrays in the state, no constants of the program.
+"""Live rules: optax factories with numbers that are arrays in the state, not program constants.
 
-A live rule has the *untouched* optax state beside a small table of its numbers. At every update the
+A live rule has the *untouched* optax state and a small table of its numbers. At every update the
 factory is called again, inside the trace, with `Number` objects read from that table: a new value
 is a new array and never a new program. Tables are described in `number_table.py`, groups of values
 for parts of the params in `subtree_numbers.py`.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """A factory with its static arguments, names and schedules, without the numbers.
+    """A factory with its static arguments, names and schedules, but without numbers.
 
     Compared by value: rules that differ in numbers only share one compiled program.
     """
@@ -61,35 +61,37 @@ class Live:
         # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
         if type(other) is not type(self) or self.statics.keys() != other.statics.keys():
             return False
-        parts = lambda x: (x.factory, x.names, x.schedules)
-        same = (self._same(v, other.statics[k]) for k, v in self.statics.items())
-        return parts(self) == parts(other) and all(same)
+        compared_fields = lambda x: (x.factory, x.names, x.schedules)
+        equal_statics = (self._is_equal(v, other.statics[k]) for k, v in self.statics.items())
+        return compared_fields(self) == compared_fields(other) and all(equal_statics)
 
     def __hash__(self) -> int:
         return hash((self.factory, self.names))
 
     @staticmethod
-    def _same(a, b) -> bool:
-        pairs = jax.tree.flatten(a), jax.tree.flatten(b)
-        (a, of_a), (b, of_b) = pairs
-        one = lambda x, y: x is y or (type(x) is type(y) and bool(x == y))
-        try:  # by leaf: `(1,) == (True,)`
-            return of_a == of_b and all(map(one, a, b))
-        except (ValueError, TypeError):  # arrays in a mask: equal only if they are the same object
+    def _is_equal(a, b) -> bool:
+        flat_pair = jax.tree.flatten(a), jax.tree.flatten(b)
+        (a, treedef_a), (b, treedef_b) = flat_pair
+        is_equal = lambda x, y: x is y or (type(x) is type(y) and bool(x == y))
+        try:  # compare leaf by leaf with types, because `(1,) == (True,)`
+            return treedef_a == treedef_b and all(map(is_equal, a, b))
+        except (ValueError, TypeError):  # arrays in a mask are equal only if they are one object
             return False
 
     def read(self, table: jax.Array, step: ArrayLike) -> dict[str, Number]:
         """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
-        out, at = {}, len(self.names)
+        numbers, column = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
-            value, complement, held = table[0, i], table[1, i], table[2, i]
+            value, complement, is_held = table[0, i], table[1, i], table[2, i]
             if schedule:
-                now = jnp.asarray(schedule.at(step, table[0, at : at + schedule.size]), table.dtype)
-                value = jnp.where(held > 0, value, now)
-                complement = jnp.where(held > 0, complement, 1 - now)
-                at += schedule.size
-            out[name] = Number(value, complement)
-        return out
+                scheduled = jnp.asarray(
+                    schedule.at(step, table[0, column : column + schedule.size]), table.dtype
+                )
+                value = jnp.where(is_held > 0, value, scheduled)
+                complement = jnp.where(is_held > 0, complement, 1 - scheduled)
+                column += schedule.size
+            numbers[name] = Number(value, complement)
+        return numbers
 
     def build(self, numbers: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         """The optax rule for these numbers."""
@@ -97,7 +99,7 @@ class Live:
         try:
             tx = self.factory(**self.statics, **numbers)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-            raise RuleError(_BRANCHES.format(self.title)) from error
+            raise RuleError(_BRANCHES_IN_PYTHON.format(self.title)) from error
         finally:
             building.reset(outer)
         if not isinstance(tx, optax.GradientTransformation):
@@ -106,10 +108,10 @@ class Live:
         return optax.with_extra_args_support(tx)
 
 
-# True inside a live factory, where rules are plain: the factory's own numbers are the live ones
+# True inside a live factory: there rules are plain, because the factory's own numbers are live.
 building: contextvars.ContextVar[bool] = contextvars.ContextVar("building", default=False)
 
-_BRANCHES = (
+_BRANCHES_IN_PYTHON = (
     "number at {0}(): got a Python decision on its value, expected none on a live number. "
     "Keep that parameter fixed: live({0}, static=('name',))."
 )
@@ -126,10 +128,10 @@ def is_known(factory: object) -> bool:
 
 @dataclass(frozen=True)
 class Scope:
-    """The leaves of a live state and the clock of its schedules. All compare equal.
+    """The leaves that a live rule sees, and the clock of its schedules. All scopes compare equal.
 
-    optax maps over two states of one rule that were made from different trees: from placeholders
-    (`tree_map_params`), and from the params of the moment (`lookahead`, `sam`).
+    They must, because optax maps over two states of a rule that were made from different trees:
+    from placeholders (`tree_map_params`) and from the current params (`lookahead`, `sam`).
     """
 
     paths: tuple[Any, ...] = field(compare=False)  # key path of each leaf that the rule sees
@@ -141,10 +143,11 @@ class Scope:
 class LiveState:
     """State of a live rule."""
 
-    # (4, groups, columns): value, complement, held, given. None where a TrainState keeps it
+    # (4, groups, columns): value, complement, whether it is held, value at setup. None inside a
+    # TrainState, which keeps all tables in `numbers`.
     table: jax.Array | None
     inner: PyTree  # the optax state, with group 0's counters
-    # the counters of the groups 1, 2, ...: the inner leaves that belong to no parameter
+    # The counters of the groups 1, 2, ...: inner leaves that belong to no parameter.
     extra: tuple[Any, ...] = ()
     # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
     count: Scalar = None
@@ -155,7 +158,7 @@ class LiveState:
     is_live: ClassVar[bool] = True
 
     def __getattr__(self, name: str) -> Any:
-        """The fields of the optax state, for code written for that: `state.plateau_count`."""
+        """The fields of the optax state, for code that expects one: `state.plateau_count`."""
         if name.startswith("_") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -198,62 +201,67 @@ class LiveUpdate:
         if table is None:
             where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
             raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
-        given = state.count if step is None else step, updates, params, {**extra, "step": step}
-        run = lambda i, inner: _run_factory(self.live, table[:, i], inner, *given)
+        call_arguments = (
+            state.count if step is None else step,
+            updates,
+            params,
+            {**extra, "step": step},
+        )
+        run_group = lambda i, inner: _run_factory(self.live, table[:, i], inner, *call_arguments)
         if state.groups == 1:
-            (updates, inner), counters = run(0, state.inner), ()
+            (updates, inner), counters = run_group(0, state.inner), ()
         else:
             from tsunax.rules import subtree_numbers
 
-            parts = subtree_numbers.inners(self.live, state, updates)
-            runs = [run(i, inner) for i, inner in enumerate(parts)]
+            group_states = subtree_numbers.states_by_group(self.live, state, updates)
+            runs = [run_group(i, inner) for i, inner in enumerate(group_states)]
             updates, inner, counters = subtree_numbers.merge_groups(self.live, state, updates, runs)
         count = None if state.count is None else optax.safe_increment(state.count)
         return updates, dataclasses.replace(state, inner=inner, extra=counters, count=count)
 
-    def bounded(self, seen: Any, state: LiveState, bounds: list[Any]) -> list[Any]:
+    def bounded(self, survey: Any, state: LiveState, bounds: list[Any]) -> list[Any]:
         table: Any = state.table
         groups = (self.live.read(table[:, i], state.count) for i in range(state.groups))
         rules = map(self.live.build, groups)
-        return [x for tx in rules for x in seen.walk(tx.update, state.inner, bounds, tx.init)]
+        return [x for tx in rules for x in survey.walk(tx.update, state.inner, bounds, tx.init)]
 
 
-_MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
+_MESH_TYPES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
 def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")
-    if mesh is not None and not isinstance(mesh, _MESHES):
+    if mesh is not None and not isinstance(mesh, _MESH_TYPES):
         got, expected = trees.describe(mesh), "a Mesh, or None"
         raise WrongTypeError("device_mesh", f"rules.{live.title}", got, expected)
-    # shard_map works in programs: outside of one JAX computes array by array
-    is_shared = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
-    is_shared = is_shared and trees.is_tracing()
+    # shard_map is used inside programs only: outside of jit, JAX computes array by array.
+    is_cut_over_mesh = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
+    is_cut_over_mesh = is_cut_over_mesh and trees.is_tracing()
 
     def run(convert, updates, inner, params):
         numbers = {name: convert(x) for name, x in live.read(table, clock).items()}
-        if is_shared and live.factory is optax.contrib.muon:
+        if is_cut_over_mesh and live.factory is optax.contrib.muon:
             from tsunax.rules.matrices import update_muon
 
             return update_muon({**live.statics, **numbers}, updates, inner, params, extra)
         return live.build(numbers).update(updates, inner, params, **extra)
 
-    def avals(convert):
+    def result_types(convert):
         out = jax.eval_shape(lambda *args: run(convert, *args), updates, inner, params)
         return jax.tree.map(lambda x: (x.shape, x.dtype), out)
 
-    exact = lambda x: x
-    full = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if full and is_known(live.factory):
-        return run(exact, updates, inner, params)
-    # some rules turn an exact complement into a strong float32 and would promote bfloat16 state
+    as_number = lambda x: x
+    is_full_precision = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
+    if is_full_precision and is_known(live.factory):
+        return run(as_number, updates, inner, params)
+    # Some rules turn an exact complement into a strong float32, which would promote bfloat16 state.
     try:
-        if full or avals(exact) == avals(as_scalar):
-            return run(exact, updates, inner, params)
+        if is_full_precision or result_types(as_number) == result_types(as_scalar):
+            return run(as_number, updates, inner, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise RuleError(_BRANCHES.format(live.title)) from error
-    except (TypeError, AttributeError):  # a function that takes arrays, and no objects like them
+        raise RuleError(_BRANCHES_IN_PYTHON.format(live.title)) from error
+    except (TypeError, AttributeError):  # the rule calls a function that accepts only arrays
         pass
     return run(as_scalar, updates, inner, params)

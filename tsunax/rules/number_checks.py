@@ -16,13 +16,13 @@ from tsunax.rules.number_table import ScheduleShape
 
 def split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
     leaves, treedef = jax.tree.flatten(schedule)
-    fixed = tuple(leaf if callable(leaf) else None for leaf in leaves)
-    return ScheduleShape(treedef, fixed), [leaf for leaf in leaves if not callable(leaf)]
+    functions = tuple(leaf if callable(leaf) else None for leaf in leaves)
+    return ScheduleShape(treedef, functions), [leaf for leaf in leaves if not callable(leaf)]
 
 
 _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-# one for each array, or a function of the params
+# Annotations of trees, or of functions of the params
 _OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
 
@@ -40,19 +40,19 @@ def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
     # not a number or a function of the step
     if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
         return False
-    expected = (
+    is_expected = (
         isinstance(default, float)
         or parameter.name in ("learning_rate", "lr")
         or any(word in annotation for word in _NUMBER_WORDS)
     )
     if value is None:
-        return expected and default is not None
+        return is_expected and default is not None
     if isinstance(value, (float, np.floating)) or trees.is_traced(value):
         return True
-    return expected
+    return is_expected
 
 
-# `None` is open: (at least, at least is allowed, below)
+# By name: (lower bound, whether the bound itself is allowed, exclusive upper bound). None: no bound
 _RANGES = {
     "learning_rate": (0, True, None),
     "max_learning_rate": (0, True, None),
@@ -64,28 +64,34 @@ _RANGES = {
 
 
 def check_number(where: str, name: str, value: Any, kind: str = "a number or a schedule") -> None:
-    """Raise unless `value` is one finite number in the range of its name. Traced numbers pass."""
+    """Raise unless `value` is a finite number in the range of its name. Traced numbers pass."""
     if not checks.is_real(value):
         raise WrongTypeError(name, where, trees.describe(value), kind)
     if trees.is_traced(value):
         return
     if np.ndim(value):
         raise HyperparameterError(name, where, f"an array of shape {np.shape(value)}", "one number")
-    most = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
+    largest_float = float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max)
     number = value if isinstance(value, int) else float(np.asarray(value))
-    if not -most <= number <= most:  # NaN too
+    if not -largest_float <= number <= largest_float:  # NaN too
         got = f"{number}" if isinstance(number, float) else "an int of many digits"
-        expected = "a finite number" if got in ("nan", "inf", "-inf") else f"one within ±{most:.2g}"
+        expected = (
+            "a finite number"
+            if got in ("nan", "inf", "-inf")
+            else f"one within ±{largest_float:.2g}"
+        )
         raise HyperparameterError(name, where, got, expected)
-    low, closed, high = _RANGES.get(name, (None, True, None))
-    too_low = low is not None and (number < low or (number == low and not closed))
+    low, includes_low, high = _RANGES.get(name, (None, True, None))
+    too_low = low is not None and (number < low or (number == low and not includes_low))
     if too_low or (high is not None and number >= high):
-        bounds = f"{'≥' if closed else '>'} {low}" + (f" and < {high}" if high is not None else "")
+        bounds = f"{'≥' if includes_low else '>'} {low}" + (
+            f" and < {high}" if high is not None else ""
+        )
         raise HyperparameterError(name, where, f"{value}", bounds)
 
 
 def checked_schedule(where: str, name: str, value: Scalar | Function) -> ScheduleShape | None:
-    """The shape of a schedule, or None for a number. Raises for a bad one of either."""
+    """The shape of a schedule, or None for a number. Raises for a bad schedule or number."""
     if not callable(value):
         return check_number(where, name, value)
     check_schedule(where, name, value)
@@ -95,23 +101,25 @@ def checked_schedule(where: str, name: str, value: Scalar | Function) -> Schedul
 def check_schedule(where: str, name: str, schedule: Function) -> None:
     """Raise unless a schedule gives a number in the range of its name at step 0, and can be traced.
 
-    Of later steps those are checked that its own numbers name, where it begins or ends a part; a
-    decay may reach 1 there. A schedule need not be defined after the end of its run.
+    The whole numbers in the schedule are checked as steps, too, because a part begins or ends
+    there; a decay may reach 1 at such a step. A schedule need not be defined after its last part.
     """
-    here = f"{where}, step 0 of its schedule"
-    value = result_of(here, name, schedule, 0)
+    place_of_step = f"{where}, step 0 of its schedule"
+    value = result_of(place_of_step, name, schedule, 0)
     if trees.is_traced(value):
         return
-    check_number(here, name, value, "a number")
-    whole = [x for x in jax.tree.leaves(schedule) if isinstance(x, int | float) and x % 1 == 0]
-    steps = [int(x) for x in whole if 1 < x < 1 << 29][:8]
+    check_number(place_of_step, name, value, "a number")
+    whole_numbers = [
+        x for x in jax.tree.leaves(schedule) if isinstance(x, int | float) and x % 1 == 0
+    ]
+    steps = [int(x) for x in whole_numbers if 1 < x < 1 << 29][:8]
     low, _, high = _RANGES.get(name, (None, True, None))
     for step in {*steps, sum(steps)}:
-        value = float(result_of(here, name, schedule, step))
+        value = float(result_of(place_of_step, name, schedule, step))
         if (low is not None and value < low) or (high is not None and value > high):
             expected = f"≥ {low}" + (f" and ≤ {high}" if high is not None else "")
-            place = f"{where}, step {step} of its schedule"
-            raise HyperparameterError(name, place, value, expected)
+            place_of_step = f"{where}, step {step} of its schedule"
+            raise HyperparameterError(name, place_of_step, value, expected)
     shape_at(f"{where}, its schedule under jit", name, schedule)
 
 
@@ -134,8 +142,8 @@ def as_rows(values: Sequence[Scalar]) -> jax.Array:
     The complements of concrete values are rounded once, from float64.
     """
     dtype = jax.dtypes.canonicalize_dtype(float)
-    exact = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
-    rows = jnp.asarray(np.stack([exact, 1 - exact, np.zeros_like(exact), exact]).astype(dtype))
+    wide = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
+    rows = jnp.asarray(np.stack([wide, 1 - wide, np.zeros_like(wide), wide]).astype(dtype))
     for i, value in enumerate(values):
         if trees.is_traced(value):
             value = jnp.asarray(value, dtype)

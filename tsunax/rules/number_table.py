@@ -1,11 +1,11 @@
-"""Live numbers: a table beside the optimizer state, and the number that a rule sees inside a trace.
+"""Live numbers: a table outside of the optimizer state, and the number that a rule gets.
 
 A number that a user may change while training (a learning rate, a beta) is a column of four rows:
 its value, its complement `1 - value`, whether it is held against its schedule, and the value given
 at `setup`, from which a restored run sees what was adjusted.
 
-**Why beside the optimizer state.** The state of a live rule has its own table. A `TrainState` keeps
-all tables of its rule apart from it, as one array: `hoist` takes them out at `setup`, `lower` puts
+**Why outside of the optimizer state.** The state of a live rule has its own table. A `TrainState`
+keeps all tables of its rule in a separate array: `hoist` takes them out at `setup`, `lower` puts
 them back inside the trace, for one update, and `hoist_like` takes them out again. So the numbers
 are an argument of a step and never a result: a step pays for each array that it returns (about 1 us
 on a CPU), numbers that are not donated can be read and adjusted without waiting for a running step,
@@ -55,7 +55,7 @@ class Number:
     def __init__(self, value: Scalar, complement: Scalar) -> None:
         self.value: Scalar = value
         self.complement: Scalar = complement
-        # made once, in the outermost trace: inner traces may use its array, too
+        # Made once, in the outermost trace, so that inner traces may use the array, too.
         self._weak: Any = weak(value) if isinstance(value, jax.Array) else None
 
     @property
@@ -87,10 +87,10 @@ class Number:
     def __abs__(self) -> jax.Array:
         return abs(self.weak)
 
-    def __rsub__(self, other: Scalar) -> Any:
-        if isinstance(other, (int, float)) and other == 1:
+    def __rsub__(self, number: Scalar) -> Any:
+        if isinstance(number, (int, float)) and number == 1:
             return Number(self.complement, self.value)
-        return other - self.weak
+        return number - self.weak
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         return self.weak.astype(dtype)
@@ -109,26 +109,26 @@ def as_scalar(x: Scalar) -> Scalar:
     return x.weak if isinstance(x, Number) else x
 
 
-def _forward(name, reflected=False):
-    op = getattr(operator, name)
+def _operator_method(name, reflected=False):
+    operation = getattr(operator, name)
 
     def method(self, other):
-        a, b = as_scalar(self), as_scalar(other)
-        return op(b, a) if reflected else op(a, b)
+        left, right = as_scalar(self), as_scalar(other)
+        return operation(right, left) if reflected else operation(left, right)
 
     return method
 
 
 for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _forward(_name))
-    setattr(Number, f"__r{_name}__", _forward(_name, reflected=True))
+    setattr(Number, f"__{_name}__", _operator_method(_name))
+    setattr(Number, f"__r{_name}__", _operator_method(_name, reflected=True))
 for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _forward(_name))
+    setattr(Number, f"__{_name}__", _operator_method(_name))
 
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """A schedule without its numbers: `leaves` holds `None` where a number of the table goes."""
+    """A schedule without its numbers: `leaves` has `None` in place of a number of the table."""
 
     treedef: TreeDef
     leaves: tuple[Any, ...]
@@ -148,11 +148,11 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
     if trees.is_traced(value) or np.ndim(value):
         return value
     value = np.asarray(value)
-    short = float(str(value))
-    if complement is None or value.dtype.type(1 - short) == complement:
-        return short
-    exact = 1 - float(complement)
-    return exact if value.dtype.type(exact) == value else float(value)
+    shortest = float(str(value))
+    if complement is None or value.dtype.type(1 - shortest) == complement:
+        return shortest
+    from_complement = 1 - float(complement)
+    return from_complement if value.dtype.type(from_complement) == value else float(value)
 
 
 # All live numbers of an optimizer state
@@ -163,22 +163,23 @@ def is_live(x: object) -> bool:
     return getattr(type(x), "is_live", False)
 
 
-@functools.lru_cache(maxsize=1024)  # entries that fall out cost time only: these compare by value
+# An evicted entry costs time only, because these objects compare by value.
+@functools.lru_cache(maxsize=1024)
 def interned(static: Any) -> Any:
-    """One object for equal static parts, so that comparing two states compares identities."""
+    """The same object for equal static parts, so that comparing states compares identities."""
     return static
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in an optimizer state the live states are: the static part of `Numbers`. Interned."""
+    """The places of live states in an optimizer state: the static part of `Numbers`. Interned."""
 
     full: TreeDef  # structure with live states and their tables
-    plain: TreeDef  # structure as a TrainState carries it
-    tables: tuple[int, ...]  # which leaves of `full` are tables
-    clocks: tuple[int, ...]  # and which are clocks of schedules: in a TrainState its step
+    plain: TreeDef  # structure of `TrainState.opt_state`
+    tables: tuple[int, ...]  # indices of the leaves of `full` that are tables
+    clocks: tuple[int, ...]  # indices of clocks of schedules: a TrainState puts its step there
     names: tuple[Any, ...]  # flat names, per live state and group
-    # paths and own_clock per live state, which `full` leaves out of its comparison
+    # (paths, own_clock) per live state: compared here, because `full` ignores scopes
     scopes: tuple[Any, ...]
 
     @functools.cached_property
@@ -196,7 +197,7 @@ class Layout:
 class Numbers:
     """All live numbers of an optimizer state."""
 
-    # (4, n): value, complement, held against its schedule, as given at setup
+    # (4, n): value, complement, whether it is held against its schedule, value at setup
     values: jax.Array | np.ndarray
     layout: Layout = field(metadata={"static": True})
 
@@ -207,62 +208,68 @@ class Numbers:
     def columns(self) -> Iterator[tuple[int, Any, int, int]]:
         """(index of a live state, the state, group, first column), in the order of the columns."""
         start = 0
-        for at, (_, s) in enumerate(self.layout.lives):
+        for live_index, (_, s) in enumerate(self.layout.lives):
             for group in range(s.groups):
-                yield at, s, group, start
+                yield live_index, s, group, start
                 start += s.live.columns
 
     def column_names(self) -> list[tuple[str, int]]:
         """(flat name, 0) for each value, (flat name, j) for the j-th number of its schedule."""
-        out = []
-        for at, s, group, _ in self.columns():
-            names = self.layout.names[at][group]
-            out += [(name, 0) for name in names]
+        column_names = []
+        for live_index, s, group, _ in self.columns():
+            names = self.layout.names[live_index][group]
+            column_names += [(name, 0) for name in names]
             for name, schedule in zip(names, s.live.schedules, strict=True):
-                out += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
-        return out
+                column_names += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
+        return column_names
 
     def adjusted_names(self) -> set[str]:
-        """The flat names of numbers that are others now than `setup` was given."""
+        """The flat names of numbers that differ from their values at `setup`."""
         values = np.asarray(self.values)
-        changed = np.any(values[..., 0, :] != values[..., 3, :], axis=tuple(range(values.ndim - 2)))
+        is_adjusted = np.any(
+            values[..., 0, :] != values[..., 3, :], axis=tuple(range(values.ndim - 2))
+        )
         names = [name for name, _ in self.column_names()]
-        return {name for name, is_changed in zip(names, changed, strict=True) if is_changed}
+        return {
+            name
+            for name, is_this_adjusted in zip(names, is_adjusted, strict=True)
+            if is_this_adjusted
+        }
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
         Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
         """
-        out = {}
-        # one wait, not one each
+        numbers = {}
+        # Copy the table to the host once, instead of waiting for each number.
         values = self.values if trees.is_traced(self.values) else np.asarray(self.values)
-        for at, s, group, start in self.columns():
+        for live_index, s, group, start in self.columns():
             table = values[..., start : start + s.live.columns]
-            inner = len(s.live.names)
-            names = self.layout.names[at][group]
-            clock = (counts or {}).get(at) if s.own_clock else step
-            for i, (flat, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
+            column = len(s.live.names)
+            names = self.layout.names[live_index][group]
+            clock = (counts or {}).get(live_index) if s.own_clock else step
+            for i, (flat_name, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
                 value, complement = table[..., 0, i], table[..., 1, i]
                 if schedule:
-                    given = [table[..., 0, inner + j] for j in range(schedule.size)]
-                    inner += schedule.size
+                    schedule_numbers = [table[..., 0, column + j] for j in range(schedule.size)]
+                    column += schedule.size
                     if clock is None:
                         continue
-                    now = schedule.at(clock, given)
-                    value, complement = jnp.where(table[..., 2, i] > 0, value, now), None
-                out[flat] = as_float(value, complement)
-        return out
+                    scheduled = schedule.at(clock, schedule_numbers)
+                    value, complement = jnp.where(table[..., 2, i] > 0, value, scheduled), None
+                numbers[flat_name] = as_float(value, complement)
+        return numbers
 
 
 def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
-    """Take the tables and clocks out of an optimizer state: (plain state, numbers)."""
+    """Split an optimizer state into (plain state, numbers): tables and clocks are taken out."""
     leaves, full = jax.tree.flatten(opt_state)
     lives = [s for _, s in live_states(opt_state)]
-    tables = _places(leaves, [s.table for s in lives])
+    tables = _indices_of(leaves, [s.table for s in lives])
     if not tables:
         return opt_state, None
-    clocks = _places(leaves, [s.count for s in lives if not s.own_clock])
+    clocks = _indices_of(leaves, [s.count for s in lives if not s.own_clock])
     plain = jax.tree.structure(_plain_state(opt_state))
     scopes = tuple((s.paths, s.own_clock) for s in lives)
     layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), scopes))
@@ -271,39 +278,39 @@ def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     return _without_tables(layout, leaves), Numbers(lib.concatenate(rows, axis=-1), layout)
 
 
-def _places(leaves, among) -> tuple[int, ...]:
+def _indices_of(leaves, among) -> tuple[int, ...]:
     ids = {id(x) for x in among}
     return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
 
 
 def _plain_state(opt_state):
-    """The optax states inside live states, each beside its extra counters and clock, if any."""
+    """The optax states inside live states, with their extra counters and clocks, if any."""
 
-    def one(s):
+    def without_tables(s):
         if not is_live(s):
             return s
         inner, count = _plain_state(s.inner), s.count if s.own_clock else None
         return inner if not s.extra and count is None else (inner, s.extra, count)
 
-    return jax.tree.map(one, opt_state, is_leaf=is_live)
+    return jax.tree.map(without_tables, opt_state, is_leaf=is_live)
 
 
 def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
     """Put tables and clocks back into the plain state: the inverse of `hoist`."""
     if numbers is None:
         return opt_state
-    layout, values, at, out = numbers.layout, numbers.values, 0, []
+    layout, values, column, all_leaves = numbers.layout, numbers.values, 0, []
     leaves, lives = iter(jax.tree.leaves(opt_state)), iter(layout.lives)
-    for place in range(layout.full.num_leaves):
-        if place in layout.tables:
+    for leaf_index in range(layout.full.num_leaves):
+        if leaf_index in layout.tables:
             _, s = next(lives)
             size = s.groups * s.live.columns
-            table = values[..., at : at + size]
-            out.append(table.reshape(*table.shape[:-1], s.groups, s.live.columns))
-            at += size
+            table = values[..., column : column + size]
+            all_leaves.append(table.reshape(*table.shape[:-1], s.groups, s.live.columns))
+            column += size
         else:
-            out.append(step if place in layout.clocks else next(leaves))
-    return layout.full.unflatten(out)
+            all_leaves.append(step if leaf_index in layout.clocks else next(leaves))
+    return layout.full.unflatten(all_leaves)
 
 
 def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
@@ -315,17 +322,23 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
 
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
-    """{live state: its count}, for the live states whose schedules run on their own count."""
+    """{index of a live state: its count}, for live states with schedules on their own count."""
     layout = numbers.layout
     leaves = dict(zip(plain_leaves(layout), jax.tree.leaves(opt_state), strict=True))
-    own = [(at, s.count) for at, (_, s) in enumerate(layout.lives) if s.own_clock]
-    return {at: leaves[count] for at, count in own if count is not None}
+    counts_by_index = [
+        (live_index, s.count) for live_index, (_, s) in enumerate(layout.lives) if s.own_clock
+    ]
+    return {
+        live_index: leaves[count_leaf]
+        for live_index, count_leaf in counts_by_index
+        if count_leaf is not None
+    }
 
 
 def plain_leaves(layout: Layout) -> list[int]:
     """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
-    gone = {*layout.tables, *layout.clocks}
-    return [i for i in range(layout.full.num_leaves) if i not in gone]
+    removed = {*layout.tables, *layout.clocks}
+    return [i for i in range(layout.full.num_leaves) if i not in removed]
 
 
 def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
@@ -334,11 +347,14 @@ def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     """Every live state with its key path, outer ones first, like their tables among the leaves."""
-    out = []
+    states = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
-            out += [(path, x), *((path + inner, s) for inner, s in live_states(x.inner))]
-    return out
+            states += [
+                (path, x),
+                *((path + inner_path, s) for inner_path, s in live_states(x.inner)),
+            ]
+    return states
 
 
 def map_live(f: Callable[[int, Any], Any], opt_state: PyTree) -> PyTree:
@@ -364,14 +380,15 @@ def patterns(path: Sequence[Any]) -> tuple[str, ...]:
 
 def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
     """The index of each live state in a chain: "0", "1.0" if nested, "" for the outermost rule."""
-    places = []
+    indices_and_patterns = []
     for path, _ in lives:
         fields = (trees.key_name(k) for k in path if not isinstance(k, DictKey))
         index = ".".join(field for field in fields if field != "inner")
-        while (index, patterns(path)) in places:  # a rule right inside of another one
+        # a rule directly inside another rule
+        while (index, patterns(path)) in indices_and_patterns:
             index = f"{index}.inner".lstrip(".")
-        places.append((index, patterns(path)))
-    return [index for index, _ in places]
+        indices_and_patterns.append((index, patterns(path)))
+    return [index for index, _ in indices_and_patterns]
 
 
 def labels(opt_state: PyTree) -> tuple[Any, ...]:
@@ -381,19 +398,39 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
     it. Leaves with values of their own add `@pattern`.
     """
     lives = live_states(opt_state)
-    indices, outer = chain_indices(lives), [patterns(path) for path, _ in lives]
-    owned = [(name, outer[at]) for at, (_, s) in enumerate(lives) for name in s.live.names]
-    rules, rules_there = Counter(name for name, _ in owned), Counter(owned)
-    cuts = [s.cut.labels if s.cut else ("",) for _, s in lives]
-    out: dict[str, tuple[int, int]] = {}
-    for g, at in sorted((g, at) for at, labels in enumerate(cuts) for g in range(len(labels))):
-        for name in lives[at][1].live.names:
-            index = indices[at] if rules_there[name, outer[at]] > 1 else ""
-            groups = outer[at] if rules[name] > 1 else ()
-            flat = "@".join(filter(None, (name, *groups, cuts[at][g])))
-            flat = f"{index}.{flat}" if index else flat
-            while flat in out:  # a cut like a group of rules beside it
-                flat += "'"
-            out[flat] = at, g
-    names = lambda at, g: tuple(flat for flat, place in out.items() if place == (at, g))
-    return tuple(tuple(names(at, g) for g in range(len(labels))) for at, labels in enumerate(cuts))
+    indices, groups_of_rules = chain_indices(lives), [patterns(path) for path, _ in lives]
+    names_and_groups = [
+        (name, groups_of_rules[live_index])
+        for live_index, (_, s) in enumerate(lives)
+        for name in s.live.names
+    ]
+    rules_with_name = Counter(name for name, _ in names_and_groups)
+    rules_with_name_in_group = Counter(names_and_groups)
+    labels_by_live = [s.cut.labels if s.cut else ("",) for _, s in lives]
+    place_by_name: dict[str, tuple[int, int]] = {}
+    for group, live_index in sorted(
+        (group, live_index)
+        for live_index, labels in enumerate(labels_by_live)
+        for group in range(len(labels))
+    ):
+        for name in lives[live_index][1].live.names:
+            index = (
+                indices[live_index]
+                if rules_with_name_in_group[name, groups_of_rules[live_index]] > 1
+                else ""
+            )
+            shown_groups = groups_of_rules[live_index] if rules_with_name[name] > 1 else ()
+            flat_name = "@".join(
+                filter(None, (name, *shown_groups, labels_by_live[live_index][group]))
+            )
+            flat_name = f"{index}.{flat_name}" if index else flat_name
+            while flat_name in place_by_name:  # a cut has the same pattern as a group of rules
+                flat_name += "'"
+            place_by_name[flat_name] = live_index, group
+    names = lambda live_index, group: tuple(
+        flat_name for flat_name, place in place_by_name.items() if place == (live_index, group)
+    )
+    return tuple(
+        tuple(names(live_index, group) for group in range(len(labels)))
+        for live_index, labels in enumerate(labels_by_live)
+    )

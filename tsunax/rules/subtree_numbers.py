@@ -7,8 +7,8 @@ group. Each leaf, and each leaf of the optimizer state that belongs to it, is th
 run of its own group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
 (counts) exist once per group, because they may depend on its numbers.
 
-A rule would break this if its update of one leaf depended on the *numbers* for another one. No rule
-of optax does.
+This is wrong for a rule that updates a leaf by the *numbers* of another leaf. No rule of optax does
+so.
 """
 
 import dataclasses
@@ -27,34 +27,40 @@ from tsunax.rules.number_table import Numbers, hoist, interned, lower, map_live
 
 @dataclass(frozen=True)
 class Cut:
-    """Which group of values each leaf takes, and what each group is called."""
+    """The groups of values of a live rule."""
 
-    of: tuple[int, ...]
-    labels: tuple[str, ...]
+    of: tuple[int, ...]  # the group of each leaf that the rule sees
+    labels: tuple[str, ...]  # the name of each group
 
 
-def inners(live: Any, state: Any, params: PyTree) -> list[Any]:
-    """The optax state as each group sees it: shared moments, own counters."""
+def states_by_group(live: Any, state: Any, params: PyTree) -> list[Any]:
+    """The optax state of each group: moments are shared, each group has its own counters."""
     leaves, treedef = jax.tree.flatten(state.inner)
     owners = owners_of_live(live, params)
-    out = [state.inner]
+    group_states = [state.inner]
     for counters in state.extra:
-        own, pairs = iter(counters), zip(leaves, owners, strict=True)
-        out.append(treedef.unflatten([next(own) if o is None else x for x, o in pairs]))
-    return out
+        group_counters, pairs = iter(counters), zip(leaves, owners, strict=True)
+        group_states.append(
+            treedef.unflatten([next(group_counters) if o is None else x for x, o in pairs])
+        )
+    return group_states
 
 
 def merge_groups(
     live: Any, state: Any, params: PyTree, runs: Sequence[tuple[PyTree, PyTree]]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""
-    of, owners = state.cut.of, owners_of_live(live, params)
-    updates, inners = ([jax.tree.leaves(x) for x in halves] for halves in zip(*runs, strict=True))
+    group_of_leaf, owners = state.cut.of, owners_of_live(live, params)
+    updates, inner_leaves = (
+        [jax.tree.leaves(x) for x in trees_of_runs] for trees_of_runs in zip(*runs, strict=True)
+    )
     shapes = map(jax.tree.structure, runs[0])
-    chosen = [updates[g][k] for k, g in enumerate(of)]
-    inner = [inners[0 if o is None else of[o]][j] for j, o in enumerate(owners)]
-    chosen, inner = map(jax.tree.unflatten, shapes, (chosen, inner))
-    return chosen, inner, tuple(_counters(leaves, owners) for leaves in inners[1:])
+    new_updates = [updates[g][k] for k, g in enumerate(group_of_leaf)]
+    new_inner = [
+        inner_leaves[0 if o is None else group_of_leaf[o]][j] for j, o in enumerate(owners)
+    ]
+    new_updates, new_inner = map(jax.tree.unflatten, shapes, (new_updates, new_inner))
+    return new_updates, new_inner, tuple(_counters(leaves, owners) for leaves in inner_leaves[1:])
 
 
 def _counters(leaves: Sequence[Any], owners: Sequence[int | None]) -> tuple[Any, ...]:
@@ -70,21 +76,21 @@ def recut(
     The new group i inherits the values and counters of the old group `parents[i]`.
     """
 
-    def one(place: int, s):
-        if place not in cuts:
+    def with_new_cut(live_index: int, s):
+        if live_index not in cuts:
             return s
-        seen = frozenset(s.paths)
-        flags = [path in seen for path in trees.paths(params)]
-        cut, parents = cuts[place]
+        visible_paths = frozenset(s.paths)
+        flags = [path in visible_paths for path in trees.paths(params)]
+        cut, parents = cuts[live_index]
         with patterns.group_of(params, flags):
             owners = owners_of_live(s.live, trees.partition(params, flags)[0])
         counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
-        # copies: two groups must not donate one buffer
+        # Copy them, because two groups must not donate the same buffer.
         extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
         table = s.table[..., np.asarray(parents), :]
         return dataclasses.replace(s, table=table, extra=extra, cut=interned(cut))
 
-    # on the host: each cut has shapes of its own, and they would all compile
+    # Compute on the host: each cut has new shapes, which would compile on a device.
     if not trees.is_traced(numbers.values):
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
-    return hoist(map_live(one, lower(opt_state, numbers)))
+    return hoist(map_live(with_new_cut, lower(opt_state, numbers)))

@@ -1,4 +1,4 @@
-"""A rule around another rule, made of one function."""
+"""A rule around another rule, made from a function."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class _WrapUpdate:
         def inner(updates: PyTree, at: PyTree = None) -> tuple[PyTree, PyTree]:
             return self.update(updates, state.inner if at is None else at, params, **extra)
 
-        given = {name: x for name, x in extra.items() if self.takes is None or name in self.takes}
-        out = self.around(inner, updates, state, params, **given)
-        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Wrapped)):
-            got = trees.describe(out)
-            if isinstance(out, tuple):
-                got = f"({', '.join(map(trees.describe, out))})"
+        accepted = {
+            name: x for name, x in extra.items() if self.takes is None or name in self.takes
+        }
+        result = self.around(inner, updates, state, params, **accepted)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Wrapped)):
+            got = trees.describe(result)
+            if isinstance(result, tuple):
+                got = f"({', '.join(map(trees.describe, result))})"
             fix = "Return updates, dataclasses.replace(state, inner=...)."
             expected = "updates and a state like the one given"
             raise RuleError("result", f"{factory_name(self.around)}()", got, expected, fix)
-        return out
+        return result
 
 
 def wrap(
@@ -64,8 +66,8 @@ def wrap(
         program if `update` is a function of a module.
       init: a function of params that makes the first arrays of the wrapper; None if it has none.
 
-    Raises WrongTypeError for what is no rule or function; RuleError, at setup, for an update that
-    does not return two things.
+    Raises WrongTypeError for arguments that are no rule or function; RuleError, at setup, for an
+    update that does not return two values.
 
     >>> import dataclasses, tsunax as ts
     >>> def mean_zero(inner, updates, state, params, **extra):
@@ -80,5 +82,5 @@ def wrap(
         if not callable(f) and (f is not None or name == "update"):
             raise WrongTypeError(name, "wrap()", trees.describe(f), "a function")
     rule = with_extra(rule)
-    around = _WrapUpdate(rule.update, update, keyword_names(update, 4))
-    return as_rule(Init(_wrap_init, (rule.init, init)), around)
+    wrapped_update = _WrapUpdate(rule.update, update, keyword_names(update, 4))
+    return as_rule(Init(_wrap_init, (rule.init, init)), wrapped_update)

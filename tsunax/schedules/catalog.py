@@ -1,4 +1,4 @@
-"""The schedules of optax under their own names, and others: formulas of the step, in plain JAX."""
+"""Schedules as formulas of the step, in plain JAX: optax's under their own names, and more."""
 
 # Without `from __future__ import annotations`: the annotations of a formula are its checks.
 
@@ -17,26 +17,26 @@ from tsunax.schedules.schedule_type import (
     Value,
     Wait,
     schedule,
-    since,
+    steps_since,
 )
 
-# ------------------------------------------------------------------------ what formulas are made of
+# ---------------------------------------------------------------------------- parts of the formulas
 
 
-def _between(a, b, u):
-    """`a` at u = 0, `b` at u = 1, a straight line between; exact at both ends, never beyond."""
+def _interpolated(a, b, u):
+    """A straight line from `a` at u = 0 to `b` at u = 1; exact at both ends, never beyond them."""
     return jnp.where(u >= 1, b, jnp.clip(a + (b - a) * u, jnp.minimum(a, b), jnp.maximum(a, b)))
 
 
-def _ramp(step, begin, length):
+def _elapsed_fraction(step, begin, length):
     """From 0 at `begin` to 1 `length` steps later; flat before and after."""
-    return jnp.clip(since(step, begin) / jnp.maximum(length, 1), 0, 1)
+    return jnp.clip(steps_since(step, begin) / jnp.maximum(length, 1), 0, 1)
 
 
-def _left(step, begin, length):
+def _remaining_fraction(step, begin, length):
     """From 1 at `begin` to 0 `length` steps later; 1 - ramp would keep no digit near the end."""
     length = jnp.maximum(length, 1)
-    return jnp.clip((length - since(step, begin)) / length, 0, 1)
+    return jnp.clip((length - steps_since(step, begin)) / length, 0, 1)
 
 
 def _cosine(u):
@@ -45,57 +45,57 @@ def _cosine(u):
 
 
 def _power(u, exponent):
-    """u**exponent for u from 0 to 1, without the infinite slope at 0: a gradient of NaN there."""
+    """u**exponent for u from 0 to 1. An infinite slope at 0 would make the gradient NaN there."""
     return jnp.where(u > 0, jnp.where(u > 0, u, 1) ** exponent, exponent == 0)
 
 
-def _cycle(step, period):
-    """The part of its period that a step is into, in [0, 1), and the number of periods before."""
-    period = jnp.maximum(t.whole(period), 1)
+def _phase_and_cycle(step, period):
+    """The elapsed fraction of the step's period, in [0, 1), and the number of past periods."""
+    period = jnp.maximum(t.whole_steps(period), 1)
     return step % period / period, step // period
 
 
-def _finite(x):
-    most = jnp.finfo(jnp.result_type(x)).max
-    return jnp.clip(x, -most, most)
+def _clipped_to_finite(x):
+    largest_float = jnp.finfo(jnp.result_type(x)).max
+    return jnp.clip(x, -largest_float, largest_float)
 
 
-def _through(step, points, curve="linear"):
-    """From point to point, each (step, value), flat before the first and after the last."""
-    bend = (lambda u: u) if curve == "linear" else (lambda u: 1 - _cosine(u))
+def _piecewise(step, points, curve="linear"):
+    """Interpolate between points (step, value); flat before the first and after the last point."""
+    curve_of = (lambda u: u) if curve == "linear" else (lambda u: 1 - _cosine(u))
     value = points[0][1]
     for (begin, a), (end, b) in itertools.pairwise(points):
-        along = _between(a, b, bend(_ramp(step, begin, end - begin)))
-        value = jnp.where(since(step, begin) >= 0, along, value)
-    return jnp.where(since(step, points[-1][0]) >= 0, points[-1][1], value)
+        on_segment = _interpolated(a, b, curve_of(_elapsed_fraction(step, begin, end - begin)))
+        value = jnp.where(steps_since(step, begin) >= 0, on_segment, value)
+    return jnp.where(steps_since(step, points[-1][0]) >= 0, points[-1][1], value)
 
 
-def _warmed(step, init_value, peak_value, warmup_steps, value):
+def _after_warmup(step, init_value, peak_value, warmup_steps, value):
     """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `value`."""
-    rise = _between(init_value, peak_value, _ramp(step, 0, warmup_steps))
-    return jnp.where(since(step, warmup_steps) < 0, rise, value)
+    rise = _interpolated(init_value, peak_value, _elapsed_fraction(step, 0, warmup_steps))
+    return jnp.where(steps_since(step, warmup_steps) < 0, rise, value)
 
 
 def _exponential(step, init_value, transition_steps, decay_rate, staircase, end_value):
     periods = jnp.maximum(step, 0) / jnp.maximum(transition_steps, 1)
     periods = jnp.floor(periods) if staircase else periods
-    value = _finite(init_value * _finite(decay_rate**periods))
+    value = _clipped_to_finite(init_value * _clipped_to_finite(decay_rate**periods))
     if end_value is None:
         return value
     return jnp.where(decay_rate < 1, jnp.maximum(value, end_value), jnp.minimum(value, end_value))
 
 
-def _part(fraction, steps):
-    """A fraction of a length, rounded down; one float32 below a whole number counts as it."""
+def _length_of_fraction(fraction, steps):
+    """A fraction of a length, rounded down. The float32 just below a whole number is rounded up."""
     return jnp.floor(fraction * steps * (1 + 2.0**-23))
 
 
 def _check_milestones(where, name, value):
     """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
-    given = value.items() if isinstance(value, Mapping) else value or ()
+    steps_and_scales = value.items() if isinstance(value, Mapping) else value or ()
     pairs = [
         (t.check_wait(where, f"a step of {name}", n), t.check_scale(where, f"{name}[{n}]", scale))
-        for n, scale in given
+        for n, scale in steps_and_scales
     ]
     is_traced = any(trees.is_traced(n) for n, _ in pairs)
     return tuple(pairs if is_traced else sorted(pairs, key=lambda pair: pair[0]))
@@ -126,7 +126,9 @@ def linear_schedule(
 
     u = (step - transition_begin) / transition_steps, not below 0 and not above 1.
     """
-    return _between(end_value, init_value, _left(step, transition_begin, transition_steps))
+    return _interpolated(
+        end_value, init_value, _remaining_fraction(step, transition_begin, transition_steps)
+    )
 
 
 @schedule
@@ -142,8 +144,8 @@ def polynomial_schedule(
 
     The decay begins at step `transition_begin`; `power` is a float >= 0.
     """
-    left = _left(step, transition_begin, transition_steps)
-    return _between(end_value, init_value, _power(left, power))
+    remaining = _remaining_fraction(step, transition_begin, transition_steps)
+    return _interpolated(end_value, init_value, _power(remaining, power))
 
 
 @schedule
@@ -161,7 +163,7 @@ def exponential_decay(
     With `staircase` (a bool) the exponent is rounded down. `decay_rate` is above 0; one above 1
     grows, to the largest float at most.
     """
-    steps = since(step, transition_begin)
+    steps = steps_since(step, transition_begin)
     return _exponential(steps, init_value, transition_steps, decay_rate, staircase, end_value)
 
 
@@ -178,8 +180,8 @@ def cosine_decay_schedule(
     >>> cosine_decay_schedule(1.0, 4).values(6).round(3)
     array([1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
     """
-    part = _power(_cosine(_ramp(step, 0, decay_steps)), exponent)
-    return _between(alpha * init_value, init_value, part)
+    decay = _power(_cosine(_elapsed_fraction(step, 0, decay_steps)), exponent)
+    return _interpolated(alpha * init_value, init_value, decay)
 
 
 @schedule
@@ -199,9 +201,12 @@ def linear_onecycle_schedule(
     (Smith, arXiv:1708.07120.)
     """
     start = peak_value / div_factor
-    top, bottom = _part(pct_start, transition_steps), _part(pct_final, transition_steps)
+    peak_step = _length_of_fraction(pct_start, transition_steps)
+    bottom_step = _length_of_fraction(pct_final, transition_steps)
     end = peak_value / (div_factor * final_div_factor)
-    return _through(step, [(0, start), (top, peak_value), (bottom, start), (transition_steps, end)])
+    return _piecewise(
+        step, [(0, start), (peak_step, peak_value), (bottom_step, start), (transition_steps, end)]
+    )
 
 
 @schedule
@@ -219,9 +224,12 @@ def cosine_onecycle_schedule(
     The peak is at the fraction `pct_start` of `transition_steps`, rounded down. (Smith,
     arXiv:1708.07120.)
     """
-    start, top = peak_value / div_factor, _part(pct_start, transition_steps)
+    start = peak_value / div_factor
+    peak_step = _length_of_fraction(pct_start, transition_steps)
     end = peak_value / (div_factor * final_div_factor)
-    return _through(step, [(0, start), (top, peak_value), (transition_steps, end)], "cosine")
+    return _piecewise(
+        step, [(0, start), (peak_step, peak_value), (transition_steps, end)], "cosine"
+    )
 
 
 @schedule
@@ -236,7 +244,7 @@ def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: 
     """
     value = init_value * jnp.ones(jnp.shape(step))
     for begin, scale in boundaries_and_scales:
-        value = jnp.where(since(step, begin) >= 0, _finite(value * scale), value)
+        value = jnp.where(steps_since(step, begin) >= 0, _clipped_to_finite(value * scale), value)
     return value
 
 
@@ -255,14 +263,14 @@ def piecewise_interpolate_schedule(
     """
     points = [(0, init_value)]
     for begin, scale in boundaries_and_scales:
-        points.append((begin, _finite(points[-1][1] * scale)))
-    return _through(step, points, interpolate_type)
+        points.append((begin, _clipped_to_finite(points[-1][1] * scale)))
+    return _piecewise(step, points, interpolate_type)
 
 
 @schedule
 def warmup_constant_schedule(step, init_value: Value, peak_value: Value, warmup_steps: Wait):
     """`init_value + (peak_value - init_value) · min(1, step / warmup_steps)`."""
-    return _through(step, [(0, init_value), (warmup_steps, peak_value)])
+    return _piecewise(step, [(0, init_value), (warmup_steps, peak_value)])
 
 
 @schedule
@@ -285,10 +293,12 @@ def warmup_cosine_decay_schedule(
     >>> warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6).values(8).round(3)
     array([0.   , 0.5  , 1.   , 0.854, 0.5  , 0.146, 0.   , 0.   ], dtype=float32)
     """
-    part = _power(_cosine(_ramp(step, warmup_steps, decay_steps - warmup_steps)), exponent)
-    end_value = jnp.where(peak_value == 0, 0.0, end_value)  # as optax's, which divides the two
-    decayed = _between(end_value, peak_value, part)
-    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+    decay = _power(
+        _cosine(_elapsed_fraction(step, warmup_steps, decay_steps - warmup_steps)), exponent
+    )
+    end_value = jnp.where(peak_value == 0, 0.0, end_value)  # optax divides by the peak: 0, too
+    decayed = _interpolated(end_value, peak_value, decay)
+    return _after_warmup(step, init_value, peak_value, warmup_steps, decayed)
 
 
 @schedule
@@ -308,9 +318,9 @@ def warmup_exponential_decay_schedule(
     The decay is `exponential_decay(peak_value, transition_steps, decay_rate, transition_begin,
     staircase, end_value)` of the steps after the warm-up.
     """
-    steps = since(since(step, warmup_steps), transition_begin)
+    steps = steps_since(steps_since(step, warmup_steps), transition_begin)
     decayed = _exponential(steps, peak_value, transition_steps, decay_rate, staircase, end_value)
-    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+    return _after_warmup(step, init_value, peak_value, warmup_steps, decayed)
 
 
 # ------------------------------------------------------------------------------------- not in optax
@@ -333,9 +343,9 @@ def inverse_sqrt(step, peak_value: Value, warmup_steps: Wait, init_value: Value 
     >>> inverse_sqrt(1.0, warmup_steps=4).values(17)[[0, 2, 4, 16]]
     array([0. , 0.5, 1. , 0.5], dtype=float32)
     """
-    top = jnp.maximum(warmup_steps, 1)
-    decayed = peak_value * jnp.sqrt(top / jnp.maximum(step, top))
-    return _warmed(step, init_value, peak_value, warmup_steps, decayed)
+    warmup = jnp.maximum(warmup_steps, 1)
+    decayed = peak_value * jnp.sqrt(warmup / jnp.maximum(step, warmup))
+    return _after_warmup(step, init_value, peak_value, warmup_steps, decayed)
 
 
 @schedule
@@ -357,51 +367,57 @@ def warmup_stable_decay(
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
     array([0. , 0.5, 1. , 1. , 1. , 1. , 0.5, 0. ], dtype=float32)
     """
-    after_warmup = since(step, warmup_steps)
-    cooled = _between(peak_value, end_value, _ramp(after_warmup, stable_steps, cooldown_steps))
-    return _warmed(step, init_value, peak_value, warmup_steps, cooled)
+    after_warmup = steps_since(step, warmup_steps)
+    cooled = _interpolated(
+        peak_value, end_value, _elapsed_fraction(after_warmup, stable_steps, cooldown_steps)
+    )
+    return _after_warmup(step, init_value, peak_value, warmup_steps, cooled)
 
 
-_wave = lambda u: 1 - jnp.abs(2 * u - 1)
-_hump = lambda u: jnp.sin(jnp.pi * u)
+_triangle_wave = lambda u: 1 - jnp.abs(2 * u - 1)
+_sine_hump = lambda u: jnp.sin(jnp.pi * u)
 
 
 @schedule
 def triangle(step, low: Value, high: Value, period: t.Period):
     """From `low` up to `high` and back in `period` steps, repeated. (Smith, arXiv:1506.01186.)"""
-    return _between(low, high, _wave(_cycle(step, period)[0]))
+    return _interpolated(low, high, _triangle_wave(_phase_and_cycle(step, period)[0]))
 
 
 @schedule
 def triangle_halving(step, low: Value, high: Value, period: t.Period):
-    """`triangle(low, high, period)` whose height `high - low` halves after each `period` steps."""
-    u, past = _cycle(step, period)
-    return _between(low, high, _wave(u) * 0.5**past)
+    """`triangle(low, high, period)`; the height `high - low` halves after each `period` steps."""
+    u, past_cycles = _phase_and_cycle(step, period)
+    return _interpolated(low, high, _triangle_wave(u) * 0.5**past_cycles)
 
 
 @schedule
 def triangle_exponential(step, low: Value, high: Value, period: t.Period, decay_rate: t.Decay):
     """`triangle(low, high, period)`, its height times the float `decay_rate` at each step."""
-    return _between(low, high, _wave(_cycle(step, period)[0]) * decay_rate**step)
+    return _interpolated(
+        low, high, _triangle_wave(_phase_and_cycle(step, period)[0]) * decay_rate**step
+    )
 
 
 @schedule
 def sine(step, low: Value, high: Value, period: t.Period):
     """`low + (high - low) · |sin(π step / period)|`: one hump in each `period` steps."""
-    return _between(low, high, _hump(_cycle(step, period)[0]))
+    return _interpolated(low, high, _sine_hump(_phase_and_cycle(step, period)[0]))
 
 
 @schedule
 def sine_halving(step, low: Value, high: Value, period: t.Period):
-    """`sine(low, high, period)` whose height `high - low` halves after each `period` steps."""
-    u, past = _cycle(step, period)
-    return _between(low, high, _hump(u) * 0.5**past)
+    """`sine(low, high, period)`; the height `high - low` halves after each `period` steps."""
+    u, past_cycles = _phase_and_cycle(step, period)
+    return _interpolated(low, high, _sine_hump(u) * 0.5**past_cycles)
 
 
 @schedule
 def sine_exponential(step, low: Value, high: Value, period: t.Period, decay_rate: t.Decay):
     """`sine(low, high, period)`, its height times the float `decay_rate` at each step."""
-    return _between(low, high, _hump(_cycle(step, period)[0]) * decay_rate**step)
+    return _interpolated(
+        low, high, _sine_hump(_phase_and_cycle(step, period)[0]) * decay_rate**step
+    )
 
 
 @schedule
@@ -411,8 +427,8 @@ def cosine_annealing(step, low: Value, high: Value, period: t.Period, restart: b
     With restarts `low` itself is never reached: the last step of a period is 1/period before it.
     (Loshchilov and Hutter, SGDR, arXiv:1608.03983.)
     """
-    u = _cycle(step, period)[0] if restart else _ramp(step, 0, period)
-    return _between(low, high, _cosine(u))
+    u = _phase_and_cycle(step, period)[0] if restart else _elapsed_fraction(step, 0, period)
+    return _interpolated(low, high, _cosine(u))
 
 
 __all__ = [

@@ -13,7 +13,7 @@ from tsunax._core import Function, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.schedules import schedule_type as t
 from tsunax.schedules.catalog import warmup_cosine_decay_schedule
-from tsunax.schedules.schedule_type import Piece, Schedule, at, schedule, whole
+from tsunax.schedules.schedule_type import Piece, Schedule, schedule, value_at, whole_steps
 
 
 def _check_pieces(where, name, value):
@@ -21,7 +21,7 @@ def _check_pieces(where, name, value):
     if not isinstance(value, (list, tuple)) or not value:
         expected = "a list of (schedule, length); the last one may be a schedule alone"
         raise WrongTypeError(name, where, trees.describe(value), expected)
-    out = []
+    checked_pieces = []
     for i, item in enumerate(value):
         piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
         if length is not None:
@@ -29,8 +29,8 @@ def _check_pieces(where, name, value):
         elif i < len(value) - 1:
             got, fix = "a piece without a length", "Only the last piece goes on without end."
             raise HyperparameterError(f"{name}[{i}]", where, got, "(schedule, length)", fix)
-        out.append((t.check_piece(where, f"{name}[{i}][0]", piece), length))
-    return tuple(out)
+        checked_pieces.append((t.check_piece(where, f"{name}[{i}][0]", piece), length))
+    return tuple(checked_pieces)
 
 
 Pieces = Annotated[Any, _check_pieces]
@@ -46,35 +46,36 @@ def sequence(step, pieces: Pieces):
     >>> sequence([(linear_schedule(0.0, 1.0, 2), 2), (1.0, 2), lambda step: 0.5**step]).values(7)
     array([0.  , 0.5 , 1.  , 1.  , 1.  , 0.5 , 0.25], dtype=float32)
     """
-    value, begin = at(pieces[0][0], step), 0
+    value = value_at(pieces[0][0], step)
+    begin = 0
     for (_, length), (piece, _) in itertools.pairwise(pieces):
-        begin = begin + whole(length)
-        value = jnp.where(step >= begin, at(piece, step - begin), value)
+        begin = begin + whole_steps(length)
+        value = jnp.where(step >= begin, value_at(piece, step - begin), value)
     return value
 
 
 @schedule
 def loop(step, schedule: Piece, period: t.Period):
     """The first `period` steps of a schedule, repeated: `schedule(step % period)`."""
-    return at(schedule, step % jnp.maximum(whole(period), 1))
+    return value_at(schedule, step % jnp.maximum(whole_steps(period), 1))
 
 
 @schedule
 def interpolate(step, schedule: Piece, rate: t.Period):
     """`schedule(step // rate)`: a schedule of epochs that have `rate` steps each."""
-    return at(schedule, step // jnp.maximum(whole(rate), 1))
+    return value_at(schedule, step // jnp.maximum(whole_steps(rate), 1))
 
 
 @schedule
 def shift(step, schedule: Piece, offset: t.Offset):
-    """`schedule(step + offset)`; with a negative offset, first `schedule(0)` for so many steps."""
-    return at(schedule, step + whole(offset))
+    """`schedule(step + offset)`; a negative offset repeats `schedule(0)` for its first steps."""
+    return value_at(schedule, step + whole_steps(offset))
 
 
 @schedule
 def reverse(step, schedule: Piece, period: t.Period):
-    """`schedule(period - step)`: from its value at step `period` back to that at 0, which stays."""
-    return at(schedule, whole(period) - step)
+    """`schedule(period - step)`: from its value at `period` back to its value at 0, which stays."""
+    return value_at(schedule, whole_steps(period) - step)
 
 
 @schedule
@@ -86,7 +87,7 @@ def symmetric(step, schedule: Piece, period: t.Period):
     >>> (loop(symmetric(up, 4), 4).values(9) == triangle(0.0, 1.0, 4).values(9)).all()
     np.True_
     """
-    return at(schedule, jnp.minimum(step, whole(period) - step))
+    return value_at(schedule, jnp.minimum(step, whole_steps(period) - step))
 
 
 def compose(schedule: Schedule, /, **parameters: Any) -> Schedule:
@@ -116,7 +117,7 @@ def join_schedules(
 
 
 def sgdr_schedule(cosine_kwargs: Sequence[Mapping[str, Any]]) -> Schedule:
-    """`sequence` of one `warmup_cosine_decay_schedule(**kwargs)` for each, `decay_steps` long.
+    """`sequence` of a `warmup_cosine_decay_schedule(**kwargs)` per item, `decay_steps` long.
 
     `cosine_kwargs` is a list of dicts. Raises WrongTypeError for an empty one. (Loshchilov and
     Hutter, SGDR, arXiv:1608.03983.)

@@ -23,7 +23,7 @@ from tsunax.rules import number_checks
 from tsunax.rules import number_table as _number_table
 
 P = ParamSpec("P")
-LAST = 2**30 - 1  # the last step, and the greatest length: sums of two stay int32
+LAST_STEP = 2**30 - 1  # Last step and greatest length. The sum of two such numbers still fits int32
 
 
 @functools.partial(
@@ -33,7 +33,7 @@ LAST = 2**30 - 1  # the last step, and the greatest length: sums of two stay int
 class Schedule:
     """One number for each step; returned by the functions of `tsunax.schedules`.
 
-    `schedule(step)` takes an int, a NumPy int or a traced one, or an array of them, and returns a
+    `schedule(step)` takes an int (Python's, NumPy's or traced) or an array of ints, and returns a
     float32 (weakly typed, as optax's). Steps count from 0; negative steps count as 0. A schedule
     that ends stays at its last value. Iterating yields Python floats from step 0 on, without end.
     `==` and `hash` go by formula and numbers; `repr` is the call that makes the schedule. The
@@ -50,7 +50,7 @@ class Schedule:
     """
 
     factory: Any  # the function that makes such schedules; it wraps the formula
-    arguments: dict[str, Any]  # numbers, schedules, tuples of them
+    arguments: dict[str, Any]  # numbers, schedules, and tuples of both
     static: tuple[tuple[str, Any], ...]  # flags and names
 
     def __call__(self, step: ArrayLike) -> jax.Array:
@@ -74,53 +74,56 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        (mine, shape), (others, other_shape) = jax.tree.flatten(self), jax.tree.flatten(other)
-        return shape == other_shape and all(map(_is_same, mine, others))
+        numbers, treedef = jax.tree.flatten(self)
+        other_numbers, other_treedef = jax.tree.flatten(other)
+        return treedef == other_treedef and all(map(_is_same, numbers, other_numbers))
 
     def __hash__(self) -> int:
-        known = (x for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x))
-        return hash((self.factory, self.static, *map(float, known)))
+        concrete_numbers = (
+            x for x in jax.tree.leaves(self) if not trees.is_traced(x) and not np.ndim(x)
+        )
+        return hash((self.factory, self.static, *map(float, concrete_numbers)))
 
     def __repr__(self) -> str:
-        given = {**self.arguments, **dict(self.static)}
+        values = {**self.arguments, **dict(self.static)}
         defaults = inspect.signature(self.factory).parameters
-        plain = lambda x: x is None or isinstance(x, (bool, int, float))
-        shown = (
-            f"{name}={given[name]!r}"
+        is_plain = lambda x: x is None or isinstance(x, (bool, int, float))
+        printed_arguments = (
+            f"{name}={values[name]!r}"
             for name, p in defaults.items()
-            if not (plain(given[name]) and given[name] == p.default)
+            if not (is_plain(values[name]) and values[name] == p.default)
         )
-        return f"{self.factory.__name__}({', '.join(shown)})"
+        return f"{self.factory.__name__}({', '.join(printed_arguments)})"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class LargeCount:
-    """A whole number that float32 would round, as the sum of two that it holds exactly."""
+    """A whole number that float32 would round, as the sum of two exact float32 numbers."""
 
     high: Any
     low: Any
 
     def __repr__(self) -> str:
-        return repr(_joined(self))
+        return repr(_rejoined(self))
 
 
 def _split(x: Any) -> Any:
     """A large Python int as a `LargeCount`; anything else as it is."""
-    if type(x) is not int or not 2**24 < abs(x) <= LAST:
+    if type(x) is not int or not 2**24 < abs(x) <= LAST_STEP:
         return x
     return LargeCount(x - x % 2**16, x % 2**16)
 
 
-def _joined(x: Any) -> Any:
-    """A `LargeCount` as the int that it is, or as an int32 array; anything else as it is."""
+def _rejoined(x: Any) -> Any:
+    """A `LargeCount` as an int, or as an int32 array; anything else as it is."""
     if not isinstance(x, LargeCount):
         return x
     parts = x.high, x.low
     return sum(parts) if isinstance(x.high, int) else sum(part.astype(np.int32) for part in parts)
 
 
-_is_number = lambda x: isinstance(x, (Schedule, LargeCount))
+_is_schedule_or_count = lambda x: isinstance(x, (Schedule, LargeCount))
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -139,53 +142,54 @@ def _as_step(step, title: str):
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
         expected = "a whole number, or an array of them"
         raise WrongTypeError("step", f"{title}()", trees.describe(step), expected)
-    if isinstance(step, int):  # of any size
-        return np.int32(min(max(step, 0), LAST))
+    if isinstance(step, int):  # may exceed int64, so it is clipped in Python
+        return np.int32(min(max(step, 0), LAST_STEP))
     if isinstance(step, jax.Array):
         step = step.astype(jnp.promote_types(dtype, jnp.int32))
-        return jnp.clip(step, 0, LAST).astype(jnp.int32)
-    return np.clip(step.astype(np.int64), 0, LAST).astype(np.int32)
+        return jnp.clip(step, 0, LAST_STEP).astype(jnp.int32)
+    return np.clip(step.astype(np.int64), 0, LAST_STEP).astype(np.int32)
 
 
 @jax.jit
 def _evaluate(schedule: Schedule, step):
     """The formula, compiled once for all numbers: a call has the bits that it has inside a step."""
-    # XLA folds constants that it sees (a / 3 becomes a * (1 / 3)), which costs the last bit
+    # XLA would fold constant numbers: a / 3 becomes a * (1 / 3), which differs in the last bit.
     schedule, step = jax.lax.optimization_barrier((schedule, step))
-    given = jax.tree.map(_joined, schedule.arguments, is_leaf=_is_number)
-    given = {k: x if k == "schedule" else at(x, step) for k, x in given.items()}
-    value = schedule.factory.__wrapped__(step, **given, **dict(schedule.static))
+    arguments = jax.tree.map(_rejoined, schedule.arguments, is_leaf=_is_schedule_or_count)
+    arguments = {k: x if k == "schedule" else value_at(x, step) for k, x in arguments.items()}
+    value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
     return value if value.ndim else _number_table.weak(value)
 
 
 @jax.jit
 def _evaluate_all(schedule: Schedule, steps):
-    """One step after the other: the bits of single calls, which a vectorized division has not."""
+    """One step after the other: a vectorized division would differ from single calls by a bit."""
     return jax.lax.map(schedule, steps)
 
 
-def at(piece: Any, step: ArrayLike) -> Scalar:
+def value_at(piece: Any, step: ArrayLike) -> Scalar:
     """The value of a schedule or of another function of the step; anything else as it is."""
     if not callable(piece):
         return piece
-    return jnp.asarray(piece(jnp.clip(step, 0, LAST)), jax.dtypes.canonicalize_dtype(float))
+    return jnp.asarray(piece(jnp.clip(step, 0, LAST_STEP)), jax.dtypes.canonicalize_dtype(float))
 
 
-def whole(x: jax.Array) -> jax.Array:
-    """A number of steps, which reaches a formula as a float unless it is large, as an int."""
+def whole_steps(x: jax.Array) -> jax.Array:
+    """A number of steps as int32. A formula gets it as a float, or as an int above 2**24."""
     return jnp.round(x).astype(jnp.int32)
 
 
-def since(step: jax.Array, begin: Scalar) -> jax.Array:
+def steps_since(step: jax.Array, begin: Scalar) -> jax.Array:
     """`step - begin`, subtracted as ints: beyond 2²⁴ floats would round both."""
-    begin_step = whole(jnp.clip(begin, -LAST, LAST))
-    return (step - begin_step) + (begin_step - begin)  # the fraction, and the gradient
+    begin_step = whole_steps(jnp.clip(begin, -LAST_STEP, LAST_STEP))
+    # The second term is the fraction of `begin`, and keeps the gradient.
+    return (step - begin_step) + (begin_step - begin)
 
 
 # -------------------------------------------------------------------------- what an argument may be
 
-# A check is a function (where, name, value) -> value as it is kept.
+# A check is a function (where, name, value) -> value in the form that the schedule stores.
 Check: TypeAlias = Callable[[str, str, Any], Any]
 
 
@@ -194,36 +198,40 @@ def in_range(
     high: float | None = None,
     *,
     above: float | None = None,
-    whole: bool = False,
+    is_whole: bool = False,
     is_int32: bool = False,
 ) -> Check:
     """The check of a finite number in a range; int32 for numbers that formulas count with."""
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
-    expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
+    expected = f"a {'whole ' if is_whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
         number_checks.check_number(where, name, value)
         if trees.is_traced(value):
             return value
         value = value.item() if trees.is_array(value) else value
-        beyond = (low is not None and value < low) or (high is not None and value > high)
-        if beyond or (above is not None and value <= above) or (whole and value != int(value)):
+        is_beyond = (low is not None and value < low) or (high is not None and value > high)
+        if (
+            is_beyond
+            or (above is not None and value <= above)
+            or (is_whole and value != int(value))
+        ):
             raise HyperparameterError(name, where, value, expected)
-        if is_int32 and abs(value) > LAST:
-            raise HyperparameterError(name, where, value, f"at most {LAST} steps")
-        return int(value) if whole and abs(value) > 2**24 else value
+        if is_int32 and abs(value) > LAST_STEP:
+            raise HyperparameterError(name, where, value, f"at most {LAST_STEP} steps")
+        return int(value) if is_whole and abs(value) > 2**24 else value
 
     return check
 
 
 check_finite: Check = in_range()
 check_scale: Check = in_range(0)
-check_wait: Check = in_range(0, whole=True)
-check_steps: Check = in_range(0, whole=True, is_int32=True)
+check_wait: Check = in_range(0, is_whole=True)
+check_steps: Check = in_range(0, is_whole=True, is_int32=True)
 
 
 def check_piece(where: str, name: str, value: Any) -> Any:
-    """A schedule, another function of the step, or a number, which stands for a constant."""
+    """A schedule, another function of the step, or a number: a constant schedule."""
     if not callable(value):
         return check_finite(where, name, value)
     if isinstance(value, Schedule):
@@ -254,23 +262,30 @@ Positive = Annotated[Any, _or_schedule(in_range(above=0))]
 NotNegative = Annotated[Any, _or_schedule(check_scale)]
 Fraction = Annotated[Any, _or_schedule(in_range(0, 1))]
 Decay = Annotated[Any, _or_schedule(in_range(high=1, above=0))]
-Length = Annotated[Any, _or_schedule(in_range(above=0, whole=True))]
+Length = Annotated[Any, _or_schedule(in_range(above=0, is_whole=True))]
 Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
-Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
-Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
+Period = Annotated[Any, _or_schedule(in_range(above=0, is_whole=True, is_int32=True))]
+Offset = Annotated[Any, _or_schedule(in_range(is_whole=True, is_int32=True))]
 Piece = Annotated[Any, check_piece]
 
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
-    warmup, whole = arguments.get("warmup_steps"), arguments.get("decay_steps")
-    if isinstance(warmup, int | float) and isinstance(whole, int | float) and warmup >= whole:
-        got, fix = f"warmup_steps={warmup}, decay_steps={whole}", "decay_steps is the whole length."
+    warmup_steps, decay_steps = arguments.get("warmup_steps"), arguments.get("decay_steps")
+    if (
+        isinstance(warmup_steps, int | float)
+        and isinstance(decay_steps, int | float)
+        and warmup_steps >= decay_steps
+    ):
+        got = f"warmup_steps={warmup_steps}, decay_steps={decay_steps}"
+        fix = "decay_steps is the whole length."
         raise HyperparameterError("arguments", where, got, "warmup_steps < decay_steps", fix)
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:
-    named = [c for c in getattr(parameter.annotation, "__metadata__", ()) if callable(c)]
-    return [*named, _check_flag if isinstance(parameter.default, bool) else _check_value][0]
+    annotated_checks = [c for c in getattr(parameter.annotation, "__metadata__", ()) if callable(c)]
+    if annotated_checks:
+        return annotated_checks[0]
+    return _check_flag if isinstance(parameter.default, bool) else _check_value
 
 
 def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedule]:
@@ -291,11 +306,11 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     """
     signature = inspect.signature(formula)
     parameters = list(signature.parameters.values())[1:]
-    # without the annotations that are checks: `help` would show addresses of functions
-    checked = lambda p: hasattr(p.annotation, "__metadata__")
-    shown = [p.replace(annotation=p.empty) if checked(p) else p for p in parameters]
-    signature = signature.replace(parameters=shown, return_annotation=Schedule)
-    kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
+    # Annotations with checks are removed: `help` would print addresses of functions.
+    has_check = lambda p: hasattr(p.annotation, "__metadata__")
+    printed_parameters = [p.replace(annotation=p.empty) if has_check(p) else p for p in parameters]
+    signature = signature.replace(parameters=printed_parameters, return_annotation=Schedule)
+    check_of = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
     where = f"{formula.__name__}()"
 
     @functools.wraps(formula)
@@ -305,12 +320,12 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
         except TypeError as error:
             raise checks.wrong_call(where, signature, args, kwargs, error) from None
         bound.apply_defaults()
-        given = jax.tree.map(_joined, dict(bound.arguments), is_leaf=_is_number)
-        given = {name: kept_as[name](where, name, value) for name, value in given.items()}
-        _check_order(where, given)
-        static = {name: value for name, value in given.items() if isinstance(value, (bool, str))}
-        numbers = {name: value for name, value in given.items() if name not in static}
-        numbers = jax.tree.map(_split, numbers, is_leaf=_is_number)
+        values = jax.tree.map(_rejoined, dict(bound.arguments), is_leaf=_is_schedule_or_count)
+        values = {name: check_of[name](where, name, value) for name, value in values.items()}
+        _check_order(where, values)
+        static = {name: value for name, value in values.items() if isinstance(value, (bool, str))}
+        numbers = {name: value for name, value in values.items() if name not in static}
+        numbers = jax.tree.map(_split, numbers, is_leaf=_is_schedule_or_count)
         return Schedule(factory, numbers, tuple(static.items()))
 
     factory.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What became of an objective: one trial, as numbers or the cause of a failure, and all of them."""
+"""The outcomes of an objective: a trial with its numbers or its failure, and all trials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tsunax._core import checks, tables, trees
 from tsunax._core.source_lines import LIBRARIES
 from tsunax.errors import HyperparameterError, TrialError, TsunaxError, WrongTypeError, unknown
 
-RESERVED = ("report", "trial")  # what an objective may name beside the space
+# parameters that an objective may have in addition to the space
+RESERVED_NAMES = ("report", "trial")
 
 
 class Pruned(TsunaxError):
@@ -29,7 +30,7 @@ class Cause(NamedTuple):
 
     type: str
     message: str
-    where: str = ""  # the last line of the user's own code
+    where: str = ""  # the last line in the user's code
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
@@ -40,8 +41,8 @@ class Trial:
     """One dict of `values`, and the result of the objective for it, after `seconds`.
 
     `index` is the number of the trial, and `status` is "done", "failed" (with a `cause`) or
-    "pruned". `value` is the float that is compared (of a pruned trial the last one reported),
-    `metrics` are all numbers returned by name, and `reports` those on the way, by step.
+    "pruned". `value` is the float that is compared (for a pruned trial the last reported value),
+    `metrics` are all returned numbers by name, and `reports` the reported numbers by step.
     """
 
     index: int
@@ -54,8 +55,8 @@ class Trial:
     reports: dict[int, float] = field(default_factory=dict)
 
 
-def ranked(value: float | None, mode: str) -> float:
-    """A number that is smaller for what is better, and largest for what is none."""
+def rank_of(value: float | None, mode: str) -> float:
+    """A number that is smaller for a better value, and infinite without a value."""
     if value is None or math.isnan(value):
         return math.inf
     return value if mode == "min" else -value
@@ -76,13 +77,15 @@ class Result:
     @property
     def best(self) -> Trial:
         """The trial with the best finite value, a number; TrialError if none has one."""
-        done = [trial for trial in self.trials if trial.status == "done"]
-        if not done:
-            failed = [trial for trial in self.trials if trial.cause]
-            first = f"; the first failed with {failed[0].cause}" if failed else ""
-            got = f"{len(self.trials)} trials, none of them done{first}"
+        done_trials = [trial for trial in self.trials if trial.status == "done"]
+        if not done_trials:
+            failed_trials = [trial for trial in self.trials if trial.cause]
+            first_failure = (
+                f"; the first failed with {failed_trials[0].cause}" if failed_trials else ""
+            )
+            got = f"{len(self.trials)} trials, none of them done{first_failure}"
             raise TrialError("best", "Result", got, "one that is done")
-        return min(done, key=lambda trial: ranked(trial.value, self.mode))
+        return min(done_trials, key=lambda trial: rank_of(trial.value, self.mode))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -98,23 +101,23 @@ class Result:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A column: `result["learning_rate"]`."""
-        known = self.rows[0] if self.trials else {}
-        if name not in known:
-            raise TrialError(unknown("column", "Result", str(name), known))
+        columns = self.rows[0] if self.trials else {}
+        if name not in columns:
+            raise TrialError(unknown("column", "Result", str(name), columns))
         return np.array([row[name] for row in self.rows])
 
     def __len__(self) -> int:
         return len(self.trials)
 
     def __repr__(self) -> str:
-        best_first = lambda t: (t.status != "done", ranked(t.value, self.mode), t.index)
+        best_first = lambda t: (t.status != "done", rank_of(t.value, self.mode), t.index)
         rows = [["trial", *self.space, "value", "status"]]
         for t in sorted(self.trials, key=best_first)[:20]:
             cells = t.index, *map(t.values.get, self.space), t.value, t.cause or t.status
             rows.append([_cell(x) for x in cells])
-        more = [f"... {len(self) - 20} more"] if len(self) > 20 else []
+        last_line = [f"... {len(self) - 20} more"] if len(self) > 20 else []
         lines = tables.aligned(rows, [0, len(self.space) + 1])
-        return "\n".join([f"{len(self)} trials", *lines, *more])
+        return "\n".join([f"{len(self)} trials", *lines, *last_line])
 
 
 def _cell(x: Any) -> str:
@@ -122,19 +125,19 @@ def _cell(x: Any) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def own(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
-    """Those of the reserved names that an objective takes."""
-    given = {"trial": trial, "report": report}
-    takes = inspect.signature(objective).parameters
-    return {name: given[name] for name in RESERVED if name in takes}
+def reserved_arguments_of(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
+    """The arguments with reserved names that an objective takes."""
+    reserved_arguments = {"trial": trial, "report": report}
+    parameters = inspect.signature(objective).parameters
+    return {name: reserved_arguments[name] for name in RESERVED_NAMES if name in parameters}
 
 
-def judged(index: int, values: dict, outcome, metric, reports: dict, seconds: float) -> Trial:
-    """The trial whose objective returned `outcome`, was `Pruned`, or raised what is in a Cause."""
+def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: float) -> Trial:
+    """The trial with this `outcome`: a result of the objective, `Pruned`, or a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        last = next(reversed(reports.values()), None)
-        return dataclasses.replace(trial, status="pruned", value=last)
+        last_value = next(reversed(reports.values()), None)
+        return dataclasses.replace(trial, status="pruned", value=last_value)
     if not isinstance(outcome, Cause):
         try:
             metrics, value = numbers(outcome, metric)
@@ -150,7 +153,7 @@ def judged(index: int, values: dict, outcome, metric, reports: dict, seconds: fl
 
 
 def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
-    """All numbers of a result, and the one that counts. Raises for what is none."""
+    """All numbers of a result, and the number that is compared. Raises for other types."""
     if not isinstance(result, Mapping):
         if metric is not None:
             expected = f"a dict with {metric!r}, as metric= says"
@@ -174,26 +177,26 @@ def number(x: Any, where: str) -> float:
     return float(np.asarray(x, float).reshape(()))
 
 
-def apart(outcome: Any, n: int) -> list[Any]:
-    """What each of n trials got of what they returned together."""
+def outcomes_of_members(outcome: Any, n: int) -> list[Any]:
+    """The outcome of each of `n` trials that ran as a single vectorized call."""
     if isinstance(outcome, Cause) or outcome is Pruned:
         return [outcome] * n
     columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
     for name, column in columns.items():
         if np.shape(column) != (n,):
-            at = f"objective, {name!r}" if name else "objective"
+            place = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
-            return [cause_of(WrongTypeError("result", at, trees.describe(column), expected))] * n
+            return [cause_of(WrongTypeError("result", place, trees.describe(column), expected))] * n
     rows = [{name: np.asarray(column)[i] for name, column in columns.items()} for i in range(n)]
     return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
 
 
 def cause_of(error: BaseException) -> Cause:
-    """An exception as text: it would hold frames, and they arrays."""
+    """An exception as text, because the exception itself would keep frames and their arrays."""
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        name, line = frame.filename, (frame.line or "").strip()
-        if "site-packages" not in name and not name.startswith(LIBRARIES):
-            where = f"{os.path.basename(name)}:{frame.lineno}" + (f": {line}" if line else "")
+        file, line = frame.filename, (frame.line or "").strip()
+        if "site-packages" not in file and not file.startswith(LIBRARIES):
+            where = f"{os.path.basename(file)}:{frame.lineno}" + (f": {line}" if line else "")
     text = next(iter(str(error).strip().splitlines()), "")
     return Cause(type(error).__name__, text[:300], where[:300])

@@ -1,4 +1,4 @@
-"""Spaces of hyperparameters: what may be tried, name by name. `tune` draws from them.
+"""Spaces of hyperparameters: the values that each name may have. `tune` draws from them.
 
     space = {
         "learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1),
@@ -6,7 +6,7 @@
         "width": 64,
     }
 
-What is drawn is a function of (seed, trial, name) alone, whatever the order and other names.
+A drawn value depends on (seed, trial, name) only, not on the order of the names or on other names.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class uniform:
     log: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _keep_bounds(self, float)
+        _check_and_convert_bounds(self, float)
 
     def at(self, u: float) -> float:
-        """The value below which the part u of the space lies."""
-        return _between(self, self.high, u)
+        """The value at the fraction `u` of the space."""
+        return _value_at(self, self.high, u)
 
 
 @dataclass(frozen=True)
 class log_uniform(uniform):
-    """A positive float between `low` and `high`, whose logarithm is uniform.
+    """A positive float between `low` and `high` with a uniform logarithm.
 
     >>> log_uniform(1e-4, 1.0).at(0.5)
     0.01...
@@ -70,24 +70,24 @@ class integer:
     log: bool = False
 
     def __post_init__(self) -> None:
-        _keep_bounds(self, int)
+        _check_and_convert_bounds(self, int)
 
     def at(self, u: float) -> int:
-        """The value below which the part u of the space lies."""
-        return min(math.floor(_between(self, self.high + 1, u)), self.high)
+        """The value at the fraction `u` of the space."""
+        return min(math.floor(_value_at(self, self.high + 1, u)), self.high)
 
 
-def _between(entry: uniform | integer, high: float, u: float) -> float:
-    """The number below which the part u of the range from `entry.low` to `high` lies."""
+def _value_at(entry: uniform | integer, high: float, u: float) -> float:
+    """The value at the fraction `u` of the range from `entry.low` to `high`."""
     if not entry.log:
         return entry.low + u * (high - entry.low)
-    found = math.exp(math.log(entry.low) + u * math.log(high / entry.low))
-    return min(max(found, entry.low), high)
+    value = math.exp(math.log(entry.low) + u * math.log(high / entry.low))
+    return min(max(value, entry.low), high)
 
 
 @dataclass(frozen=True)
 class choice:
-    """One of some values: None, bools, numbers, strings, or tuples of them.
+    """One of several values: None, bools, numbers, strings, or tuples of such values.
 
     >>> choice(["adam", "sgd"]).at(0.7)
     'sgd'
@@ -99,13 +99,13 @@ class choice:
         where = f"{type(self).__name__}()"
         if isinstance(self.options, str) or not isinstance(self.options, Sequence | np.ndarray):
             raise WrongTypeError("options", where, trees.describe(self.options), "a list of values")
-        found = tuple(_plain(x, f"{where}, option {i}") for i, x in enumerate(self.options))
-        if not found or len(set(map(label, found))) < len(found):
-            raise HyperparameterError("options", where, found, "one value or more, each once")
-        object.__setattr__(self, "options", found)
+        options = tuple(_plain_value(x, f"{where}, option {i}") for i, x in enumerate(self.options))
+        if not options or len(set(map(label, options))) < len(options):
+            raise HyperparameterError("options", where, options, "one value or more, each once")
+        object.__setattr__(self, "options", options)
 
     def at(self, u: float) -> Any:
-        """The option in whose part of the space u lies."""
+        """The option at the fraction `u` of the list."""
         return self.options[int(u * len(self.options))]
 
 
@@ -119,8 +119,8 @@ class grid(choice):
 
 def sample(space: Mapping[str, Any], seed: int, trial: int) -> dict[str, Any]:
     """The values of a trial."""
-    place = lambda name: (random_bits(seed, trial, name, np.uint64) >> 11) * 2.0**-53
-    return {name: x.at(place(name)) if is_drawn(x) else x for name, x in space.items()}
+    draw = lambda name: (random_bits(seed, trial, name, np.uint64) >> 11) * 2.0**-53
+    return {name: x.at(draw(name)) if is_drawn(x) else x for name, x in space.items()}
 
 
 def is_drawn(entry: object) -> bool:
@@ -134,17 +134,22 @@ def random_bits(seed: int, trial: int, name: str, dtype: Any) -> int:
 
 def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the `grid` entries, the last name first to change."""
-    laid = {name: entry.options for name, entry in space.items() if isinstance(entry, grid)}
-    return [dict(zip(laid, values, strict=True)) for values in itertools.product(*laid.values())]
+    options_by_name = {
+        name: entry.options for name, entry in space.items() if isinstance(entry, grid)
+    }
+    return [
+        dict(zip(options_by_name, values, strict=True))
+        for values in itertools.product(*options_by_name.values())
+    ]
 
 
-def checked(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """A space with plain values as Python's own. Raises for one that cannot be drawn from."""
+def checked_space(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """A space with plain values as Python's own types. Raises for entries of other types."""
     if not isinstance(space, Mapping) or not space:
         fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
         raise WrongTypeError("space", where, trees.describe(space), "names and entries", fix)
-    plain = lambda name, x: x if is_drawn(x) else _plain(x, f"space[{name!r}]")
-    return {name: plain(name, entry) for name, entry in space.items()}
+    checked_entry = lambda name, x: x if is_drawn(x) else _plain_value(x, f"space[{name!r}]")
+    return {name: checked_entry(name, entry) for name, entry in space.items()}
 
 
 def label(value: object) -> str:
@@ -152,24 +157,24 @@ def label(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _plain(value: Any, at: str) -> Any:
-    """A value that a file can hold and give back, as one of Python's own."""
+def _plain_value(value: Any, where: str) -> Any:
+    """A value as Python's own type, which a file can store and return unchanged."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if isinstance(value, tuple):
-        return tuple(_plain(x, at) for x in value)
+        return tuple(_plain_value(x, where) for x in value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise HyperparameterError("value", at, value, "a finite number")
+        raise HyperparameterError("value", where, value, "a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     fix = "For one of a list in each trial: ts.tuning.spaces.choice([...]). Bind an object to the "
     fix += "objective: functools.partial(f, x=...)."
     expected = "an entry of ts.tuning.spaces, None, a bool, number, string or tuple"
-    raise WrongTypeError("value", at, trees.describe(value), expected, fix)
+    raise WrongTypeError("value", where, trees.describe(value), expected, fix)
 
 
-def _keep_bounds(entry: Any, kind: type) -> None:
-    """Check the bounds of an entry, and keep them as Python's own numbers."""
+def _check_and_convert_bounds(entry: Any, kind: type) -> None:
+    """Check the bounds of an entry, and convert them to Python's own numbers."""
     where = f"{type(entry).__name__}()"
     for name in ("low", "high"):
         x = getattr(entry, name)

@@ -1,7 +1,7 @@
 """Trials of one objective over a space of hyperparameters: run, recorded, resumed, compared.
 
 The values of a trial are a function of (seed, trial), and its result is on the disk before the next
-one starts: a sweep that was killed goes on, and ends as if it had not been.
+trial starts: a killed sweep can be continued, and ends as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tune(
     directory: StrPath | None = None,
     progress: Any = True,
 ) -> Result:
-    """The objective at many points of a space: their table, and the best of them.
+    """Evaluate the objective at many points of a space; returns their table with the best trial.
 
         for trial in range(trials):
             values = draw(space, seed, trial)
@@ -66,7 +66,7 @@ def tune(
         (as `evaluate` does). It may also name `trial`, the number of the trial (for a folder, or a
         key), and `report`: `report(step, value)` records a number on the way.
       space: names, and entries of `ts.tuning.spaces`; plain values are constants, tuples too.
-      trials: how many; of a grid all of them by default.
+      trials: their number; by default all points of a grid.
       backend: "random"; "grid", every combination of `grid` entries; "optuna" (extra `tune`).
       seed: the values of a trial are a function of it and of the trial's number.
       mode, metric: "min" or "max", and of which number in a dict.
@@ -76,12 +76,12 @@ def tune(
         agree in all other values. `trial` is then an array, too, and it returns an array or a dict
         of arrays. For populations. If it raises, its trials are run again one by one.
       directory: where Optuna's journal of the trials is kept, `optuna.journal` (extra `tune`). The
-        same command goes on after whatever ended it, also with more trials; a warning says if
-        the code of the objective, or a value that it reads, has changed since.
+        same command continues an interrupted sweep, also with more trials; a warning says if the
+        code of the objective, or a value that it reads, has changed since.
 
-    A trial that raises, or returns no finite number, has failed, with a `cause`, and the others go
-    on. Ctrl-C ends the sweep with KeyboardInterrupt, which has the `result` so far (in a notebook
-    it is returned); the trial under way is run again later.
+    A trial that raises, or returns no finite number, has failed, with a `cause`, and the sweep
+    continues. Ctrl-C ends the sweep with KeyboardInterrupt, which has the `result` of the trials
+    that ended (in a notebook it is returned); the interrupted trial is run again later.
 
     Before anything runs it raises HyperparameterError and WrongTypeError for a space, objective or
     options that cannot be, CheckpointError for another sweep's directory, MissingLibraryError.
@@ -97,11 +97,11 @@ def tune(
     checks.check_count(seed, where, "seed", least=0)
     checks.check_count(members, where, "members")
     processes.current().check_alone("tune")
-    space = spaces.checked(space, where)
+    space = spaces.checked_space(space, where)
     _check_objective(objective, space)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
-    if others := [name for name in names if name not in space]:
-        raise HyperparameterError(unknown("vectorized", where, str(others[0]), space))
+    if unknown_names := [name for name in names if name not in space]:
+        raise HyperparameterError(unknown("vectorized", where, str(unknown_names[0]), space))
     if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
         got, expected = f"backend={backend!r}", "'optuna' for a sampler or pruner, and not for"
         raise HyperparameterError("backend", where, got, f"{expected} vectorized names")
@@ -125,64 +125,70 @@ def tune(
         journal = stack.enter_context(contextlib.closing(_study.Journal(folder, about)))
         for note in journal.edits:
             warn(f"tune(): {note} Earlier trials in {directory} are of the other one.")
-        proposed = lambda: _study.Search(space, about, pruner, sampler, journal)
-        search = proposed() if backend == "optuna" else None
+        new_search = lambda: _study.Search(space, about, pruner, sampler, journal)
+        search = new_search() if backend == "optuna" else None
         bar = _progress.progress(progress, trials, unit="trial")
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
-        drawn = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
-        left = ((i, None if search else drawn(i)) for i in range(trials) if i not in journal.trials)
-        in_order = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
-        ended = lambda: Result(in_order(), (*space,), mode)
-        said = "interrupted"
+        sampled_values = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
+        open_trials = (
+            (i, None if search else sampled_values(i))
+            for i in range(trials)
+            if i not in journal.trials
+        )
+        ended_trials = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
+        current_result = lambda: Result(ended_trials(), (*space,), mode)
+        closing_text = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
-                for group in _groups(left, names, members if names else 1):
+                for group in _groups(open_trials, names, members if names else 1):
                     sweep.run(group, ending)
-            said = ""
+            closing_text = ""
         except (KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, SystemExit) or not in_notebook():
-                error.result = ended()  # type: ignore[attr-defined]
+                error.result = current_result()  # type: ignore[attr-defined]
                 raise
         finally:
-            bar.close(said)
-    if (found := ended()).trials and all(trial.cause for trial in found.trials):
-        warn(f"tune(): no trial ended with a number. The first: {found.trials[0].cause}")
-    return found
+            bar.close(closing_text)
+    if (result := current_result()).trials and all(trial.cause for trial in result.trials):
+        warn(f"tune(): no trial ended with a number. The first: {result.trials[0].cause}")
+    return result
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
     """Raise unless the objective can be called with the names of the space."""
-    given = dict.fromkeys(space)
+    arguments = dict.fromkeys(space)
     if not callable(objective):
         expected = "a function that returns a number"
         raise WrongTypeError("objective", "tune()", trees.describe(objective), expected)
-    if taken := [name for name in _trials.RESERVED if name in space]:
+    if reserved_in_space := [name for name in _trials.RESERVED_NAMES if name in space]:
         expected = "another name: tune gives it itself"
-        raise HyperparameterError("name", "space of tune()", repr(taken[0]), expected)
+        raise HyperparameterError("name", "space of tune()", repr(reserved_in_space[0]), expected)
     try:
-        given |= _trials.own(objective, None, len)
-        inspect.signature(objective).bind(**given)
+        arguments |= _trials.reserved_arguments_of(objective, None, len)
+        inspect.signature(objective).bind(**arguments)
     except TypeError:
         expected = f"one of {', '.join(space)} (the names of the space)"
         got = trees.describe_call(objective)
         raise HyperparameterError("objective", "tune()", got, expected) from None
 
 
-def _groups(left: Iterable[tuple[int, Any]], names: Sequence[str], most: int) -> Iterator[list]:
+def _groups(
+    open_trials: Iterable[tuple[int, Any]], names: Sequence[str], group_size: int
+) -> Iterator[list]:
     """Trials (number, values or None) that agree in all values but the vectorized ones."""
-    alike: dict[str, list] = {}
-    for i, values in left:
+    groups: dict[str, list] = {}
+    for i, values in open_trials:
         shared = json.dumps([x for name, x in (values or {}).items() if name not in names])
-        group = alike.setdefault(shared, [])
+        group = groups.setdefault(shared, [])
         group.append((i, values))
-        if len(group) == most:
-            yield alike.pop(shared)
-    yield from alike.values()
+        if len(group) == group_size:
+            yield groups.pop(shared)
+    yield from groups.values()
 
 
 @dataclass
 class _Sweep:
-    """How trials are run."""
+    """The objective and the settings with which trials are run."""
 
     objective: Any
     metric: str | None
@@ -197,27 +203,29 @@ class _Sweep:
         """The trials of a group in one call. If that raises, one by one."""
         if self.search is not None:
             group = [(i, self.search.values(i)) for i, _ in group]
-        index, given = group[0]
+        index, arguments = group[0]
         trial: Any = index
         if self.names:
             trial = np.array([i for i, _ in group])
             column = lambda name: np.array([values[name] for _, values in group])
-            given = given | {name: column(name) for name in self.names}
+            arguments = arguments | {name: column(name) for name in self.names}
         reports: list[dict[int, float]] = [{} for _ in group]
 
         def report(step: int, value: Any) -> None:
             checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
             step = int(step)
-            for mine, x in zip(reports, value if self.names else [value], strict=True):
-                mine.pop(step, None)
-                mine[step] = _trials.number(x, "report()")
+            for trial_reports, member_outcome in zip(
+                reports, value if self.names else [value], strict=True
+            ):
+                trial_reports.pop(step, None)
+                trial_reports[step] = _trials.number(member_outcome, "report()")
             if self.search is not None and self.search.prunes(step, reports[0][step]):
                 raise Pruned(f"trial {index} at step {step}")
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
-            own = _trials.own(self.objective, trial, report)
-            outcome = jax.block_until_ready(self.objective(**given, **own))
+            reserved_arguments = _trials.reserved_arguments_of(self.objective, trial, report)
+            outcome = jax.block_until_ready(self.objective(**arguments, **reserved_arguments))
         except Pruned:
             outcome = Pruned
         except Exception as error:
@@ -225,25 +233,33 @@ class _Sweep:
         if ending.asked:  # a `fit` in a notebook returned early
             raise KeyboardInterrupt
         if isinstance(outcome, Cause) and len(group) > 1:
-            for one in group:
-                self.run([one], ending)
+            for member in group:
+                self.run([member], ending)
             return
-        seconds = (time.perf_counter() - began) / len(group)
-        parts = _trials.apart(outcome, len(group)) if self.names else [outcome]
-        for (i, values), x, mine in zip(group, parts, reports, strict=True):
-            ended = _trials.judged(i, values, x, self.metric, mine, seconds)
-            self.journal.end(ended, self.space)
+        seconds = (time.perf_counter() - start) / len(group)
+        outcomes = _trials.outcomes_of_members(outcome, len(group)) if self.names else [outcome]
+        for (i, values), member_outcome, trial_reports in zip(
+            group, outcomes, reports, strict=True
+        ):
+            finished_trial = _trials.as_trial(
+                i, values, member_outcome, self.metric, trial_reports, seconds
+            )
+            self.journal.end(finished_trial, self.space)
             if self.search is not None:
-                self.search.end(ended)
-            if ended.cause is not None:
-                self.bar.note(f"trial {i}: {ended.cause}")
-        done = [t.value for t in self.journal.trials.values() if t.status == "done"]
-        best = min(done, key=lambda x: _trials.ranked(x, self.mode), default=math.nan)
-        self.bar.show(len(self.journal.trials), {"best": best} if done else {})
+                self.search.end(finished_trial)
+            if finished_trial.cause is not None:
+                self.bar.note(f"trial {i}: {finished_trial.cause}")
+        done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
+        best = min(
+            done_values,
+            key=lambda member_outcome: _trials.rank_of(member_outcome, self.mode),
+            default=math.nan,
+        )
+        self.bar.show(len(self.journal.trials), {"best": best} if done_values else {})
 
 
 def read(directory: StrPath) -> Result:
-    """The trials of a `directory` (a path) so far: `read("sweep").best`; also while a sweep writes.
+    """The ended trials of a `directory` (a path), also while a sweep runs: `read("sweep").best`.
 
     Raises CheckpointError for a path without a sweep.
     """
@@ -268,9 +284,11 @@ def as_trainable(
         def report(step: int, value: float) -> None:
             tune.report({metric: float(value), "step": int(step)})
 
-        own = _trials.own(objective, tune.get_context().get_trial_id(), report)
-        found = objective(**config, **own)
-        metrics, value = _trials.numbers(found, metric if metric != "value" else None)
+        reserved_arguments = _trials.reserved_arguments_of(
+            objective, tune.get_context().get_trial_id(), report
+        )
+        outcome = objective(**config, **reserved_arguments)
+        metrics, value = _trials.numbers(outcome, metric if metric != "value" else None)
         tune.report({**metrics, metric: value})
 
     return train
