@@ -1,4 +1,4 @@
-"""scripts/names: what it counts in a planted package, and that its ceilings go down only."""
+"""scripts/names and scripts/words: what they count in planted files, and that ceilings go down only."""
 
 import re
 import shutil
@@ -8,6 +8,7 @@ import pytest
 from test_packaging import ROOT, script
 
 names = script("names")
+words = script("words")
 
 VAGUE = [
     "def f(found): ...",
@@ -129,3 +130,16 @@ def test_lower_rewrites_the_table_of_the_script(tmp_path):
     (tmp_path / "tsunax" / "rules" / "a.py").write_text("found = mine = 1\n")
     with pytest.raises(SystemExit, match="rules: 2 vague names, expected 1 at most"):
         lowered.main(["--check"])
+
+
+def test_words_of_pages_are_counted_and_shown(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("# Those that lie\n\nYou see it. Those that know `others`\ngo on.\n\n```python\nothers\n```\n")
+    words.main([str(tmp_path)])
+    rows = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert float(rows['"those that", "that of"']) == float(rows['"goes on"']) == float(rows['"you"']) == 111.11
+    assert float(rows['"of ours", "others"']) == 0
+    words.main([str(page), "--where"])
+    assert [line.rpartition("(")[2] for line in capsys.readouterr().out.splitlines()] == [
+        '"those that", "that of")', '"goes on")', "things that know, want, ask)",
+    ]  # fmt: skip
