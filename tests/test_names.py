@@ -114,6 +114,7 @@ def test_a_folder_above_its_ceiling_fails_and_ceilings_go_down_only(tmp_path):
     assert len(problems) == 2 and all(p.endswith(end) for p, end in zip(problems, above, strict=True))
     assert "1 constructions" in names.check(tmp_path, {"rules": (2, 0), ".": (1, 0)})[0]
     assert names.lower(tmp_path, {"rules": (7, 0), ".": (0, 3), "gone": (1, 1)}) == {".": (0, 0), "rules": (2, 0)}
+    assert names.lower(tmp_path, {"rules": (7, 0)}) == {".": (1, 0), "rules": (2, 0)}
 
 
 def test_lower_rewrites_the_table_of_the_script(tmp_path):
