@@ -19,9 +19,9 @@ from benchmarks import __main__ as benchmarks
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def script(name: str):
+def script(name: str, root: Path = ROOT):
     """A script without a suffix, as a module."""
-    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
+    loader = SourceFileLoader(name, str(root / "scripts" / name))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec
     module = importlib.util.module_from_spec(spec)
