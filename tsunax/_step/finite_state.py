@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from tsunax._core import Extra, PyTree, checks, trees
+from tsunax._state.state_fields import averages_of
 from tsunax._step.certainty import certainty
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
-from tsunax._state.state_fields import averages_of
 from tsunax.errors import StateError, message, warn
 from tsunax.state import TrainState, base, trained_part
 
