@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, trees
+from tsunax._core.tables import flat
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
@@ -19,7 +20,6 @@ from tsunax.errors import LossError, WrongTypeError
 from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike, outline
-from tsunax.run.history import flat
 from tsunax.state import TrainState
 
 # whether `evaluate` takes the first batch only: `fit` looks at the names

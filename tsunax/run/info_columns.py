@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, trees
+from tsunax._core.tables import flat
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError, StateError
 from tsunax.run import fused_loop
-from tsunax.run.history import flat
 from tsunax.run.run import OF_FIT
 from tsunax.state import donated
 from tsunax.states import COUNTED, numbers_of
@@ -39,6 +39,11 @@ def is_ready(infos: PyTree) -> bool:
 
 def hosted(infos: PyTree) -> PyTree:
     """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return _read(infos)
+
+
+def _read(infos: PyTree) -> PyTree:
     if isinstance(infos, fused_loop.Infos):  # done for every call
         others = [np.asarray(x) for x in infos.others]
         infos.__dict__.update(table=np.asarray(infos.table), others=others)
@@ -128,7 +133,8 @@ def counts_of(state: PyTree) -> np.ndarray:
         raise StateError(donated("fit()"))
     if isinstance(state.clock, jax.Array):
         check_local_members(state, "fit()")
-    return np.asarray(state.clock)
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(state.clock)
 
 
 def logged_step(state: PyTree, default: int) -> int:
