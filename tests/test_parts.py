@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tsunax.data.cursors import Reading
 from tsunax.run import fused_loop
 
 ROWS = np.arange(18, dtype=np.float32).reshape(9, 2) / 8
@@ -116,3 +117,55 @@ def test_users_code_runs_under_the_users_setting():
     with jax.transfer_guard("log"):
         fit(loss=noting, callbacks=note, logger=note, evaluate=lambda state: note() or {"val/x": 1.0})
     assert len(seen) > 8 and set(seen) == {"log"}
+
+
+# ------------------------------------------------------------------------------------------------ where data begin
+
+
+def fresh(data):
+    pass
+
+
+def broken_off(data):
+    next(iter(data))
+
+
+def read_once(data):
+    list(data)
+
+
+def set_to_a_place(data):
+    data.set_state({"epoch": 2, "position": 1})
+
+
+@pytest.mark.parametrize("make", [lambda data: data, ts.prefetch], ids=["batches", "prefetch"])
+@pytest.mark.parametrize(
+    ("before", "as_for", "trained", "new"),
+    [
+        (fresh, (0, 0), (0, 0), (0, 0)),
+        (broken_off, (1, 0), (0, 1), (0, 0)),
+        (read_once, (1, 0), (1, 0), (0, 0)),
+        (set_to_a_place, (2, 1), (2, 1), (2, 1)),
+    ],
+)
+def test_where_data_begin(make, before, as_for, trained, new):
+    """(epoch, position) of a loop as `for`, and of a run of a trained and of a new state; the data stay until then."""
+    for goes_on, is_new, expected in ((False, False, as_for), (True, False, trained), (True, True, new)):
+        data = make(ts.batches(ROWS, 3))
+        before(data)
+        place = data.get_state()
+        reading = Reading(data, goes_on, is_new)
+        assert tuple(reading.source.state().values()) == expected
+        reading.follow()
+        assert data.get_state() == place
+        reading.source.next()
+        reading.follow(has_begun=True)
+        assert data.get_state() == reading.source.state()
+        reading.back()
+        assert data.get_state() == place
+        data.close()
+
+
+def test_a_list_begins_at_its_beginning():
+    reading = Reading([ROWS], True, True)
+    assert (reading.source.epoch, reading.source.position) == (0, 0)

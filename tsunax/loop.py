@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tsunax._core import Function, PyTree, Step, StrPath, checks, placement
+from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
-from tsunax.errors import warn
+from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, fused_loop, opening
 from tsunax.run import feed as _feed
@@ -60,7 +61,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     ['2.5000', '2.0250', '1.6402']
     """
     check_step("run_steps()", step, state)
-    k = _feed.length_of(batches, "run_steps()")
+    k = _length_of(batches)
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
@@ -69,6 +70,15 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.place_extra(extra, state))
     return state, infos.stacked(state, slice(k))
+
+
+def _length_of(batches: PyTree) -> int:
+    """The length of the first axis that all arrays of a tree share. Raises StateError."""
+    shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
+        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
+        raise StateError("batches", "run_steps()", got, "arrays with one first axis, of steps")
+    return next(iter(shapes))[0]
 
 
 @checks.naming_arguments
