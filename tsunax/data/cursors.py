@@ -383,3 +383,8 @@ class Reading:
             place, is_placed = self._was
             (self._given.set_state if is_placed else self._given.follow)(place)
             self._given = None
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if isinstance(self.source.data, Data):
+            self.source.data.close()

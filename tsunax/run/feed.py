@@ -20,8 +20,7 @@ from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
 from tsunax.states import COUNTED
 
-# of batches that one call takes: in a cache, and a fraction of what a model needs
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20  # of batches of one call: in a cache, and a fraction of a model's needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
@@ -333,8 +332,7 @@ class Feed:
 
     def close(self) -> None:
         self.sync()
-        if isinstance(self.source.data, Data):
-            self.source.data.close()
+        self._reading.close()
 
 
 class _Block:
@@ -411,8 +409,8 @@ def _count(n: int, limit: int) -> np.ndarray:
 
 def _is_new(state) -> bool:
     """Whether no step has seen it: a `TrainState`, or a tree of some."""
-    is_state = lambda x: isinstance(x, COUNTED)
-    parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, COUNTED))
+    parts = [x for x in parts if isinstance(x, COUNTED)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 

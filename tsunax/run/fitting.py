@@ -297,7 +297,7 @@ class Fit:
         if not rejections.is_population:
             by_member = verdicts[:, None]
         # of one state its clock counts, else every call does
-        is_told = isinstance(infos, fused_loop.Told)
+        is_told = isinstance(infos, info_columns.Told)
         is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.by_member + np.cumsum(by_member > 0, 0)
@@ -327,7 +327,7 @@ class Fit:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[at]))
-                found |= fused_loop.scheduled(infos, state, stack)
+                found |= info_columns.scheduled(infos, state, stack)
             return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
@@ -338,7 +338,7 @@ class Fit:
             row_of = functools.partial(rows_of, applied[-1:])
             run.rows.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
-        if isinstance(run.info, fused_loop.Told):
+        if isinstance(run.info, info_columns.Told):
             now, run.info = run.info.clock, run.info.info
             if is_one and int(now[0]) != run.step:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"

@@ -23,38 +23,24 @@ On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
 It knows nothing of epochs.
 """
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import (
-    Extra,
-    Function,
-    PyTree,
-    Scalar,
-    Step,
-    TreeDef,
-    checks,
-    placement,
-    stable_text,
-    trees,
-)
+from tsunax._core import Extra, PyTree, Scalar, Step, checks, placement, stable_text, trees
 from tsunax._cpu import convolutions
 from tsunax._step.members import over_members
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
-from tsunax.rules.number_table import Numbers
+from tsunax.run.info_columns import Infos, Told, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
-from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
-from tsunax.step import StepInfo
+from tsunax.states import States, assemble_any, split_any, training_states
 
 # Without these options XLA reads the condition of a loop back to the host before each step, and
 # only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by
@@ -110,14 +96,6 @@ class Nothing:
         return None
 
 
-class Told(NamedTuple):
-    """The info of a call of a step of `States`, with the clock of the run after it."""
-
-    info: PyTree
-    clock: jax.Array  # int32 (4,)
-    rejected: dict[str, jax.Array]  # calls of each member: int32
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stacked:
@@ -134,50 +112,6 @@ class Stacked:
     def at(self, i: Scalar) -> PyTree:
         row = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
         return jax.tree.map(row, self.batches)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Infos:
-    """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
-
-    table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
-    others: list[Any]  # what is not one such number, stacked
-    treedef: TreeDef = field(metadata={"static": True})
-    # of every leaf; None for one of `others`
-    dtypes: tuple[Any, ...] = field(metadata={"static": True})
-    # the scheduled hyperparameters, the last columns of the table
-    named: tuple[str, ...] = field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, info: PyTree) -> "Infos":
-        """Those of one step."""
-        leaves, treedef = jax.tree.flatten(info)
-        dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
-        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
-        fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
-        table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
-        others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
-        return cls(table, others, treedef, dtypes, ())
-
-    def unpacked(self, parts: "list[tuple[Infos, int]]") -> tuple[Any, dict[str, np.ndarray]]:
-        """The first n infos of each part on the host, stacked, and hyperparameters by name."""
-        columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
-        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
-        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
-        return infos, dict(zip(self.named, columns, strict=True))
-
-    def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
-        """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
-        table, others = self.table[rows], (x[rows] for x in self.others)
-        columns = (table[..., i] for i in range(table.shape[-1]))
-        infos = self._whole(columns, others, jax.lax.bitcast_convert_type)
-        infos = _with_numbers(infos, numbers_of(state))
-        return infos.info if isinstance(infos, Told) else infos
-
-    def _whole(self, columns, others, as_dtype) -> Any:
-        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
-        return self.treedef.unflatten(leaves)
 
 
 @dataclass(frozen=True)
@@ -224,7 +158,7 @@ class Fused:
                     new, info = run(state, batch, given)
                 _check_same(state, new)
                 # those of the state after the call
-                info = _with_numbers(info, dict.fromkeys(training_states(state)))
+                info = with_numbers(info, dict.fromkeys(training_states(state)))
                 _, new, after = split_any(new)
                 pairs = zip(jax.tree.leaves(after), jax.tree.leaves(still), strict=True)
                 found = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
@@ -256,7 +190,7 @@ class Fused:
             self.programs.traced += 1  # one that failed is none
             if isinstance(step, TrainStep) and trace is not None:
                 step.traces.append(trace)
-            infos = _with_scheduled(infos, state)
+            infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, more, strict=True)), infos
 
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
@@ -375,56 +309,6 @@ def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
     """The tree with some leaves replaced, by their places."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
-
-
-def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
-    """An info with the numbers of its state; of a run, those that a dict of infos names."""
-    if isinstance(info, Told):
-        if not isinstance(info.info, Mapping):
-            return info
-        infos = dict(info.info)
-        for at, x in numbers.items():
-            if isinstance(part := infos.get(at.removesuffix("/")), StepInfo):
-                infos[at.removesuffix("/")] = part._replace(numbers=x)
-        return info._replace(info=infos)
-    return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
-
-
-def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
-    """The infos of the training states of a call by name; of `States`, those that a dict names."""
-    info = info.info if isinstance(info, Told) else info
-    infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
-    found = {at: infos.get(at.removesuffix("/")) for at in training_states(state)}
-    return {at: x for at, x in found.items() if isinstance(x, StepInfo)}
-
-
-def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
-    """Columns of the scheduled hyperparameters in stacked infos, computed by `mapped(f, steps)`."""
-    known, columns = numbers_of(state), {}
-    for at, part in step_infos(info, state).items():
-        if (numbers := known[at]) is None or part.step is None:
-            continue
-        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
-            moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
-            for name, x in moved.items():  # of a population one for each member
-                many = {f"{at}{name}/{i}": x[:, i] for i in range(x.shape[1])} if x.ndim > 1 else {}
-                columns |= many or {at + name: x}
-    return columns
-
-
-def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
-    held = numbers.named(None)
-    return {name: x for name, x in numbers.named(step).items() if name not in held}
-
-
-def _with_scheduled(infos: Infos, state: PyTree) -> Infos:
-    """The infos with the scheduled hyperparameters of every step as further columns."""
-    columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
-    if not columns:
-        return infos
-    more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
-    table = jnp.concatenate([infos.table, *more], 1)
-    return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
 def _takes_batch(step: Step) -> bool:

@@ -12,8 +12,7 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
-from tsunax.run.fused_loop import step_infos
-from tsunax.run.info_columns import counts_of, most_calls
+from tsunax.run.info_columns import counts_of, most_calls, step_infos
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
 from tsunax.states import States, training_states
