@@ -6,6 +6,8 @@ runs on tsunax, and on the small wrong packages below that show that it can fail
 
 import ast
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -118,6 +120,30 @@ def import_problems(package: Path) -> list[str]:
                 problems.append(f"{there} imports {target}, which is private to {other}/.")
     if cycle := a_cycle(graph):
         problems.append(f"import cycle: {' -> '.join(cycle)}")
+    return problems
+
+
+# The files that one call needs (`scripts/size`), and the most that they may be. A file more needs a reason.
+NEEDED = {"program": 25, "run.evaluation": 39, "loop": 55}
+
+
+def size_module():
+    loader = importlib.machinery.SourceFileLoader("size", str(ROOT / "scripts" / "size"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("size", loader))
+    loader.exec_module(module)
+    return module
+
+
+def too_many_files(package: Path, needed: dict[str, int]) -> list[str]:
+    """Who asks for what, if one call needs more files than it may."""
+    size, known = size_module(), size_module().modules(package)
+    graph = {name: size.imports(name, path, package, known) for name, path in known.items()}
+    problems = []
+    for start, most in needed.items():
+        files = size.closure(start, graph)
+        if len(files) > most:
+            asks = [f"  {name} for {', '.join(sorted(n for n in files if name in graph[n]))}" for name in sorted(files)]
+            problems.append("\n".join([f"{start} needs {len(files)} files, {most} at most:", *asks]))
     return problems
 
 
@@ -328,6 +354,24 @@ def test_few_files_ask_how_many_processes_there_are():
     """One process is a null object, `_core/processes.py`, with the methods of several."""
     found = askers(PACKAGE)
     assert set(found) == ASKS_FOR_PROCESSES, found
+
+
+def test_a_call_needs_few_files():
+    check(too_many_files(PACKAGE, NEEDED))
+
+
+def test_a_file_too_many_is_named_with_who_asks_for_it(tmp_path):
+    package = write(
+        tmp_path, {"loop.py": "from tsunax import step", "step.py": "from tsunax import state", "state.py": ""}
+    )
+    assert too_many_files(package, {"loop": 3}) == []
+    (problem,) = too_many_files(package, {"loop": 2})
+    assert problem.splitlines() == [
+        "loop needs 3 files, 2 at most:",
+        "  loop for ",
+        "  state for step",
+        "  step for loop",
+    ]
 
 
 def test_the_table_of_tiers_is_the_package():

@@ -42,7 +42,6 @@ from tsunax.insight import describe as describe
 from tsunax.insight import find_batch_size as find_batch_size
 from tsunax.insight import find_learning_rate as find_learning_rate
 from tsunax.insight import replay as replay
-from tsunax.loop import evaluate as evaluate
 from tsunax.loop import fit as fit
 from tsunax.loss import Loss as Loss
 from tsunax.migration import migrate as migrate
@@ -51,6 +50,7 @@ from tsunax.program import eval_step as eval_step
 from tsunax.program import train_step as train_step
 from tsunax.run import callbacks as callbacks
 from tsunax.run import loggers as loggers
+from tsunax.run.evaluation import evaluate as evaluate
 from tsunax.state import TrainState as TrainState
 from tsunax.state import averaged as averaged
 from tsunax.state import setup as setup

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tsunax._core import Function, PyTree, Step, StrPath, checks, placement
+from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
-from tsunax.errors import warn
+from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, fused_loop, opening
 from tsunax.run import feed as _feed
-from tsunax.run.evaluation import evaluate
+from tsunax.run.calling import Caller, Trainee
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
@@ -60,7 +61,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     ['2.5000', '2.0250', '1.6402']
     """
     check_step("run_steps()", step, state)
-    k = _feed.length_of(batches, "run_steps()")
+    k = _length_of(batches)
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
@@ -69,6 +70,15 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.place_extra(extra, state))
     return state, infos.stacked(state, slice(k))
+
+
+def _length_of(batches: PyTree) -> int:
+    """The length of the first axis that all arrays of a tree share. Raises StateError."""
+    shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+    if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
+        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
+        raise StateError("batches", "run_steps()", got, "arrays with one first axis, of steps")
+    return next(iter(shapes))[0]
 
 
 @checks.naming_arguments
@@ -92,17 +102,21 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    feed, loop, parts = _feed.Feed(step, data, state, "auto", float("inf")), _loop_of(step), []
-    alike, done = agreement.Alike("run_epoch()", state, data), 0
+    feed = _feed.Feed(step, data, state, "auto", float("inf"))
+    alike = agreement.Alike("run_epoch()", state, data)
     alike.start(step=agreement.outline(step), place=feed.source.state())
-    extra = placement.place_extra(extra, state)
-    take = lambda: alike.chunk(done + 1, feed.take(_feed.RESIDENT, state, 0), feed.source)
-    while (chunk := take()) is not None:
-        done += chunk.steps
-        alike.program(loop.trace, state, chunk.feed, chunk.n, extra)
-        state, infos = loop(state, chunk.feed, chunk.n, extra)
-        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
-    return state, jax.tree.map(lambda *x: jnp.concatenate(x), *parts).stacked(state)
+    trainee, parts, done = Trainee(state), [], 0
+    caller = Caller(_loop_of(step), feed, alike, trainee, extra)
+
+    def next_chunks() -> list[_feed.Chunk] | None:
+        return caller.take(_feed.RESIDENT, done) or None  # none at the end of the epoch
+
+    for _ in caller.calls(next_chunks):
+        for chunk, infos in caller.read():
+            done += chunk.steps
+            parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+    infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return trainee.state, infos.stacked(trainee.state)
 
 
 def _loop_of(step: Step) -> fused_loop.Fused:
@@ -133,21 +147,24 @@ def iterate(
     check_step("iterate()", step, state)
     checks.check_count(steps_per_call, "iterate()", "steps_per_call")
     feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0), goes_on=True)
-    loop, calls, extra = _loop_of(step), 0, placement.place_extra(extra, state)
     alike = agreement.Alike("iterate()", state, data)
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     alike.start(**settings, step=agreement.outline(step), place=feed.source.state())
-    while not goal.reached(calls, feed.epoch):
-        chunk = feed.take(int(min(steps_per_call, goal.left(calls))), state, calls)
-        alike.chunk(calls + 1, chunk, feed.source)
-        if chunk is not None:
-            alike.program(loop.trace, state, chunk.feed, chunk.n, extra)
-            state, infos = loop(state, chunk.feed, chunk.n, extra)
-            calls += chunk.steps
-            sent = yield state, infos.stacked(state, chunk.steps - 1)
+    trainee, done = Trainee(state), 0
+    caller = Caller(_loop_of(step), feed, alike, trainee, extra)
+
+    def next_chunks() -> list[_feed.Chunk] | None:
+        if goal.reached(done, feed.epoch):
+            return None
+        return caller.take(int(min(steps_per_call, goal.left(done))), done)
+
+    for _ in caller.calls(next_chunks):
+        for chunk, infos in caller.read():
+            done += chunk.steps
+            sent = yield trainee.state, infos.stacked(trainee.state, chunk.steps - 1)
             if sent is not None:
                 check_step("iterate()", step, sent)
-                state = sent
+                trainee.state = sent
 
 
 @functools.partial(checks.naming_arguments, fix="Give the goal by name: steps=1000, or epochs=10.")
@@ -310,10 +327,9 @@ def _closed(fitting: Fit) -> None:
 def _train(fitting: Fit, interrupt: Interrupt) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
-    while not fitting.is_over(interrupt):
-        # the batches of the next calls; none at the end of an epoch
-        if chunks := fitting.take(fitting.steps_to_boundary()):
-            fitting.call(chunks)  # their numbers are read when the next calls are under way
+    for calls in fitting.caller.calls(lambda: fitting.next_chunks(interrupt)):
+        if calls:  # they are under way; at the end of an epoch there are none
+            fitting.dispatched()  # the numbers of the calls before them are read meanwhile
         if fitting.feed.ended():
             fitting.epoch_ended()
         # before a signal may end the run: a resumed one does not go back to this step
@@ -322,4 +338,4 @@ def _train(fitting: Fit, interrupt: Interrupt) -> None:
     fitting.end(interrupt)
 
 
-__all__ = ["History", "evaluate", "fit", "iterate", "run_epoch", "run_steps"]
+__all__ = ["History", "fit", "iterate", "run_epoch", "run_steps"]

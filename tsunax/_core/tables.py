@@ -3,6 +3,9 @@
 import html
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 # Columns of a history that pictures and the progress leave out.
 ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
@@ -66,3 +69,16 @@ def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) ->
         low = min(filter(math.isfinite, values), default=high)
         found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
     return found
+
+
+def flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
+    """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
+    out = {}
+    for name, x in found.items():
+        if isinstance(x, Mapping):
+            out |= flat(x, f"{root}{name}/")
+        elif np.ndim(x):
+            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
+        else:
+            out[root + name] = float(x)
+    return out

@@ -16,7 +16,7 @@ import numpy as np
 
 from tsunax._core import PyTree, checks, placement, trees
 from tsunax.data.checks import check_casts, owned
-from tsunax.data.positions import Data
+from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
@@ -333,3 +333,58 @@ def as_source(data: Iterable[PyTree]) -> Source:
             fix = "Of records by number: ts.batches(dataset, batch_size)."
         raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
     return Source(data)
+
+
+class Reading:
+    """Data that a loop reads, from where it begins; the data that were given follow it.
+
+    With `goes_on` a new state begins with the first batch, and a trained one where the data are.
+    Without, data begin as in a `for`: a new epoch. A place that was set is the beginning in any
+    case. `batches` are read by a copy with a place of its own, because others may loop over them
+    meanwhile; after each call the data that were given move to that place.
+    """
+
+    def __init__(self, data: Any, goes_on: bool, is_new: bool) -> None:
+        begins = is_new and isinstance(data, Data) and not data.is_placed
+        self._given: Any = None
+        self._has_begun = False
+        if isinstance(data, Data) and isinstance(innermost(data), Positioned):
+            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
+        elif begins and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
+            data.restart()
+        self.source: Source = as_source(data)
+        if isinstance(data, Data) and self.source.resumable and not begins:
+            is_copy = self._given is not None
+            place, is_placed = self._was if is_copy else (data.get_state(), data.is_placed)
+            if goes_on or is_placed:  # in the middle of an epoch, if they are there
+                self.source.restore(place)
+            elif is_copy:
+                epoch = place["epoch"] + (place["position"] > 0)
+                self.source.restore({"epoch": epoch, "position": 0})
+        self._start = self.source.state() if self.source.resumable else None
+
+    def follow(self, has_begun: bool = False) -> None:
+        """Move the data that were given to the place of the source, once a batch was read."""
+        self._has_begun = self._has_begun or has_begun
+        if self._given is not None and self._has_begun:
+            self._given.follow(self.source.state())
+
+    def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
+        """Go on from a place that a checkpoint has, or raise DataError for data that cannot."""
+        self.source.restore(place, fast_forward)
+        if self._given is not None:
+            self._given.set_state(place)
+
+    def back(self) -> None:
+        """Put the data back to where they were, if they can be."""
+        if self._start is not None:
+            self.source.restore(self._start)
+        if self._given is not None:
+            place, is_placed = self._was
+            (self._given.set_state if is_placed else self._given.follow)(place)
+            self._given = None
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if isinstance(self.source.data, Data):
+            self.source.data.close()

@@ -18,13 +18,14 @@ from tsunax._core import PyTree, Where, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import number_checks
+from tsunax.run.part import Part
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
-    "At", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau", "thaw_at",
-    "throttle", "time_limit",
+    "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
+    "thaw_at", "throttle", "time_limit",
 ]  # fmt: skip
 _T = TypeVar("_T")
 

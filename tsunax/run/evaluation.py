@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, trees
+from tsunax._core.tables import flat
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
@@ -19,7 +20,6 @@ from tsunax.errors import LossError, WrongTypeError
 from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.agreement import Alike, outline
-from tsunax.run.history import flat
 from tsunax.state import TrainState
 
 # whether `evaluate` takes the first batch only: `fit` looks at the names
@@ -95,16 +95,7 @@ def evaluate(
             batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
         if is_ours:
             alike.program(eval_step.trace, state, batch, {**extra, **mask})
-        try:
-            loss = eval_step(state, batch, **extra, **mask)
-        except Exception:
-            if not is_ours:
-                from tsunax._step.loss_fn_errors import check_no_loss_fn
-
-                check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
-            raise
-        if not isinstance(loss, Loss):
-            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
+        loss = _loss_of(eval_step, state, batch, {**extra, **mask})
         if loss.model_state is not None:  # of a function that carries it from batch to batch
             check_model_state(loss.model_state, state.model_state)
             state = dataclasses.replace(state, model_state=loss.model_state)
@@ -122,6 +113,22 @@ def evaluate(
     alike.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
     return flat(jax.device_get(computed(total)))
+
+
+def _loss_of(eval_step: Function, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
+    """The `Loss` of a batch; raises WrongTypeError for another result."""
+    try:
+        loss = eval_step(state, batch, **extra)
+    except Exception:
+        if not isinstance(eval_step, EvalStep):
+            from tsunax._step.loss_fn_errors import check_no_loss_fn
+
+            check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
+        raise
+    if not isinstance(loss, Loss):
+        got, fix = trees.describe(loss), "Of a loss function: ts.eval_step(loss_fn)."
+        raise WrongTypeError("result", "eval_step", got, "a ts.Loss", fix)
+    return loss
 
 
 def _check_carries(

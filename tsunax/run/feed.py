@@ -13,15 +13,14 @@ from jax.sharding import NamedSharding
 from tsunax._core import PyTree, placement, trees
 from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
-from tsunax.data.cursors import Source, as_source
+from tsunax.data.cursors import Reading, Source
 from tsunax.data.positions import Data, Positioned, innermost
-from tsunax.errors import DataError, StateError, warn
+from tsunax.errors import DataError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
 from tsunax.states import COUNTED
 
-# of batches that one call takes: in a cache, and a fraction of what a model needs
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20  # of batches of one call: in a cache, and a fraction of a model's needs
 MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
 RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
 MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
@@ -80,25 +79,9 @@ class Feed:
         self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
         self._repeated: Any = None  # copies of the only batch, on the device
         self._is_population = members_of(state) is not None
-        begins = goes_on and isinstance(data, Data) and not data.is_placed and _is_new(state)
-        # `batches` are read with a place of the run's own: others may loop over them meanwhile. The
-        # data that were given follow it, call by call.
-        self._given: Any = None
-        self._has_begun = False
-        if isinstance(data, Data) and isinstance(innermost(data), Positioned):
-            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
-        elif begins and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
-            data.restart()
-        self.source: Source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable and not begins:
-            is_ours = self._given is not None
-            place, is_placed = self._was if is_ours else (data.get_state(), data.is_placed)
-            if goes_on or is_placed:  # in the middle of an epoch, if they are there
-                self.source.restore(place)
-            elif is_ours:
-                epoch = place["epoch"] + (place["position"] > 0)
-                self.source.restore({"epoch": epoch, "position": 0})
-        self._start = self.source.state() if self.source.resumable else None
+        is_new = goes_on and isinstance(data, Data) and _is_new(state)
+        self._reading: Reading = Reading(data, goes_on, is_new)
+        self.source: Source = self._reading.source
         if isinstance(steps_per_call, int):  # room for more than are left would never be filled
             steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
         self._setting, self._interval = steps_per_call, interval
@@ -139,13 +122,9 @@ class Feed:
         For `until` steps nobody looks at the place of the data: so far may be read ahead.
         """
         chunk = self._take(n, state, step, limit, until)
-        self._ended, self._has_begun = chunk is None, True
-        self._tell()
+        self._ended = chunk is None
+        self._reading.follow(has_begun=True)
         return chunk
-
-    def _tell(self) -> None:
-        if self._given is not None and self._has_begun:
-            self._given.follow(self.source.state())
 
     def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
         epochs, data = self.epoch, self.source.data
@@ -249,7 +228,7 @@ class Feed:
         if self._block is not None:
             place, self._block = self.place(), None
             self.source.restore(place)
-        self._tell()
+        self._reading.follow()
 
     def _is_beside(self, resident: PyTree, state) -> bool:
         """Whether arrays of data are on the devices of the state, or go there with its program."""
@@ -345,23 +324,15 @@ class Feed:
             expected = f"{saved}, with which the checkpoint was saved"
             fix = "Give the data of that run; or start another one, with another path."
             raise DataError("data", "fit()", got, expected, fix)
-        self.source.restore(place, fast_forward)
-        if self._given is not None:
-            self._given.set_state(place)
+        self._reading.go_to(place, fast_forward)
 
     def back(self) -> None:
         """Put the data back to where they were, if they can be."""
-        if self._start is not None:
-            self.source.restore(self._start)
-        if self._given is not None:
-            place, is_placed = self._was
-            (self._given.set_state if is_placed else self._given.follow)(place)
-            self._given = None
+        self._reading.back()
 
     def close(self) -> None:
         self.sync()
-        if isinstance(self.source.data, Data):
-            self.source.data.close()
+        self._reading.close()
 
 
 class _Block:
@@ -438,8 +409,8 @@ def _count(n: int, limit: int) -> np.ndarray:
 
 def _is_new(state) -> bool:
     """Whether no step has seen it: a `TrainState`, or a tree of some."""
-    is_state = lambda x: isinstance(x, COUNTED)
-    parts = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, COUNTED))
+    parts = [x for x in parts if isinstance(x, COUNTED)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 
@@ -447,12 +418,3 @@ def _settings_of(data) -> dict[str, Any] | None:
     """What the order of `batches` depends on; None for other data."""
     data = innermost(data)
     return data.settings if isinstance(data, Positioned) else None
-
-
-def length_of(batches: PyTree, where: str) -> int:
-    """The length of the first axis that all arrays of a tree share. Raises StateError."""
-    shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
-    if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
-        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
-        raise StateError("batches", where, got, "arrays with one first axis, of steps")
-    return next(iter(shapes))[0]

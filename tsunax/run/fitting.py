@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, placement
+from tsunax._core import PyTree, Step
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import agreement, feed, fused_loop, info_columns
+from tsunax.run.calling import Caller
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.part import Part
@@ -75,16 +76,12 @@ class Fit:
         self.beginning: Beginning = beginning
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
+        self.caller: Caller = Caller(self.loop, feed, alike, run, options.extra)
         self.signal: int = 0  # that ended the run: the same on all processes
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
-        self.given: Any = None  # what `extra` was placed from
-        self.extra: Any
-        self.place_extra()
         self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
-        self.pending: list[tuple[Any, Any]] = []  # calls whose infos were not read
-        self.ahead: int = 0  # steps in them
         # per call over the last reads, without compiling and boundaries; 0: unknown
         self.seconds: float = 0.0
         self.gathered: float = 0.0  # calls that only gathered, as those of `rules.accumulate` do
@@ -95,12 +92,6 @@ class Fit:
         # (clock, steps done) at the last reads
         self.stretch: collections.deque[tuple[float, int]] = collections.deque(maxlen=STRETCH)
         self.traced: int = self.traces()  # when it was called last
-
-    def place_extra(self) -> None:
-        """Put the step's arguments where the state lives, again if a callback changed them."""
-        given, old = dict(self.options.extra), self.given
-        if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
-            self.given, self.extra = given, placement.place_extra(given, self.run.state)
 
     def compare(self) -> None:
         """Compare the processes of the run."""
@@ -155,7 +146,11 @@ class Fit:
             goal = self.options.goal.left(0)
             places = [part.next_step(step) for part in self.parts] + [goal] * (goal > step)
             self.next = step, min(places, default=float("inf"))
-        return self.next[1] - step - self.ahead
+        return self.next[1] - step - self.caller.ahead
+
+    def next_chunks(self, interrupt: Interrupt) -> list[feed.Chunk] | None:
+        """The batches of the next calls; None if the run is over."""
+        return None if self.is_over(interrupt) else self.take(self.steps_to_boundary())
 
     def take(self, left: float) -> list[feed.Chunk]:
         """The batches of the next calls, for `left` steps at most; none at the end of an epoch.
@@ -164,11 +159,12 @@ class Fit:
         `left`; the room of a call (`feed.buffer_size`); the rest of an epoch or block. The calls
         are those of `CALL_SECONDS`, of batches that lie there: a Ctrl-C waits for them.
         """
-        ahead, limit = self.run.step + self.ahead, self.rejections.limit or feed.NO_LIMIT
+        ahead, limit = self.run.step + self.caller.ahead, self.rejections.limit or feed.NO_LIMIT
         most = int(min(self.per_call(), left))
         self.clock.lap("data")
         chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
-        if self.pending and not info_columns.is_ready(self.pending[-1][1]):
+        unread = self.caller.unread
+        if unread and not info_columns.is_ready(unread[-1].infos):
             self.clock.cause = "device"  # it was at work meanwhile: nobody waited for data
         self.clock.lap("device")
         chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
@@ -185,40 +181,22 @@ class Fit:
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
 
-    def call(self, chunks: list[feed.Chunk]) -> None:
-        """Dispatch calls; read those before them, if they have waited long enough."""
-        run, before = self.run, self.clock.since
-        if self.options.steps_per_call is None:
-            if isinstance(step := self.loop.step, TrainStep):
-                trace = functools.partial(step.trace, **self.extra)
-                self.alike.program(trace, run.state, chunks[0].feed.batch)
-            run.state, infos = self.loop.once(run.state, chunks[0].feed.batch, self.extra)
-            self.called(chunks[0], infos)
-        else:
-            first = chunks[0]
-            self.alike.program(self.loop.trace, run.state, first.feed, first.n, self.extra)
-            calls = fused_loop.Calls(self.loop, run.state, self.extra)
-            try:
-                for chunk in chunks:
-                    self.called(chunk, calls(chunk.feed, chunk.n))
-            finally:  # what was called counts, whatever the next one raises
-                run.state = calls.state
+    def dispatched(self) -> None:
+        """Calls are under way: read those before them, if they have waited long enough."""
+        before = self.clock.since
         if is_new := self.traced != self.traces():  # it compiled: no measure of anything
             self.traced, self.clock.cause = self.traces(), "compile"
         now = self.clock.lap("device")
         self.read_at = self.read_at or now
-        chunk, infos = self.pending[-1]
+        chunk, infos = self.caller.unread[-1]
         if is_new:
             self.idle += now - before
             self.idle_steps += chunk.steps if info_columns.is_ready(infos) else 0
         is_late = self.alike.spans or now - self.read_at > CALL_SECONDS or not self.seconds
-        is_large = len(self.pending) * chunk.bytes > WAITING_BYTES
-        if len(self.pending) > 1 and (is_late or is_large):
+        count = len(self.caller.unread)
+        is_large = count * chunk.bytes > WAITING_BYTES
+        if count > 1 and (is_late or is_large):
             self.read(1)
-
-    def called(self, chunk: feed.Chunk, infos: Any) -> None:
-        self.pending.append((chunk, infos))
-        self.ahead += chunk.steps
 
     def traces(self) -> int:
         """How often what is called was traced, so compiled; once if that cannot be known."""
@@ -226,7 +204,7 @@ class Fit:
         if isinstance(step, TrainStep):
             return len(step.traces)
         is_looped = self.options.steps_per_call is not None
-        return self.loop.programs.traced if is_looped else bool(self.pending)
+        return self.loop.programs.traced if is_looped else bool(self.caller.unread)
 
     def boundary_here(self) -> None:
         """The boundary that the run was called up to, unless rejected steps left it behind."""
@@ -264,7 +242,7 @@ class Fit:
                 part.at(run, events)
         if run.is_changed:
             self.rejections.calls = info_columns.most_calls(run.state)
-        self.place_extra()
+        self.caller.place_extra(self.options.extra)
         self.idle += self.clock.lap("idle") - before
 
     @contextlib.contextmanager
@@ -289,21 +267,19 @@ class Fit:
 
     def read(self, leave: int) -> None:
         """Make rows of all calls but the last `leave`. After `read(0)` nothing is under way."""
-        cut = len(self.pending) - leave
-        pending, self.pending = self.pending[:cut], self.pending[cut:]
-        for _, part in itertools.groupby(pending, lambda call: info_columns.form_of(call[1])):
+        form = lambda call: info_columns.form_of(call.infos)
+        for _, part in itertools.groupby(self.caller.read(leave), form):
             chunks, infos = zip(*part, strict=True)
             infos = [info_columns.hosted(x) for x in infos]  # the one wait
             infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
-            count = sum(chunk.steps for chunk in chunks)
-            self.ahead, self.steps_read = self.ahead - count, self.steps_read + count
+            self.steps_read += sum(chunk.steps for chunk in chunks)
             self.measure()
             self.rows(chunks, infos, named)
 
     def measure(self) -> None:
         """The seconds per call over the last reads, from the steps that are done by now."""
         self.read_at = time.perf_counter()
-        ready = (chunk.steps for chunk, infos in self.pending if info_columns.is_ready(infos))
+        ready = (chunk.steps for chunk, infos in self.caller.unread if info_columns.is_ready(infos))
         done = self.steps_read + sum(ready) - self.idle_steps
         clock = self.read_at - self.idle
         if self.stretch and done > self.stretch[0][1]:  # not before the first read: it compiles
@@ -320,12 +296,12 @@ class Fit:
         if not rejections.is_population:
             by_member = verdicts[:, None]
         # of one state its clock counts, else every call does
-        is_told = isinstance(infos, fused_loop.Told)
+        is_told = isinstance(infos, info_columns.Told)
         is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
         rejected = rejections.by_member + np.cumsum(by_member > 0, 0)
         self.gathered += float(np.mean(verdicts < 0)) * len(epochs)
-        fatal = rejections.note(by_member, steps, chunks, infos, self.extra)
+        fatal = rejections.note(by_member, steps, chunks, infos, self.caller.extra)
         n = len(epochs) if fatal is None else fatal + 1  # the loop went no further
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns = dict(info_columns.columns(infos)) | named
@@ -350,7 +326,7 @@ class Fit:
             found = {name: x[at] for name, x in columns.items()}
             if self.options.steps_per_call is None:
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[at]))
-                found |= fused_loop.scheduled(infos, state, stack)
+                found |= info_columns.scheduled(infos, state, stack)
             return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
@@ -361,7 +337,7 @@ class Fit:
             row_of = functools.partial(rows_of, applied[-1:])
             run.rows.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
-        if isinstance(run.info, fused_loop.Told):
+        if isinstance(run.info, info_columns.Told):
             now, run.info = run.info.clock, run.info.info
             if is_one and int(now[0]) != run.step:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
@@ -370,7 +346,7 @@ class Fit:
         for part in self.parts:
             part.read(run, len(due) > 0)
         if fatal is not None:
-            rejections.give_up(fatal, chunks, self.extra)
+            rejections.give_up(fatal, chunks, self.caller.extra)
 
     def rates(self, columns: dict[str, Any], infos: PyTree) -> dict[str, float]:
         """The steps and examples of a second. Takes the weights of steps out of the columns."""

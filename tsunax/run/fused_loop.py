@@ -23,38 +23,24 @@ On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
 It knows nothing of epochs.
 """
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import (
-    Extra,
-    Function,
-    PyTree,
-    Scalar,
-    Step,
-    TreeDef,
-    checks,
-    placement,
-    stable_text,
-    trees,
-)
+from tsunax._core import Extra, PyTree, Scalar, Step, checks, placement, stable_text, trees
 from tsunax._cpu import convolutions
 from tsunax._step.members import over_members
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
-from tsunax.rules.number_table import Numbers
+from tsunax.run.info_columns import Infos, Told, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
-from tsunax.states import States, assemble_any, numbers_of, split_any, training_states
-from tsunax.step import StepInfo
+from tsunax.states import States, assemble_any, split_any, training_states
 
 # Without these options XLA reads the condition of a loop back to the host before each step, and
 # only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by
@@ -65,6 +51,10 @@ ONE_GRAPH = {
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
 }  # on several GPUs a loop stays as it is: collectives are in no CUDA graph
+
+
+_SENDS = jax.transfer_guard_host_to_device
+_READS = jax.transfer_guard_device_to_host
 
 
 @functools.cache
@@ -106,14 +96,6 @@ class Nothing:
         return None
 
 
-class Told(NamedTuple):
-    """The info of a call of a step of `States`, with the clock of the run after it."""
-
-    info: PyTree
-    clock: jax.Array  # int32 (4,)
-    rejected: dict[str, jax.Array]  # calls of each member: int32
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stacked:
@@ -132,50 +114,6 @@ class Stacked:
         return jax.tree.map(row, self.batches)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Infos:
-    """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
-
-    table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
-    others: list[Any]  # what is not one such number, stacked
-    treedef: TreeDef = field(metadata={"static": True})
-    # of every leaf; None for one of `others`
-    dtypes: tuple[Any, ...] = field(metadata={"static": True})
-    # the scheduled hyperparameters, the last columns of the table
-    named: tuple[str, ...] = field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, info: PyTree) -> "Infos":
-        """Those of one step."""
-        leaves, treedef = jax.tree.flatten(info)
-        dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
-        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
-        fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
-        table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
-        others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
-        return cls(table, others, treedef, dtypes, ())
-
-    def unpacked(self, parts: "list[tuple[Infos, int]]") -> tuple[Any, dict[str, np.ndarray]]:
-        """The first n infos of each part on the host, stacked, and hyperparameters by name."""
-        columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
-        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
-        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
-        return infos, dict(zip(self.named, columns, strict=True))
-
-    def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
-        """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
-        table, others = self.table[rows], (x[rows] for x in self.others)
-        columns = (table[..., i] for i in range(table.shape[-1]))
-        infos = self._whole(columns, others, jax.lax.bitcast_convert_type)
-        infos = _with_numbers(infos, numbers_of(state))
-        return infos.info if isinstance(infos, Told) else infos
-
-    def _whole(self, columns, others, as_dtype) -> Any:
-        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
-        return self.treedef.unflatten(leaves)
-
-
 @dataclass(frozen=True)
 class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
@@ -191,6 +129,11 @@ class Fused:
     @functools.cached_property
     def programs(self) -> Programs:
         return Programs(self._compiled_on)
+
+    @functools.cached_property
+    def dispatched(self) -> set[Any]:
+        """The forms of the arguments of calls that were compiled."""
+        return set()
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, bool]) -> Any:
         (shardings, is_on_gpu), step = place, self.step
@@ -215,7 +158,7 @@ class Fused:
                     new, info = run(state, batch, given)
                 _check_same(state, new)
                 # those of the state after the call
-                info = _with_numbers(info, dict.fromkeys(training_states(state)))
+                info = with_numbers(info, dict.fromkeys(training_states(state)))
                 _, new, after = split_any(new)
                 pairs = zip(jax.tree.leaves(after), jax.tree.leaves(still), strict=True)
                 found = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
@@ -247,7 +190,7 @@ class Fused:
             self.programs.traced += 1  # one that failed is none
             if isinstance(step, TrainStep) and trace is not None:
                 step.traces.append(trace)
-            infos = _with_scheduled(infos, state)
+            infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, more, strict=True)), infos
 
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
@@ -316,6 +259,7 @@ class Calls:
         shardings, self._moving, self._still = placed
         is_on_gpu = shardings is None and _is_on_gpu(self._moving)
         self._program = loop.programs[shardings, is_on_gpu]
+        self._dispatched = loop.dispatched
 
     def _given(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
         return self._kind, self._moving, self._still, feed, n, self._extra
@@ -327,7 +271,7 @@ class Calls:
         if self._row_probe is not None and self._row_probe.pending:
             self._row_probe(self.state, feed.at(0), self._extra)
         try:
-            self._moving, more, infos = self._program(*self._given(feed, n))
+            self._moving, more, infos = self._dispatch(feed, n)
         except Exception as error:
             if isinstance(state := self.state, TrainState):
                 given = getattr(feed, "batches", getattr(feed, "arrays", None))
@@ -338,6 +282,24 @@ class Calls:
             self._still = _with_leaves(self._still, more)
         return infos
 
+    def _dispatch(self, feed: PyTree, n: Any) -> Any:
+        """Call the program. That it does not wait for the host is proven by JAX.
+
+        Batches on the host are sent with the call, whatever the user's guard says: to put them
+        there before costs five times as much. The first call of a form is traced, which runs the
+        user's code under the user's guard, and compiled, which reads constants.
+        """
+        given = self._given(feed, n)
+        form = self._program, self._kind, _form(feed), _form(self._extra)
+        if form in self._dispatched:
+            with _SENDS("allow"), _READS("disallow"):
+                return self._program(*given)
+        self._program.trace(*given)
+        with _SENDS("allow"):
+            out = self._program(*given)
+        self._dispatched.add(form)
+        return out
+
     @property
     def state(self) -> Any:
         return assemble_any(self._kind, self._moving, self._still)
@@ -347,56 +309,6 @@ def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
     """The tree with some leaves replaced, by their places."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
-
-
-def _with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
-    """An info with the numbers of its state; of a run, those that a dict of infos names."""
-    if isinstance(info, Told):
-        if not isinstance(info.info, Mapping):
-            return info
-        infos = dict(info.info)
-        for at, x in numbers.items():
-            if isinstance(part := infos.get(at.removesuffix("/")), StepInfo):
-                infos[at.removesuffix("/")] = part._replace(numbers=x)
-        return info._replace(info=infos)
-    return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
-
-
-def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
-    """The infos of the training states of a call by name; of `States`, those that a dict names."""
-    info = info.info if isinstance(info, Told) else info
-    infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
-    found = {at: infos.get(at.removesuffix("/")) for at in training_states(state)}
-    return {at: x for at, x in found.items() if isinstance(x, StepInfo)}
-
-
-def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
-    """Columns of the scheduled hyperparameters in stacked infos, computed by `mapped(f, steps)`."""
-    known, columns = numbers_of(state), {}
-    for at, part in step_infos(info, state).items():
-        if (numbers := known[at]) is None or part.step is None:
-            continue
-        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
-            moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
-            for name, x in moved.items():  # of a population one for each member
-                many = {f"{at}{name}/{i}": x[:, i] for i in range(x.shape[1])} if x.ndim > 1 else {}
-                columns |= many or {at + name: x}
-    return columns
-
-
-def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
-    held = numbers.named(None)
-    return {name: x for name, x in numbers.named(step).items() if name not in held}
-
-
-def _with_scheduled(infos: Infos, state: PyTree) -> Infos:
-    """The infos with the scheduled hyperparameters of every step as further columns."""
-    columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
-    if not columns:
-        return infos
-    more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
-    table = jnp.concatenate([infos.table, *more], 1)
-    return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
 def _takes_batch(step: Step) -> bool:
@@ -414,6 +326,12 @@ def _check_same(old, new) -> None:
             fix = "A step returns (state, info)."
             raise StateError("state", "step", trees.describe(new), expected, fix)
     checks.check_like("state", new, old, fix)
+
+
+def _form(tree: PyTree) -> Any:
+    """The structure of a small tree, and the types of its arrays."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
 
 
 def lowerable(step: Any, state: PyTree) -> Any:

@@ -361,16 +361,3 @@ def _number(name: str, x: Any, where: str) -> float:
         fix = "Reduce it, or log its parts."
         raise RowError(repr(name), where, trees.describe(x), "one number", fix)
     return float(value) if is_a(np.floating) else int(value)
-
-
-def flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
-    """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
-    out = {}
-    for name, x in found.items():
-        if isinstance(x, Mapping):
-            out |= flat(x, f"{root}{name}/")
-        elif np.ndim(x):
-            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
-        else:
-            out[root + name] = float(x)
-    return out

@@ -1,20 +1,23 @@
-"""The infos of steps on the host: which of their numbers become columns of the history."""
+"""The infos of steps, in one array of a call; on the host their numbers become columns."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, trees
+from tsunax._core import Function, PyTree, Scalar, TreeDef, trees
+from tsunax._core.tables import flat
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError, StateError
-from tsunax.run import fused_loop
-from tsunax.run.history import flat
+from tsunax.rules.number_table import Numbers
 from tsunax.run.run import OF_FIT
 from tsunax.state import donated
-from tsunax.states import COUNTED, numbers_of
+from tsunax.states import COUNTED, States, numbers_of, training_states
 from tsunax.step import StepInfo
 
 # Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
@@ -22,9 +25,111 @@ MOST_COLUMNS = 1000
 ADJUSTED = "adjusted hyperparameters"  # the key of their names in the memory of callbacks
 
 
+class Told(NamedTuple):
+    """The info of a call of a step of `States`, with the clock of the run after it."""
+
+    info: PyTree
+    clock: jax.Array  # int32 (4,)
+    rejected: dict[str, jax.Array]  # calls of each member: int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Infos:
+    """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
+
+    table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
+    others: list[Any]  # what is not one such number, stacked
+    treedef: TreeDef = field(metadata={"static": True})
+    # of every leaf; None for one of `others`
+    dtypes: tuple[Any, ...] = field(metadata={"static": True})
+    # the scheduled hyperparameters, the last columns of the table
+    named: tuple[str, ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, info: PyTree) -> "Infos":
+        """Those of one step."""
+        leaves, treedef = jax.tree.flatten(info)
+        dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
+        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
+        fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
+        table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
+        others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
+        return cls(table, others, treedef, dtypes, ())
+
+    def unpacked(self, parts: "list[tuple[Infos, int]]") -> tuple[Any, dict[str, np.ndarray]]:
+        """The first n infos of each part on the host, stacked, and hyperparameters by name."""
+        columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
+        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
+        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
+        return infos, dict(zip(self.named, columns, strict=True))
+
+    def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
+        """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
+        table, others = self.table[rows], (x[rows] for x in self.others)
+        columns = (table[..., i] for i in range(table.shape[-1]))
+        infos = self._whole(columns, others, jax.lax.bitcast_convert_type)
+        infos = with_numbers(infos, numbers_of(state))
+        return infos.info if isinstance(infos, Told) else infos
+
+    def _whole(self, columns, others, as_dtype) -> Any:
+        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
+        return self.treedef.unflatten(leaves)
+
+
+def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
+    """An info with the numbers of its state; of a run, those that a dict of infos names."""
+    if isinstance(info, Told):
+        if not isinstance(info.info, Mapping):
+            return info
+        infos = dict(info.info)
+        for at, x in numbers.items():
+            if isinstance(part := infos.get(at.removesuffix("/")), StepInfo):
+                infos[at.removesuffix("/")] = part._replace(numbers=x)
+        return info._replace(info=infos)
+    return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
+
+
+def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
+    """The infos of the training states of a call by name; of `States`, those that a dict names."""
+    info = info.info if isinstance(info, Told) else info
+    infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
+    found = {at: infos.get(at.removesuffix("/")) for at in training_states(state)}
+    return {at: x for at, x in found.items() if isinstance(x, StepInfo)}
+
+
+def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
+    """Columns of the scheduled hyperparameters in stacked infos, computed by `mapped(f, steps)`."""
+    known, columns = numbers_of(state), {}
+    for at, part in step_infos(info, state).items():
+        if (numbers := known[at]) is None or part.step is None:
+            continue
+        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
+            moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
+            for name, x in moved.items():  # of a population one for each member
+                many = {f"{at}{name}/{i}": x[:, i] for i in range(x.shape[1])} if x.ndim > 1 else {}
+                columns |= many or {at + name: x}
+    return columns
+
+
+def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
+    held = numbers.named(None)
+    return {name: x for name, x in numbers.named(step).items() if name not in held}
+
+
+def with_scheduled(infos: Infos, state: PyTree) -> Infos:
+    """The infos with the scheduled hyperparameters of every step as further columns."""
+    columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
+    if not columns:
+        return infos
+    more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
+    table = jnp.concatenate([infos.table, *more], 1)
+    return dataclasses.replace(infos, table=table, named=tuple(columns))
+
+
 def form_of(infos: PyTree) -> tuple[Any, ...]:
     """What the infos of two calls must share to become rows together: structure and shapes."""
-    if isinstance(infos, fused_loop.Infos):  # without a walk
+    if isinstance(infos, Infos):  # without a walk
         return infos.treedef, infos.dtypes, infos.named, *[x.shape[1:] for x in infos.others]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
@@ -32,14 +137,19 @@ def form_of(infos: PyTree) -> tuple[Any, ...]:
 
 def is_ready(infos: PyTree) -> bool:
     """Whether a call is done: on a CPU it often is when it returns."""
-    if isinstance(infos, fused_loop.Infos):  # asked for every call; its arrays are done together
+    if isinstance(infos, Infos):  # asked for every call; its arrays are done together
         return infos.table.is_ready()  # type: ignore[union-attr]
     return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
 def hosted(infos: PyTree) -> PyTree:
     """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
-    if isinstance(infos, fused_loop.Infos):  # done for every call
+    with jax.transfer_guard_device_to_host("allow"):
+        return _read(infos)
+
+
+def _read(infos: PyTree) -> PyTree:
+    if isinstance(infos, Infos):  # done for every call
         others = [np.asarray(x) for x in infos.others]
         infos.__dict__.update(table=np.asarray(infos.table), others=others)
         return infos
@@ -50,7 +160,7 @@ def hosted(infos: PyTree) -> PyTree:
 
 def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
     """Infos on the host, stacked by steps, and scheduled hyperparameters that a loop gave."""
-    if isinstance(infos[0], fused_loop.Infos):
+    if isinstance(infos[0], Infos):
         return infos[0].unpacked(list(zip(infos, counts, strict=True)))
     return jax.tree.map(lambda *x: np.stack(x), *infos), {}
 
@@ -60,7 +170,7 @@ def verdicts(infos: PyTree, n: int) -> np.ndarray:
 
     One column for what is no population, and for parts with other numbers of members.
     """
-    if isinstance(infos, fused_loop.Told):  # the clock of the run says it
+    if isinstance(infos, Told):  # the clock of the run says it
         return np.reshape(infos.clock[..., 3], (n, -1))
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
@@ -74,7 +184,7 @@ def own_names(infos: PyTree) -> list[str]:
     """The names that the user gave: of metrics, or of a dict's own numbers."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
-    infos = infos.info if isinstance(infos, fused_loop.Told) else infos
+    infos = infos.info if isinstance(infos, Told) else infos
     names = infos if isinstance(infos, Mapping) else ()
     return [name for name in names if name in (*OF_FIT, "step")]
 
@@ -84,7 +194,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
 
     One that has more than `MOST_COLUMNS` elements a step is a single array of two axes.
     """
-    if isinstance(infos, fused_loop.Told):
+    if isinstance(infos, Told):
         found = dict(columns(infos.info))
         for name, x in infos.rejected.items():
             if (name := f"{name}/rejected") in found:
@@ -128,7 +238,8 @@ def counts_of(state: PyTree) -> np.ndarray:
         raise StateError(donated("fit()"))
     if isinstance(state.clock, jax.Array):
         check_local_members(state, "fit()")
-    return np.asarray(state.clock)
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(state.clock)
 
 
 def logged_step(state: PyTree, default: int) -> int:

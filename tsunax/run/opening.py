@@ -73,7 +73,7 @@ def begin(
         if not fit.has_nothing_to_do():
             history.mark("restart", start)
             restart.warn_of_edits(start)
-        run.note(f"resumed from {saver.path}, step {start}")
+        run.note(f"resumed from {restart.saver.path}, step {start}")
     return fit
 
 
@@ -190,7 +190,7 @@ def nothing_to_do(fitting: Fit, saver: Any) -> str:
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"
-    if fitting.beginning.is_of_checkpoint:
+    if saver is not None and fitting.beginning.is_of_checkpoint:
         why = f"so says the checkpoint in {saver.path}"
     reached = f"{goal} counts from the beginning of training, and the run is at {at} already"
     return f"fit(): {reached}: nothing to do; {why}"

@@ -70,5 +70,6 @@ def blamed(what: str, fn: Function | Part, run: Any) -> Iterator[None]:
         yield
     except Exception as error:
         at = f"step {run.step} (epoch {run.epoch})"
-        error.add_note(f"raised by the {what} {trees.describe_call(fn)} at {at}")
+        name = trees.describe_call(fn) if callable(fn) else type(fn).__name__
+        error.add_note(f"raised by the {what} {name} at {at}")
         raise

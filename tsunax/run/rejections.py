@@ -12,8 +12,7 @@ from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.feed import Chunk, epochs_of
-from tsunax.run.fused_loop import step_infos
-from tsunax.run.info_columns import counts_of, most_calls
+from tsunax.run.info_columns import counts_of, most_calls, step_infos
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
 from tsunax.states import States, training_states
@@ -152,7 +151,8 @@ def _batch_of(i: int, chunks) -> tuple[Any, int]:
     """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
     chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
     i += chunk.steps
-    batch, mask = jax.device_get((chunk.feed.at(i), getattr(chunk.feed, "mask", None)))
+    with jax.transfer_guard("allow"):  # once for a rejected call
+        batch, mask = jax.device_get((chunk.feed.at(i), getattr(chunk.feed, "mask", None)))
     if mask is not None and (rows := int(np.sum(mask))):
         batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch)
     return batch, int(np.broadcast_to(chunk.epochs, chunk.steps)[i])

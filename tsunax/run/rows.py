@@ -19,7 +19,7 @@ class Rows(Part):
 
     run: Any
     goal: Goal
-    loggers: Sequence[Function]
+    loggers: Sequence[Any]
     clock: Clock
     settings: Function  # what a logger is told at the start, by `(path, has_closing_row)`
     step: int = -1  # of the newest row

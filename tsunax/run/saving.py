@@ -159,11 +159,19 @@ class Saving(Part):
         is_new = self.saved != (run.step, run.place())
         if is_end or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
-                self.saved = run.step, run.place()
+                place = run.place()
+                self.saved = run.step, place
                 run.rows.sync()
-                known = run.history.plain(), self.memory, run.rows.numbers_at(run.step)
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
-                saver._save(run.state, *self.saved, *known, self.script | end)
+                saver._save(
+                    run.state,
+                    run.step,
+                    place,
+                    run.history.plain(),
+                    self.memory,
+                    run.rows.numbers_at(run.step),
+                    self.script | end,
+                )
 
     def read(self, run: Run, has_row: bool) -> None:
         self.saver.poll()

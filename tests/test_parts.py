@@ -1,0 +1,171 @@
+"""Parts of a run: what the loop calls beside its steps, and what it must not know."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from tsunax.data.cursors import Reading
+from tsunax.run import fused_loop
+
+ROWS = np.arange(18, dtype=np.float32).reshape(9, 2) / 8
+
+
+def loss_fn(params, x):
+    return jnp.mean((x - params["w"][None]) ** 2)
+
+
+def setup():
+    return ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}, key=0)
+
+
+def fit(steps=12, data=None, loss=loss_fn, state=None, **given):
+    data, state = ts.batches(ROWS, 3) if data is None else data, setup() if state is None else state
+    return ts.fit(ts.train_step(loss), state, data, steps=steps, progress=False, **given)
+
+
+class Told(ts.callbacks.Part):
+    def __init__(self, every=float("inf"), epochs=False):
+        self.every, self.epochs, self.calls = every, epochs, []
+
+    def begin(self, run):
+        self.calls.append(("begin", run.step))
+
+    def at(self, run, events):
+        self.calls.append((*events, run.step))
+
+    def end(self, run, error):
+        self.calls.append(("end", run.step, error))
+
+
+def test_a_part_is_called_where_it_is_due_and_told_of_the_end():
+    part = Told(every=5)
+    fit(callbacks=part)
+    assert part.calls == [("begin", 0), ("step", 5), ("step", 10), ("end", 12, None)]
+
+
+def test_a_part_hears_of_epochs_and_evaluations():
+    part = Told(epochs=True)
+    fit(steps=7, callbacks=[part], evaluate=lambda state: {"val/x": 1.0})
+    assert part.calls == [("begin", 0), ("evaluate", "epoch", 3), ("evaluate", "epoch", 6), ("end", 7, None)]
+
+
+def test_a_part_is_told_of_the_error_that_ends_the_run():
+    part, error = Told(every=4), ValueError("no")
+
+    def fail(run):
+        raise error
+
+    with pytest.raises(ValueError, match="no"):
+        fit(callbacks=[part, ts.callbacks.every(8, fail)])
+    assert part.calls == [("begin", 0), ("step", 4), ("end", 8, error)]
+
+
+def test_an_error_of_a_part_names_it_and_the_step():
+    class Broken(ts.callbacks.Part):
+        every = 3
+
+        def at(self, run, events):
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        fit(callbacks=Broken())
+    assert "Broken" in caught.value.__notes__[0] and "at step 3" in caught.value.__notes__[0]
+
+
+def test_a_run_with_a_part_has_the_bits_of_one_without():
+    with_part, alone = fit(callbacks=Told(every=5))[0], fit()[0]
+    np.testing.assert_array_equal(with_part.params["w"], alone.params["w"])
+
+
+# ------------------------------------------------------------------------------------ calls do not wait for the host
+
+
+@pytest.mark.parametrize("device", [None, True], ids=["numpy", "resident"])
+@pytest.mark.parametrize("steps_per_call", [1, 4, "auto"])
+def test_fit_runs_under_the_users_own_transfer_guard(device, steps_per_call):
+    given = {"data": ts.batches(ROWS, 4, shuffle=True, device=device), "steps_per_call": steps_per_call}
+    states = [setup(), setup()]
+    with jax.transfer_guard("disallow"):
+        guarded, _ = fit(state=states[0], **given)
+    given["data"] = ts.batches(ROWS, 4, shuffle=True, device=device)
+    free, _ = fit(state=states[1], **given)
+    np.testing.assert_array_equal(guarded.params["w"], free.params["w"])
+
+
+def test_each_call_but_the_first_of_its_form_is_dispatched_under_the_guard(monkeypatch):
+    settings, calls, real, dispatch = [], [], jax.transfer_guard_device_to_host, fused_loop.Calls._dispatch
+    monkeypatch.setattr(fused_loop, "_READS", lambda setting: settings.append(setting) or real(setting))
+    monkeypatch.setattr(fused_loop.Calls, "_dispatch", lambda self, *x: calls.append(0) or dispatch(self, *x))
+    step = ts.train_step(lambda params, x: loss_fn(params, 2 * x))
+    for new in (1, 0):
+        settings.clear(), calls.clear()
+        ts.fit(step, setup(), ts.batches(ROWS, 3), steps=12, steps_per_call=3, progress=False)
+        assert len(calls) >= 4 and settings == ["disallow"] * (len(calls) - new)
+
+
+def test_users_code_runs_under_the_users_setting():
+    seen = []
+
+    def note(*_, **__):
+        seen.append(jax.config.jax_transfer_guard_device_to_host)
+
+    def noting(params, x):
+        note()
+        return loss_fn(params, x)
+
+    with jax.transfer_guard("log"):
+        fit(loss=noting, callbacks=note, logger=note, evaluate=lambda state: note() or {"val/x": 1.0})
+    assert len(seen) > 8 and set(seen) == {"log"}
+
+
+# ------------------------------------------------------------------------------------------------ where data begin
+
+
+def fresh(data):
+    pass
+
+
+def broken_off(data):
+    next(iter(data))
+
+
+def read_once(data):
+    list(data)
+
+
+def set_to_a_place(data):
+    data.set_state({"epoch": 2, "position": 1})
+
+
+@pytest.mark.parametrize("make", [lambda data: data, ts.prefetch], ids=["batches", "prefetch"])
+@pytest.mark.parametrize(
+    ("before", "as_for", "trained", "new"),
+    [
+        (fresh, (0, 0), (0, 0), (0, 0)),
+        (broken_off, (1, 0), (0, 1), (0, 0)),
+        (read_once, (1, 0), (1, 0), (0, 0)),
+        (set_to_a_place, (2, 1), (2, 1), (2, 1)),
+    ],
+)
+def test_where_data_begin(make, before, as_for, trained, new):
+    """(epoch, position) of a loop as `for`, and of a run of a trained and of a new state; the data stay until then."""
+    for goes_on, is_new, expected in ((False, False, as_for), (True, False, trained), (True, True, new)):
+        data = make(ts.batches(ROWS, 3))
+        before(data)
+        place = data.get_state()
+        reading = Reading(data, goes_on, is_new)
+        assert tuple(reading.source.state().values()) == expected
+        reading.follow()
+        assert data.get_state() == place
+        reading.source.next()
+        reading.follow(has_begun=True)
+        assert data.get_state() == reading.source.state()
+        reading.back()
+        assert data.get_state() == place
+        data.close()
+
+
+def test_a_list_begins_at_its_beginning():
+    reading = Reading([ROWS], True, True)
+    assert (reading.source.epoch, reading.source.position) == (0, 0)

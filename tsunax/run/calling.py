@@ -1,0 +1,100 @@
+"""Calls of the compiled loop of a step: batches are taken, compared, dispatched. Nothing is read.
+
+`fit`, `iterate` and `run_epoch` are loops over the calls that a `Caller` makes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tsunax._core import PyTree, placement
+from tsunax.program import TrainStep
+from tsunax.run import agreement, fused_loop
+from tsunax.run.feed import Chunk, Feed
+
+
+class Call(NamedTuple):
+    """A call that was dispatched: its batches, and its infos, which may not be computed yet."""
+
+    chunk: Chunk
+    infos: Any
+
+
+@dataclass
+class Trainee:
+    """What has a state that goes from one call to the next, as a `Run` does."""
+
+    state: PyTree
+
+
+class Caller:
+    """Calls a step with the batches of a feed, for the state of a trainee."""
+
+    def __init__(
+        self,
+        loop: fused_loop.Fused,
+        feed: Feed,
+        alike: agreement.Alike,
+        trainee: Any,
+        extra: Mapping[str, Any],
+    ) -> None:
+        self.loop: fused_loop.Fused = loop
+        self.feed: Feed = feed
+        self.alike: agreement.Alike = alike
+        self.trainee: Any = trainee
+        self.unread: list[Call] = []  # calls whose infos nobody has read
+        self._given: dict[str, Any] | None = None  # what `extra` was placed from
+        self.extra: dict[str, Any] = {}
+        self.place_extra(extra)
+
+    def place_extra(self, extra: Mapping[str, Any]) -> None:
+        """Put the step's arguments where the state lives, again if a callback changed them."""
+        given, old = dict(extra), self._given
+        if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
+            placed = placement.place_extra(given, self.trainee.state)
+            self._given, self.extra = given, placed
+
+    def take(self, n: int, done: int) -> list[Chunk]:
+        """The batches of a call after `done` steps, n at most; none at the end of an epoch."""
+        chunk = self.feed.take(n, self.trainee.state, done)
+        self.alike.chunk(done + 1, chunk, self.feed.source)
+        return [] if chunk is None else [chunk]
+
+    def calls(self, next_chunks: Callable[[], list[Chunk] | None]) -> Iterator[list[Call]]:
+        """Dispatch calls with `next_chunks()` until that is None. A call returns at once.
+
+        Yields the calls of one turn, mostly a single one; none at the end of an epoch.
+        """
+        while (chunks := next_chunks()) is not None:
+            count = len(self.unread)
+            if chunks:
+                self._dispatch(chunks)
+            yield self.unread[count:]
+
+    def _dispatch(self, chunks: list[Chunk]) -> None:
+        first, state, extra = chunks[0], self.trainee.state, self.extra
+        if first.n is None:  # the step is called as it is
+            if isinstance(step := self.loop.step, TrainStep):
+                self.alike.program(functools.partial(step.trace, **extra), state, first.feed.batch)
+            self.trainee.state, infos = self.loop.once(state, first.feed.batch, extra)
+            self.unread.append(Call(first, infos))
+            return
+        self.alike.program(self.loop.trace, state, first.feed, first.n, extra)
+        calls = fused_loop.Calls(self.loop, state, extra)
+        try:
+            for chunk in chunks:
+                self.unread.append(Call(chunk, calls(chunk.feed, chunk.n)))
+        finally:  # what was called counts, whatever the next one raises
+            self.trainee.state = calls.state
+
+    def read(self, leave: int = 0) -> list[Call]:
+        """All unread calls but the last `leave`, to be read now."""
+        cut = len(self.unread) - leave
+        calls, self.unread = self.unread[:cut], self.unread[cut:]
+        return calls
+
+    @property
+    def ahead(self) -> int:
+        """Steps of the unread calls."""
+        return sum(call.chunk.steps for call in self.unread)
