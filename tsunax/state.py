@@ -89,32 +89,15 @@ class TrainState(Clocked):
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _names: ClassVar[frozenset[str]]  # of all fields
     _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
     _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
     _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
     _get_still: ClassVar[Function]  # a state -> the values of `_still`
     _repr_html_ = tables.folded
 
-    # A frozen dataclass's own __init__ takes three times as long, at every step
-    def __init__(self, **fields: Any) -> None:
-        if fields.keys() != self._names:
-            where, lacking = f"{type(self).__name__}()", sorted(self._names - fields.keys())
-            fix = "Make a state with ts.setup, and another one of it with state.replace."
-            for name in fields.keys() - self._names:
-                raise WrongTypeError(unknown("field", where, name, sorted(self._names), fix))
-            raise WrongTypeError(
-                "fields",
-                where,
-                got=f"none for {', '.join(lacking)}",
-                expected="each field once",
-                fix=fix,
-            )
-        vars(self).update(fields)
-
     @classmethod
     def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
-        """A state of this class with the fields of another state, and copies of `more`.
+        """A state of this class with the fields of another state, and copies of `own_fields`.
 
         An average is given as in `setup(ema=)`, and begins with the trained leaves. Raises
         StateError for other names, and for a field like the trained leaves that has other leaves.
@@ -176,7 +159,9 @@ class TrainState(Clocked):
     if not TYPE_CHECKING:  # which would take every name for known
 
         def __getattr__(self, name: str) -> Never:
-            names = [word for word in [*self._names, *dir(type(self))] if word[0] != "_"]
+            names = [
+                word for word in [*self.__dataclass_fields__, *dir(type(self))] if word[0] != "_"
+            ]
             missing_name(type(self).__name__, names)(name)
 
     def __repr__(self) -> str:
@@ -249,7 +234,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> Tr
     cls, plan = kind
     unmoved = still[0]
     params = moving[0] if unmoved is None else trees.merge(moving[0], unmoved)
-    state = object.__new__(cls)  # as `__init__` does it, without a dict of its own: once a step
+    state = object.__new__(cls)  # `__init__` takes three times as long: once a step
     fields = vars(state)
     fields.update(zip(cls._moving, moving[1:], strict=True))
     fields.update(zip(cls._still, still[1:], strict=True))
@@ -434,7 +419,7 @@ def check_values(state: object, where: str, second: object = None) -> None:
 def check_state(
     state: object, where: str, second: object = None, further_arguments: Any = ()
 ) -> None:
-    """Raise unless `state` is a TrainState and not donated; `second` and `more` come after it."""
+    """Raise unless `state` is a TrainState and not donated; what came after it tells why."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))
