@@ -30,7 +30,7 @@ from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
-from tsunax._step.state_fields import averages_of, thawed_flags, trained_count
+from tsunax._step.state_fields import averages_of, thawed_flags
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
@@ -317,14 +317,19 @@ def _update_norm(attempt: Attempt) -> jax.Array:
 
 
 def _verdict(
-    state: TrainState, value: Maybe, grad_norm: Maybe, attempt: Function, norm: Maybe, loss: Loss
+    state: TrainState,
+    value: Maybe,
+    grad_norm: Maybe,
+    attempt: Function,
+    update_norm: Maybe,
+    loss: Loss,
 ) -> jax.Array:
     """The verdict on the loss, its gradient, what rules report, and the norm of the updates."""
     if loss.overwritten is not None:  # It is in no norm.
-        norm_of_values = guard.global_norm(loss.overwritten)
-        norm = norm_of_values if norm is None else norm + norm_of_values
-    reports = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
-    return guard.judge(value, grad_norm, state.calls, reports, norm)
+        norm = guard.global_norm(loss.overwritten)
+        update_norm = norm if update_norm is None else update_norm + norm
+    opt_state = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
+    return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
 
 
 def _info(
@@ -461,7 +466,7 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
     from tsunax.rules import accumulation, leaf_owners
 
     moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
-    flags = [moves & flag for flag in thawed or [True] * trained_count(old)]
+    flags = [moves & flag for flag in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(old):
         new_field, old_field, role = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
