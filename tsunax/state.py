@@ -146,11 +146,11 @@ class TrainState(Clocked):
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = trees.cast_like(trained, self.masters)
-        for place, name in enumerate(COUNTS):
+        for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
-                clock = jnp.where(np.arange(len(COUNTS)) == place, value, clock)
+                clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
@@ -253,14 +253,6 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
-def in_float32(state: TrainState) -> TrainState:
-    """The state without its precision: what it computes is computed in the dtypes of its params."""
-    plan = state.plan
-    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    params = with_rest(state, base(state))
-    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
-
-
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 
@@ -275,16 +267,24 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    trained = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
-    return dataclasses.replace(state, params=with_rest(state, trained), masters=masters)
+    return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
     return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
+
+
+def in_float32(state: TrainState) -> TrainState:
+    """The state without its precision: what it computes is computed in the dtypes of its params."""
+    plan = state.plan
+    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
+    params = with_rest(state, base(state))
+    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
 
 
 def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
