@@ -117,16 +117,16 @@ def test_a_state_is_made_of_each_field_once():
     fields = dict(state.__dict__)
     assert_trees_equal(TrainState(**fields), state)
     wrong = {
-        "field at TrainState.*: got 'parms', .* Did you mean 'params'": lambda: TrainState(parms=1),
-        "got none for average, frozen, .*opt_state, params, plan,": lambda: TrainState(clock=state.clock),
-        "got 'parms', ": lambda: TrainState(**{"parms" if k == "params" else k: x for k, x in fields.items()}),
-        "got 'parms', exp": lambda: dataclasses.replace(state, parms=1),
-        "fields at Lagged.*: got none for lag, expected each field once": lambda: Lagged(**fields),
+        "unexpected keyword argument 'parms'": lambda: TrainState(**fields, parms=1),
+        "missing 10 required .*'params', .* and 'plan'": lambda: TrainState(clock=state.clock),
+        "keyword argument 'parms'": lambda: TrainState(**{k.replace("params", "parms"): x for k, x in fields.items()}),
+        "argument 'parms'": lambda: dataclasses.replace(state, parms=1),
+        "missing 1 required keyword-only argument: 'lag'": lambda: Lagged(**fields),
+        "positional": lambda: TrainState(*fields.values()),
     }
     for names, make in wrong.items():
-        with pytest.raises(TypeError, match=names) as caught:
+        with pytest.raises(TypeError, match=names):
             make()
-        assert isinstance(caught.value, WrongTypeError) and "ts.setup" in str(caught.value)
     for make in (lambda: ts.StepInfo(1.0), lambda: ts.StepInfo._make([1.0]), lambda: ts.StepInfo(*range(12))):
         with pytest.raises(TypeError):
             make()

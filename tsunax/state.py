@@ -89,32 +89,15 @@ class TrainState(Clocked):
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _names: ClassVar[frozenset[str]]  # of all fields
     _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
     _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
     _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
     _get_still: ClassVar[Function]  # a state -> the values of `_still`
     _repr_html_ = tables.folded
 
-    # A frozen dataclass's own __init__ takes three times as long, at every step
-    def __init__(self, **fields: Any) -> None:
-        if fields.keys() != self._names:
-            where, lacking = f"{type(self).__name__}()", sorted(self._names - fields.keys())
-            fix = "Make a state with ts.setup, and another one of it with state.replace."
-            for name in fields.keys() - self._names:
-                raise WrongTypeError(unknown("field", where, name, sorted(self._names), fix))
-            raise WrongTypeError(
-                "fields",
-                where,
-                got=f"none for {', '.join(lacking)}",
-                expected="each field once",
-                fix=fix,
-            )
-        vars(self).update(fields)
-
     @classmethod
     def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
-        """A state of this class with the fields of another state, and copies of `more`.
+        """A state of this class with the fields of another state, and copies of `own_fields`.
 
         An average is given as in `setup(ema=)`, and begins with the trained leaves. Raises
         StateError for other names, and for a field like the trained leaves that has other leaves.
@@ -163,11 +146,11 @@ class TrainState(Clocked):
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = trees.cast_like(trained, self.masters)
-        for place, name in enumerate(COUNTS):
+        for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
-                clock = jnp.where(np.arange(len(COUNTS)) == place, value, clock)
+                clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
@@ -176,7 +159,9 @@ class TrainState(Clocked):
     if not TYPE_CHECKING:  # which would take every name for known
 
         def __getattr__(self, name: str) -> Never:
-            names = [word for word in [*self._names, *dir(type(self))] if word[0] != "_"]
+            names = [
+                word for word in [*self.__dataclass_fields__, *dir(type(self))] if word[0] != "_"
+            ]
             missing_name(type(self).__name__, names)(name)
 
     def __repr__(self) -> str:
@@ -249,7 +234,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> Tr
     cls, plan = kind
     unmoved = still[0]
     params = moving[0] if unmoved is None else trees.merge(moving[0], unmoved)
-    state = object.__new__(cls)  # as `__init__` does it, without a dict of its own: once a step
+    state = object.__new__(cls)  # `__init__` takes three times as long: once a step
     fields = vars(state)
     fields.update(zip(cls._moving, moving[1:], strict=True))
     fields.update(zip(cls._still, still[1:], strict=True))
@@ -268,14 +253,6 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
-def in_float32(state: TrainState) -> TrainState:
-    """The state without its precision: what it computes is computed in the dtypes of its params."""
-    plan = state.plan
-    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    params = with_rest(state, base(state))
-    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
-
-
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 
@@ -290,16 +267,24 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    trained = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
-    return dataclasses.replace(state, params=with_rest(state, trained), masters=masters)
+    return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
     return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
+
+
+def in_float32(state: TrainState) -> TrainState:
+    """The state without its precision: what it computes is computed in the dtypes of its params."""
+    plan = state.plan
+    plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
+    params = with_rest(state, base(state))
+    return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
 
 
 def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
@@ -434,7 +419,7 @@ def check_values(state: object, where: str, second: object = None) -> None:
 def check_state(
     state: object, where: str, second: object = None, further_arguments: Any = ()
 ) -> None:
-    """Raise unless `state` is a TrainState and not donated; `second` and `more` come after it."""
+    """Raise unless `state` is a TrainState and not donated; what came after it tells why."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))

@@ -26,7 +26,7 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
-from tsunax._state.state_fields import averages_of, thawed_flags, trained_count
+from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.certainty import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
@@ -317,18 +317,23 @@ def _update_norm(attempt: Attempt) -> jax.Array:
 
 
 def _verdict(
-    state: TrainState, value: Maybe, grad_norm: Maybe, attempt: Function, norm: Maybe, loss: Loss
+    state: TrainState,
+    value: Maybe,
+    grad_norm: Maybe,
+    attempt: Function,
+    update_norm: Maybe,
+    loss: Loss,
 ) -> jax.Array:
     """The verdict on the loss, its gradient, what rules report, and the norm of the updates."""
     if loss.overwritten is not None:  # It is in no norm.
-        norm_of_values = guard.global_norm(loss.overwritten)
-        norm = norm_of_values if norm is None else norm + norm_of_values
+        norm = guard.global_norm(loss.overwritten)
+        update_norm = norm if update_norm is None else update_norm + norm
     for average in averages_of(state).values():
         if average.schedule is not None:
             rate = average.scheduled_rate(state.step + 1)
-            norm = rate if norm is None else norm + rate
-    reports = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
-    return guard.judge(value, grad_norm, state.calls, reports, norm)
+            update_norm = rate if update_norm is None else update_norm + rate
+    opt_state = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
+    return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
 
 
 def _info(
@@ -465,7 +470,7 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
     from tsunax.rules import accumulation, leaf_owners
 
     moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
-    flags = [moves & flag for flag in thawed or [True] * trained_count(old)]
+    flags = [moves & flag for flag in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(old):
         new_field, old_field, role = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]

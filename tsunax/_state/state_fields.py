@@ -96,7 +96,9 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
 _MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "average", "rule", "free")
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
+@dataclass_transform(
+    frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(field,)
+)
 def state_class(cls: type[T]) -> type[T]:
     """Register a class of states: `TrainState`, or one that adds fields of its own to it.
 
@@ -106,10 +108,9 @@ def state_class(cls: type[T]) -> type[T]:
 
     state = Lagged.of(state, lag=ts.trainable(state))
     """
-    new_class: Any = dataclass(frozen=True, eq=False, init=False, repr=False)(cls)
+    new_class: Any = dataclass(frozen=True, eq=False, kw_only=True, repr=False)(cls)
     new_class._fields = tuple(f for f in dataclasses.fields(new_class) if f.name != "plan")
     names = [f.name for f in new_class._fields]
-    new_class._names = frozenset([*names, "plan"])
     new_class._moving = tuple(
         f.name for f in new_class._fields if f.metadata["moves"] and f.name != "params"
     )

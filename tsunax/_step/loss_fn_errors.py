@@ -14,11 +14,15 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
     """The error for a keyword that a loss function names and nobody gives."""
     keyword = f"keyword {name!r}"
     if name == "key" and not train:
-        fix = "For dropout write key=None in its signature, and leave it out if key is None. If "
-        fix += (
-            "the loss itself is random, pass key=jax.random.key(0) to evaluate or to the eval step."
+        return LossError(
+            keyword,
+            "loss_fn",
+            got="an evaluation, which has no key",
+            expected="one",
+            fix="For dropout write key=None in its signature, and leave it out if key is None. If "
+            "the loss itself is random, pass key=jax.random.key(0) to evaluate or to the eval "
+            "step.",
         )
-        return LossError(keyword, "loss_fn", "an evaluation, which has no key", "one", fix)
     if name in ("key", "model_state", "ema"):
         value = {"key": "jax.random.key(0)", "ema": "0.999"}.get(name, "...")
         return LossError(
@@ -28,17 +32,19 @@ def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) 
             expected="one",
             fix=f"Give it: setup(..., {name}={value}).",
         )
-    fix = "Rename it to key, pass" if "rng" in name else "Pass"
-    fix = f"{fix} step(state, batch, {name}=...), or read it from the batch."
+    verb = "Rename it to key, pass" if "rng" in name else "Pass"
+    fix = f"{verb} step(state, batch, {name}=...), or read it from the batch."
     return LossError(unknown("keyword", "loss_fn", name, [*offered, *extra], fix))
 
 
 def warn_of_no_key(fn: Callable) -> None:
     """Warn of a training step without the key that a loss function would take, unless bound."""
     if "key" not in getattr(fn, "keywords", {}):
-        what = f"{trees.describe_call(fn)} names key, but the state has none: it gets its default."
-        fix = "For dropout or noise give it one: setup(..., key=0). To mean it, bind the default: "
-        warn(f"{what} {fix}functools.partial(loss_fn, key=None).")
+        warn(
+            f"{trees.describe_call(fn)} names key, but the state has none: it gets its default. "
+            "For dropout or noise give it one: setup(..., key=0). To mean it, bind the default: "
+            "functools.partial(loss_fn, key=None)."
+        )
 
 
 def check_options(options: Any, whole: bool, where: str) -> None:
@@ -141,6 +147,8 @@ def _rows_of_all(batch: Any, model_state: Any) -> str:
     rows = rows_of(batch)
     for path, x in trees.leaves_at("model_state", model_state):
         if (n := next(iter(np.shape(x)), 0)) > rows and n % rows == 0:
-            said = f". {path} has {n} rows, this micro-batch {rows}: model state goes from one "
-            return said + "micro-batch to the next as a whole, so give rows of it in the batch"
+            return (
+                f". {path} has {n} rows, this micro-batch {rows}: model state goes from one "
+                "micro-batch to the next as a whole, so give rows of it in the batch"
+            )
     return ""
