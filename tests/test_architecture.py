@@ -336,6 +336,12 @@ def test_few_files_ask_how_many_processes_there_are():
     assert set(found) == ASKS_FOR_PROCESSES, found
 
 
+def test_private_parts_of_jax_are_in_one_file_of_distributed():
+    files = [name for name, path in module_files(PACKAGE).items() if name.startswith("distributed")]
+    users = [name for name in files if "jax._src" in module_files(PACKAGE)[name].read_text()]
+    assert users == ["distributed._jax_private"]
+
+
 def test_the_table_of_tiers_is_the_package():
     check(unknown_rooms(PACKAGE))
 
