@@ -20,12 +20,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import xla_bridge
-from jax._src.clusters import ClusterEnv
 
 from tsunax._core import processes
 from tsunax._core.processes import LAST, number, stay_alone
-from tsunax.distributed import _peers
+from tsunax.distributed import _jax_private, _peers
 from tsunax.errors import ProcessError, told
 
 __all__ = ["check_seconds", "give_up", "peers", "process_count", "process_index", "start", "stop"]
@@ -78,7 +76,7 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
             raise ProcessError("launcher", "start()", got, "mpi4py", fix)
         try:
             given = address, count, index, local_device_ids, method, math.ceil(timeout)
-            found = ClusterEnv.auto_detect_unset_distributed_params(*given)
+            found = _jax_private.detected(*given)
         except Exception as error:
             got = f"{told(error)}, when JAX asked it"
             fix = "Say coordinator_address=, num_processes= and process_id=; "
@@ -140,7 +138,8 @@ def start(
       peer_timeout: seconds without a sign of life after which a process counts as dead.
 
     When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and
-    a line that names it: a collective that has lost a member never returns. At the end processes
+    a line that names it: a collective that has lost a member never returns. If process 0 is killed,
+    JAX aborts the others at once (SIGABRT); it calls process 0 the leader. At the end processes
     wait for each other, see `stop`. SIGTERM keeps its handler.
 
     Raises ProcessError if not all processes come, or if their versions or counts differ; for wrong
@@ -157,16 +156,12 @@ def start(
     check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
     if _has_given_up:
         raise ProcessError("start()", "", "a process that has given up", "a new process")
-    if (found := _peers.initialized()) is None:
+    if (found := _jax_private.initialized()) is None:
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         if launch.count == 1:
             stay_alone(num_processes == 1)
             return
         place = _place(launch)
-        if xla_bridge.backends_are_initialized():
-            got, expected = "a backend that has started", "to be called before that"
-            fix = "Make it the first line: jax.devices() and jnp.ones() start the backend."
-            raise ProcessError("start()", "", got, expected, fix)
         _initialize(launch, *place, timeout, peer_timeout)
         _is_ours = True
     else:
@@ -214,7 +209,7 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
     if before is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
     if failed or thread.is_alive():
-        _peers.forget()
+        _jax_private.abandon()
     if failed:
         got = told(failed[0])
         raise ProcessError("jax.distributed", "start()", got, "one that starts") from failed[0]
@@ -237,9 +232,9 @@ def _check_port(host: str, port: int, alone: bool) -> None:
 
 def peers() -> _peers.Peers | None:
     """The others: after `start`, or of a `jax.distributed` of somebody else's; None alone."""
-    found = _peers.initialized()
+    found = _jax_private.initialized()
     if _peers_of_run is None and not _has_given_up and found is not None and found[2] > 1:
-        _meet(found, "without ts.distributed.start()", 120.0)
+        _meet(found, "without ts.distributed.start()", 120.0).listen()
         atexit.register(_at_exit)
     return _peers_of_run
 
@@ -250,7 +245,6 @@ def _meet(found: tuple[Any, int, int], how: str, timeout: float) -> _peers.Peers
     _met += 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     others.meet(jax=jax.__version__, python=python, begins=how)
-    others.listen()
     _peers_of_run = others
     return others
 
@@ -259,15 +253,16 @@ def _watch(timeout: float, peer_timeout: float) -> None:
     """Watch the other processes from now on, and tell them of the end of this one."""
     global _is_watching
     if (others := _peers_of_run) is None:
-        found = _peers.initialized()
+        found = _jax_private.initialized()
         assert found is not None
         others = _meet(found, "ts.distributed.start()", timeout)
+        others.watch(peer_timeout, timeout)
+        others.listen()
     else:
-        atexit.unregister(_at_exit)
         others.gather("start()")
-    others.watch(peer_timeout, timeout)
+        others.watch(peer_timeout, timeout)
+        atexit.unregister(_at_exit)
     _is_watching = True
-    _peers.name_process_0()
     atexit.register(_at_exit)
 
 
@@ -310,7 +305,7 @@ def _let_go() -> _peers.Peers | None:
 def _in_child() -> None:
     """A forked child is none of the processes: it must not speak, or end, for its parent."""
     if _let_go() is not None:
-        _peers.forget()
+        _jax_private.forget_in_child()
 
 
 if hasattr(os, "register_at_fork"):
