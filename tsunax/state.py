@@ -271,7 +271,7 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    mine = jax.tree.map(own, trees.rounded_like(mean, trained_part(state)))  # the average lives on
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
@@ -280,7 +280,7 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
-    return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
+    return with_rest(state, trees.rounded_like(_average_of(state, where), trained_part(state)))
 
 
 def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:

@@ -212,6 +212,27 @@ class RestorePlan:
         parts = ({"params": s.params, "model_state": s.model_state} for s in fresh)
         return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
 
+    def placing(self) -> Callable[[int, Any], Any]:
+        """A function of threads: it begins the copy of value `i` to its device, if nobody edits it.
+
+        Others, and arrays of which other processes have a part, wait for `filled`.
+        """
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
+
+        def place(i: int, value: Any) -> Any:
+            pair = self.pairs[i] if i < len(self.pairs) else None
+            if pair is None or pair.path in self.columns or pair.path in self.alone:
+                return value
+            like, is_array = pair.leaf, pair.saved.kind == "array"
+            is_early = is_array and isinstance(like, jax.Array) and like.is_fully_addressable
+            # a thread has the user's device from here, but not a context of 64 bits
+            if not is_early or jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype:
+                return value
+            with jax.default_device(device):
+                return placed(value, like, pair.saved.kind)
+
+        return place
+
     def _placed(self, pair: Pair, value):
         is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
         if pair.path in self.columns:
@@ -245,7 +266,7 @@ def restarted(state: TrainState, **parts) -> TrainState:
 
 def placed(value, like, kind: str):
     """A verified host value, or the `Pieces` that are needed of it, at its place in `like`."""
-    if not hasattr(like, "dtype"):
+    if not hasattr(like, "dtype") or isinstance(value, jax.Array):
         return value
     if isinstance(like, np.generic):
         return leaves.in_dtype(value, like.dtype, "restore()")[()]
