@@ -151,7 +151,7 @@ class TrainState(Clocked):
             fields.setdefault("params", with_rest(self, rounded))
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
-            fields["masters"] = trees.cast_like(trained, self.masters)
+            fields["masters"] = masters_of(trained, self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
@@ -255,6 +255,13 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     if masters is not None:
         return masters
     return trained if policy is None else policy.wide(trained)
+
+
+def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
+    """The masters of rounded leaves; where a number is the old master's, that keeps its bits."""
+    masters = trees.on_device(masters)
+    keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
+    return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
 
 
 def averaged(state: TrainState, average: str = "average") -> TrainState:
