@@ -1,5 +1,7 @@
 """Averages of the parameters, against their closed forms."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax.errors import HyperparameterError, LossError, StateError, WrongTypeError
+from tsunax.state import averaged_params
 
 STEPS = 12
 BYOL = ts.schedules.cosine_annealing(1.0, 0.8, 8, restart=False)  # 1 - (1 - 0.8) · (cos(π k / 8) + 1) / 2
@@ -180,3 +183,16 @@ def test_the_steps_that_a_leaf_sat_out_count_with_the_average_that_it_had():
     averaged = ts.averaged(state).params
     np.testing.assert_allclose(averaged["b"], [(1 + 2 + 3 + 4 + 5 + 6) / 6], rtol=1e-6)
     np.testing.assert_allclose(averaged["a"], [(1.5 * 5 + 3) / 6], rtol=1e-6)
+
+
+def test_a_loss_function_sees_the_average_as_it_is_stored_in_bfloat16():
+    """XLA for GPUs leaves out a cast to bfloat16 that is followed by one back, but no `reduce_precision`."""
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8, jnp.bfloat16), "v": jnp.ones(8)}, ema=0.9)
+    state = dataclasses.replace(
+        state, average=dataclasses.replace(state.average, params={"w": jnp.arange(8) + 0.3, "v": jnp.arange(8) + 0.3})
+    )
+    seen = lambda state: jax.tree.map(lambda x: x.astype(jnp.float32), averaged_params(state, "loss_fn"))
+    stored = ts.averaged(state).params
+    assert stored["w"].dtype == jnp.bfloat16
+    assert_trees_equal(jax.jit(seen)(state), jax.tree.map(lambda x: x.astype(jnp.float32), stored))
+    assert str(jax.make_jaxpr(seen)(state)).count("reduce_precision") == 1

@@ -28,7 +28,7 @@ from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import _background, _blocks, _disk_home, _safetensors, checksums, leaves, saving
+from tsunax.checkpoints import _background, _blocks, _disk_home, _matching, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -1613,3 +1613,31 @@ def test_masters_and_averages_are_looked_at_too(tmp_path, what):
         checkpoints.save(dataclasses.replace(state, **{what: part}))
         with pytest.raises(SaveError, match=rf"got state\.{what}.*not finite"):
             checkpoints.wait()
+
+
+def test_copies_to_devices_begin_while_other_arrays_are_read(tmp_path, monkeypatch):
+    make = lambda: ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(64), "v": jnp.ones(3)}, key=0)
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(make())
+    placed, threads = _matching.placed, {}
+
+    def recorded(value, like, kind):
+        result = placed(value, like, kind)
+        threads.setdefault(threading.current_thread() is threading.main_thread(), []).append(np.shape(result))
+        return result
+
+    monkeypatch.setattr(_matching, "placed", recorded)
+    with jax.default_device(jax.devices()[3]):
+        state = ts.Checkpoints(tmp_path / "run", read_only=True).restore(make()).state
+    assert threads[False].count((64,)) == threads[False].count((3,)) == 3
+    assert {x.device for x in jax.tree.leaves(state)} == {jax.devices()[3]}
+    assert_trees_equal(state.params, make().params)
+
+
+def test_arrays_of_64_bits_are_restored_as_they_were(tmp_path):
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.full(3, np.pi, jnp.float64)})
+        with ts.Checkpoints(tmp_path / "run") as checkpoints:
+            checkpoints.save(state)
+        restored = ts.Checkpoints(tmp_path / "run", read_only=True).restore(state).state
+    assert restored.params["w"].dtype == np.float64 and (np.asarray(restored.params["w"]) == np.pi).all()

@@ -88,6 +88,16 @@ def test_what_comes_in_later_is_warned_of(tmp_path):
         ts.exchange.restore(tmp_path / "a.safetensors", state)
 
 
+def test_moments_of_64_bits_have_their_own_range():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        start = lambda: ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(3, jnp.float64)})
+        step = ts.train_step(lambda params, batch: jnp.mean(params["w"] ** 2))
+        with pytest.raises(StateError, match=r"not below 8e\+270"):
+            step(poisoned(start(), 1e300), None)
+        _, info = step(poisoned(start(), 1e60), None)
+        assert info.applied
+
+
 def test_a_sum_that_overflows_is_refused_when_it_starts_again():
     step, large = ts.train_step(lambda p, b: jnp.sum(p["w"] * b)), jnp.array([1.8e19, 0, 0])
     state = fresh("adagrad")

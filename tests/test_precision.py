@@ -549,3 +549,20 @@ def test_a_loss_scale_out_of_range_is_told_with_its_step():
     for bad in (np.inf, 0.0, np.nan):
         with pytest.raises(StateError, match=r"loss_scale at replace\(\).*expected .* ≤ floor ≤ scale"):
             state.replace(loss_scale=dataclasses.replace(state.loss_scale, scale=np.float32(bad)))
+
+
+def test_masters_keep_their_digits_where_params_stay_as_they_were(tmp_path):
+    """In `replace(params=)`, `restore(params_only=True)` and `restore(partial=)`."""
+    policy = ts.precision.Policy(param="bfloat16")
+    make = lambda x: ts.setup(ts.rules.adam(1e-2), {"w": jnp.full(3, x), "v": jnp.full(2, x)}, precision=policy)
+    state = make(1 / 3)
+    assert_trees_equal(state.replace(params=state.params).masters, state.masters)
+    moved = state.replace(params={**state.params, "v": jnp.zeros(2, jnp.bfloat16)})
+    assert_trees_equal(moved.masters, {"w": state.masters["w"], "v": jnp.zeros(2)})
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state)
+    reader = ts.Checkpoints(tmp_path / "run", read_only=True)
+    assert_trees_equal(reader.restore(make(0.7), params_only=True).state.masters, state.masters)
+    partial = reader.restore(make(0.7), partial="w").state
+    assert_trees_equal(partial.masters, {"w": state.masters["w"], "v": make(0.7).masters["v"]})
+    assert_trees_equal(partial.params, {"w": state.params["w"], "v": make(0.7).params["v"]})

@@ -145,7 +145,7 @@ class TrainState(Clocked):
             fields.setdefault("params", with_rest(self, rounded))
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
-            fields["masters"] = trees.cast_like(trained, self.masters)
+            fields["masters"] = masters_of(trained, self.masters)
         for at, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would ask for the sharding of its value
@@ -253,6 +253,13 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
+def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
+    """The masters of rounded leaves; where a number is the old master's, that keeps its bits."""
+    masters = trees.on_device(masters)
+    keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
+    return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
+
+
 def averaged(state: TrainState, average: str = "average") -> TrainState:
     """The state with the averaged params in place of the trained ones, for evaluation.
 
@@ -267,7 +274,7 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    mine = jax.tree.map(own, trees.cast_like(mean, trained_part(state)))  # the average lives on
+    mine = jax.tree.map(own, trees.rounded_like(mean, trained_part(state)))  # the average lives on
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
@@ -276,7 +283,7 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
-    return with_rest(state, trees.cast_like(_average_of(state, where), trained_part(state)))
+    return with_rest(state, trees.rounded_like(_average_of(state, where), trained_part(state)))
 
 
 def in_float32(state: TrainState) -> TrainState:

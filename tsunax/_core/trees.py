@@ -146,6 +146,14 @@ def cast_like(tree, like):
     return jax.tree.map(lambda x, y: jnp.asarray(x, dtype_of(y)), tree, like)
 
 
+def rounded_like(tree, like):
+    """`cast_like`, for a program that goes on in float32: XLA leaves out a cast to bfloat16 and
+    back on a GPU, and the numbers would be others than the stored ones."""
+    is_low = lambda x, y: x.dtype == np.float32 and dtype_of(y) == jnp.bfloat16
+    rounded = lambda x, y: jax.lax.reduce_precision(x, 8, 7) if is_low(x, y) else x
+    return cast_like(jax.tree.map(rounded, tree, like), like)
+
+
 def conjugated(grads):
     """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
     return jax.tree.map(lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g, grads)

@@ -33,17 +33,16 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
     judges: list[Any] = []
     look = lambda s: judges.append(certainty(s, trained_part(s), None)[0])
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
-    looked_at = {name: (average.params, np.inf) for name, average in averages_of(state).items()}
+    looked_at = {name: average.params for name, average in averages_of(state).items()}
     if judges[0] is not None:
-        looked_at |= {"params": (base(state), np.inf), "opt_state": (state.opt_state, 2.0**100)}
-    for name, (tree, limit) in looked_at.items():
+        looked_at |= {"params": base(state), "opt_state": state.opt_state}
+    for name, tree in looked_at.items():
         for place, x in trees.leaves_at(f"state.{name}", tree):
             if not trees.is_inexact(x) or isinstance(x, jax.ShapeDtypeStruct):
                 continue
-            most = min(limit, LARGEST.get(str(x.dtype), limit))
-            if count := int(checks.count_beyond(x, most)):
-                beyond = "NaN or infinite" + (f", or above {most:.0e}" if most < np.inf else "")
-                got = f"{count} of {np.size(x)} numbers {beyond}"
+            limit = LARGEST.get(str(x.dtype), 2.0**100) if name == "opt_state" else np.inf
+            if count := int(checks.count_beyond(x, limit)):
+                got = f"{count} of {np.size(x)} numbers NaN or not below {limit:.0e}"
                 yield "leaf", place, got, "finite numbers", FIX
 
 

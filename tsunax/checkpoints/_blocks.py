@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tsunax._core import Function
 from tsunax.checkpoints import _safetensors, checksums, leaves
 from tsunax.checkpoints._safetensors import Entry
 from tsunax.checkpoints.checksums import Bounds
@@ -193,11 +194,20 @@ def check_same(
 
 
 def read_all(
-    read: Callable[[Leaf, Any], Any], wanted: list[Leaf], needed: Needed, threads: int
+    read: Callable[[Leaf, Any], Any],
+    wanted: list[Leaf],
+    needed: Needed,
+    place: Function,
+    threads: int,
 ) -> Found:
     """The results of `read`, which is as `read_leaf`, in the form of `CheckpointHome.read`."""
+
+    def read_and_place(i: int) -> Any:
+        value, part_of_hash = read(wanted[i], needed[i])
+        return place(i, value), part_of_hash
+
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        answers = list(pool.map(read, wanted, needed))
+        answers = list(pool.map(read_and_place, range(len(wanted))))
     sums = zip(wanted, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 

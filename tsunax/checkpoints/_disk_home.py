@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tsunax._core import durable_files
+from tsunax._core import Function, durable_files
 from tsunax.checkpoints import _blocks, _safetensors
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
 from tsunax.checkpoints._home import MANIFEST, SUM, CheckpointHome
@@ -39,14 +39,16 @@ class DiskHome(CheckpointHome):
         folder = self.path / str(step)
         return folder if durable_files.is_real_directory(folder) else None
 
-    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
+    def read(
+        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
+    ) -> Found:
         arrays = self.path / str(step) / ARRAYS
         if any(leaf.dtype for leaf in wanted) and not durable_files.is_real_directory(arrays):
             raise Damaged("arrays: missing")
         try:
             stored = _blocks.stored_in(arrays / f"{i}.safetensors" for i in range(len(found.parts)))
             one = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-            return _blocks.read_all(one, wanted, needed, min(8, os.cpu_count() or 1))
+            return _blocks.read_all(one, wanted, needed, place, min(8, os.cpu_count() or 1))
         except OSError as error:
             raise Damaged(f"arrays: {told(error)}") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tsunax._core import durable_files, processes
+from tsunax._core import Function, durable_files, processes
 from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
@@ -63,8 +63,13 @@ class CheckpointHome:
 
     def directory_of(self, step: int) -> Path | None: ...
 
-    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
-        """The saved leaves, or the needed parts of each; whole ones are verified, or Damaged."""
+    def read(
+        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
+    ) -> Found:
+        """The saved leaves, or the needed parts of each; whole ones are verified, or Damaged.
+
+        `place(i, value)` returns what goes on in the place of a value, as soon as that is verified.
+        """
         ...
 
     def begin(self, step: int) -> str:

@@ -109,6 +109,12 @@ class RestoreRequest:
             call = "restore(partial=)"
             flags = [on for tree in params for on in patterns.select(self.partial, tree, call)]
             wanted, extra = [w for w, on in zip(wanted, flags, strict=True) if on], []
+        # the master copies of restored params, which hold more digits
+        known = dict(mine.leaves)
+        within = lambda top, path: path[: len(top) + 1] == (*top, ".params")
+        masters = ((*top, ".masters", *path[len(top) + 1 :])
+                   for top in mine.states for path, *_ in wanted if within(top, path))  # fmt: skip
+        wanted += [(path, path, known[path]) for path in masters if path in known.keys() & saved]
         found, pairs = _differences(wanted, saved, self.cast)
         return RestorePlan(self.like, mine, pairs, found + extra, {}, {}, [])
 
@@ -209,8 +215,30 @@ class RestorePlan:
         if self.columns or not self.mine.states:
             return out
         fresh = iter(leaves.tree_of(out).states.values())
-        parts = ({"params": s.params, "model_state": s.model_state} for s in fresh)
+        names = "params", "model_state", "masters"
+        parts = ({name: getattr(s, name) for name in names} for s in fresh)
         return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
+
+    def placing(self) -> Callable[[int, Any], Any]:
+        """A function of threads: it begins the copy of value `i` to its device, if nobody edits it.
+
+        Others, and arrays of which other processes have a part, wait for `filled`.
+        """
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
+
+        def place(i: int, value: Any) -> Any:
+            pair = self.pairs[i] if i < len(self.pairs) else None
+            if pair is None or pair.path in self.columns or pair.path in self.alone:
+                return value
+            like, is_array = pair.leaf, pair.saved.kind == "array"
+            is_early = is_array and isinstance(like, jax.Array) and like.is_fully_addressable
+            # a thread has the user's device from here, but not a context of 64 bits
+            if not is_early or jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype:
+                return value
+            with jax.default_device(device):
+                return placed(value, like, pair.saved.kind)
+
+        return place
 
     def _placed(self, pair: Pair, value):
         is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
@@ -232,12 +260,13 @@ class RestorePlan:
         return placed(value, pair.leaf, pair.saved.kind)
 
 
-def restarted(state: TrainState, **parts) -> TrainState:
+def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     """A state whose optimizer starts at restored params. Raises StateError for shapes."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         fix = "Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh)."
         raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
-    state = state.replace(**parts)
+    masters = state.masters if masters is None else masters
+    state = dataclasses.replace(state, masters=masters).replace(**parts)
     old = averages_of(state)
     anew = {name: trees.offloaded_like(x.of(base(state)), x) for name, x in old.items()}
     return dataclasses.replace(state, **anew)
@@ -245,7 +274,7 @@ def restarted(state: TrainState, **parts) -> TrainState:
 
 def placed(value, like, kind: str):
     """A verified host value, or the `Pieces` that are needed of it, at its place in `like`."""
-    if not hasattr(like, "dtype"):
+    if not hasattr(like, "dtype") or isinstance(value, jax.Array):
         return value
     if isinstance(like, np.generic):
         return leaves.in_dtype(value, like.dtype, "restore()")[()]

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from tsunax import errors
-from tsunax._core import durable_files, processes, trees
+from tsunax._core import Function, durable_files, processes, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
@@ -102,15 +102,17 @@ class OrbaxHome(CheckpointHome):
             raise Damaged(f"manifest: {OURS} is a link")
         return super().manifest(step)
 
-    def read(self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed) -> Found:
+    def read(
+        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
+    ) -> Found:
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
         try:
-            return self._read(folder, found, wanted, needed)
+            return self._read(folder, found, wanted, needed, place)
         except (OSError, ValueError) as error:
             raise Damaged(f"arrays: {told(error)}") from None
 
-    def _read(self, folder: Path, found: Manifest, wanted, needed) -> Found:
+    def _read(self, folder: Path, found: Manifest, wanted, needed, place) -> Found:
         sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
         declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
         # before anything blocks, or takes memory that no file needs
@@ -129,7 +131,7 @@ class OrbaxHome(CheckpointHome):
                     return _blocks.verified(leaf, parts, open_array(leaf))
                 return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
 
-            return _blocks.read_all(one, wanted, needed, _AT_ONCE)
+            return _blocks.read_all(one, wanted, needed, place, _AT_ONCE)
 
     def begin(self, step: int) -> str:
         taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]

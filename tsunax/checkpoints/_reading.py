@@ -144,7 +144,8 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
         arrays = [x for part in parts for x in part.arrays]
         wanted = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
-        load = lambda: run.home.read(step, manifest, wanted, needed)
+        place = plan.placing()  # not in the thread: it has another default device
+        load = lambda: run.home.read(step, manifest, wanted, needed, place)
         found, sums = bounded(load, run.timeout, name)
         return (plan, parts, found), plan.word(sums)
 
