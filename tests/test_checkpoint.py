@@ -375,8 +375,8 @@ def test_a_part_of_an_array_is_read_without_the_rest(tmp_path, monkeypatch):
     _safetensors.write(tmp_path / "a.safetensors", arrays, {})
     entries = _safetensors.contents(tmp_path / "a.safetensors")
     assert_trees_equal({name: _safetensors.read(x) for name, x in entries.items()}, arrays)
-    for at_once in (_safetensors._AT_ONCE, 64):
-        monkeypatch.setattr(_safetensors, "_AT_ONCE", at_once)
+    for at_once in (_safetensors._BYTES_AT_ONCE, 64):
+        monkeypatch.setattr(_safetensors, "_BYTES_AT_ONCE", at_once)
         for bounds in (((3, 7), (0, 6), (0, 5)), ((0, 40), (2, 3), (1, 4)), ((5, 5), (0, 6), (0, 5))):
             for name in arrays.keys() - {"scalar"}:
                 part = arrays[name][tuple(slice(*cut) for cut in bounds)]

@@ -5,6 +5,9 @@
 
 Inside a step there are plain pytrees only; the library's own module exists while JAX traces. An
 adapter imports its library when it is called. Of states it reads `params` and `model_state`.
+
+Names that `apply` and `build` close over are part of the text by which a resumed run compares its
+loss function (`_core/stable_text.py`): another name would warn of an edited loss function.
 """
 
 import functools
@@ -53,11 +56,11 @@ def _model(
     """A model from `call(params, model_state, key, train, x, named)` and `assemble(*parts)`."""
     if not jax.tree.leaves(params):
         raise trees.no_parameters("params", params)
-    params_structure = jax.tree.map(lambda x: 0, params)
-    carries_nothing = None if jax.tree.leaves(model_state) else model_state
+    structure = jax.tree.map(lambda x: 0, params)
+    nothing = None if jax.tree.leaves(model_state) else model_state
 
-    def checked_model_state(model_state, where):
-        model_state = carries_nothing if model_state is None else model_state
+    def carried(model_state, where):
+        model_state = nothing if model_state is None else model_state
         if model_state is None:
             fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
             raise StateError("model_state", where, "None", "the state that the model carries", fix)
@@ -74,21 +77,19 @@ def _model(
             fix += "statistics stay."
             raise LossError("train", "Model.apply()", got, "True or False", fix)
         out, new_model_state = call(
-            params, checked_model_state(model_state, "Model.apply()"), key, bool(train), x, named
+            params, carried(model_state, "Model.apply()"), key, bool(train), x, named
         )
         if training_step and train:
             training_step.note(model_state, new_model_state)
-        return out, new_model_state if carries_nothing is None else model_state
+        return out, new_model_state if nothing is None else model_state
 
     def build(state: TrainState):
         check_state(state, "Model.build()")
-        difference = trees.first_difference(
-            state.params, params_structure, "state.params", "an array"
-        )
+        difference = trees.first_difference(state.params, structure, "state.params", "an array")
         if difference:
             fix = "Give a state of this model's params."
             raise StateError(f"params of another model {difference}. {fix}")
-        parts = state.params, checked_model_state(state.model_state, "Model.build()")
+        parts = state.params, carried(state.model_state, "Model.build()")
         return assemble(*jax.tree.map(own, parts))
 
     return Model(params, model_state, apply, build)
@@ -105,12 +106,12 @@ def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
         raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected, fix)
 
 
-def _keywords_of_mode(fn: Callable) -> Callable[[bool], dict]:
+def _modes(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    flags = [
+    found = [
         name for name in inspect.signature(fn).parameters if name in (*_TRAIN_FLAGS, *_EVAL_FLAGS)
     ]
-    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in flags}
+    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in found}
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:
@@ -135,7 +136,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     lib = library("flax.nnx", "models.nnx()")
     _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
     wrt = lib.Param if wrt is None else wrt
-    modes, signature = _keywords_of_mode(module.__call__), inspect.signature(module.__call__)
+    modes, signature = _modes(module.__call__), inspect.signature(module.__call__)
     takes_rngs = "rngs" in signature.parameters
     needs_rngs = takes_rngs and signature.parameters["rngs"].default is inspect.Parameter.empty
     module = lib.clone(module)  # the user's module keeps its mode and sown values
@@ -214,25 +215,23 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
         error_type = ParamsError if isinstance(variables, Mapping) else WrongTypeError
         got, fix = trees.describe(variables), "Give all of net.init(key, x)."
         raise error_type("variables", where, got, "a dict with 'params'", fix)
-    modes = _keywords_of_mode(module.__call__)
+    modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     # because calls return plain dicts
     other_collections = library("flax.core", where).unfreeze(variables)
-    fp8_name, params = "_overwrite_with_gradient", other_collections.pop("params")
-    if fp8_name in other_collections:
-        params = {"params": params, fp8_name: other_collections.pop(fp8_name)}
-    as_variables = lambda params, model_state: (
-        (params if fp8_name in params else {"params": params}) | model_state
+    fp8, params = "_overwrite_with_gradient", other_collections.pop("params")
+    if fp8 in other_collections:
+        params = {"params": params, fp8: other_collections.pop(fp8)}
+    all_of = lambda params, model_state: (
+        (params if fp8 in params else {"params": params}) | model_state
     )
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
         arguments = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply(
-            as_variables(params, model_state), *x, **arguments, **modes(train) | named
-        )
+        return module.apply(all_of(params, model_state), *x, **arguments, **modes(train) | named)
 
-    bind = lambda params, model_state: module.bind(as_variables(params, model_state))
+    bind = lambda params, model_state: module.bind(all_of(params, model_state))
     return _model(params, other_collections, call, bind, has_modes=bool(modes(True)))
 
 
@@ -250,8 +249,8 @@ def equinox(
     """
     eqx = library("equinox", "models.equinox()")
     _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
-    has_state = state is not None
-    if has_state and not isinstance(state, eqx.nn.State):
+    stateful = state is not None
+    if stateful and not isinstance(state, eqx.nn.State):
         got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
         raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
     params, static = eqx.filter(module, eqx.is_inexact_array), {}
@@ -262,11 +261,11 @@ def equinox(
 
     def call(params, model_state, key, train, x, named):
         net = eqx.combine(params, static[train])
-        extra_input = (model_state,) if has_state else ()
+        extra_input = (model_state,) if stateful else ()
 
         def call_on(x, key, named):
             out = net(*x, *extra_input, **({"key": key} if takes_key else {}), **named)
-            return out if has_state else (out, None)
+            return out if stateful else (out, None)
 
         if not vmap:
             return call_on(x, key, named)
@@ -275,10 +274,10 @@ def equinox(
 
     def assemble(params, model_state):
         net = eqx.combine(params, static[False])
-        return (net, model_state) if has_state else net
+        return (net, model_state) if stateful else net
 
     has_modes = not eqx.tree_equal(static[True], static[False])
-    return _model(params, state if has_state else {}, call, assemble, has_modes=has_modes)
+    return _model(params, state if stateful else {}, call, assemble, has_modes=has_modes)
 
 
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:

@@ -52,23 +52,23 @@ def _give_hints(title: str, module: Any) -> None:
 def lazy(
     package: dict[str, Any],
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package whose names load when they are used.
+    """`__all__`, `__getattr__` and `__dir__` of a package that loads its names when they are used.
 
-    The names are listed once, in the stub beside its `__init__.py`, which type checkers read:
+    The names are listed once, in the stub next to its `__init__.py`, which type checkers read:
     `from tsunax.hyper import adjust as adjust`. An old name stays for a minor version, warns, and
     is not listed: `from tsunax.hyper import adjust as change  # deprecated: adjust`.
     """
     title = package["__name__"]
     stub = Path(package["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
-    found = re.findall(r"^from (\S+) import (\w+) as (\w+)(?:  # deprecated: (.+))?", stub, re.M)
-    module_of = {name: module for module, name, _, new in found if not new}
-    deprecated = {old: new for _, _, old, new in found if new}
+    imports = re.findall(r"^from (\S+) import (\w+) as (\w+)(?:  # deprecated: (.+))?", stub, re.M)
+    module_of = {name: module for module, name, _, new in imports if not new}
+    deprecated = {old: new for _, _, old, new in imports if new}
 
     def load(name: str) -> Any:
         if name in deprecated:
             new = deprecated[name]
-            told = f"{title}.{name} is deprecated: use {new}."
-            warnings.warn(told, DeprecationWarning, stacklevel=2)
+            text = f"{title}.{name} is deprecated: use {new}."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
             return load(new)
         if name not in module_of:
             importlib.import_module("tsunax.errors").missing_name(title, names)(name)
@@ -77,7 +77,8 @@ def lazy(
         if value is None:  # a module of a folder
             value = importlib.import_module(f"{module}.{name}")
         package[name] = value
-        for public_name in module_of.keys() & package.keys():  # also modules that others imported
+        # also modules that other code imported
+        for public_name in module_of.keys() & package.keys():
             _give_hints(f"{title}.{public_name}", package[public_name])
         return value
 

@@ -47,13 +47,13 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
 
 
 _CONSUMED = "An earlier step consumed (donated) it: use what the step returned."
-_GONE = "a deleted array", "a live one", _CONSUMED
+_DELETED = "a deleted array", "a live one", _CONSUMED
 
 
 def check_alive(leaf: Any, where: str) -> None:
     """Raise StateError for a deleted array, with its path and the reason."""
     if trees.is_gone(leaf):
-        raise StateError("leaf", where, *_GONE)
+        raise StateError("leaf", where, *_DELETED)
 
 
 def check_not_tracing(where: str, fix: str) -> None:
@@ -81,7 +81,7 @@ def is_numeric(leaf: Any) -> bool:
 
 
 def dtype_fault(dtype: Any) -> tuple[str, str, str] | None:
-    """The `got, expected, fix` for numbers of a dtype that JAX does not have; None for others."""
+    """`got, expected, fix` for numbers of a dtype that JAX does not have; None for other dtypes."""
     is_refused = lambda: not dtype.isnative or dtype.char in "gGm"  # long doubles, spans of time
     if not (isinstance(dtype, np.dtype) and is_refused() and jnp.issubdtype(dtype, np.number)):
         return None
@@ -100,33 +100,44 @@ def check_dtype(dtype: Any, where: str) -> None:
 def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
     """The parts of an error for a leaf that cannot be trained: `what, got, expected, fix`."""
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
-    aside = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
+    fix_for_leaf = (
+        f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
+    )
     if dtype is None:
-        how = "what a model's init returns, or nnx.state(model, nnx.Param)"
-        eqx = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-        fix = f"Keep it outside of params; {eqx}." if name else f"Give the tree of arrays: {how}."
+        examples = "what a model's init returns, or nnx.state(model, nnx.Param)"
+        equinox_fix = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
+        fix = (
+            f"Keep it outside of params; {equinox_fix}."
+            if name
+            else f"Give the tree of arrays: {examples}."
+        )
         return "leaf that is no number", trees.describe(leaf), floats, fix
     if not trees.is_inexact(leaf):
-        fix = "A key belongs to setup(..., key=...)." if trees.is_key(leaf) else aside * bool(name)
+        fix = (
+            "A key belongs to setup(..., key=...)."
+            if trees.is_key(leaf)
+            else fix_for_leaf * bool(name)
+        )
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
-    wide = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))  # NumPy's longdouble
-    canonical = jax.dtypes.canonicalize_dtype(wide or dtype)
+    # NumPy's longdouble
+    shorter_dtype = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))
+    canonical = jax.dtypes.canonicalize_dtype(shorter_dtype or dtype)
     if canonical != dtype:
         fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
         return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
     if fault := dtype_fault(dtype):
         return "leaf", *fault
     if 0 in np.shape(leaf):
-        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", aside
+        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", fix_for_leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
         fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
         return "leaf", got, "an array", fix
-    return ("leaf without a buffer", *_GONE) if trees.is_gone(leaf) else None
+    return ("leaf without a buffer", *_DELETED) if trees.is_gone(leaf) else None
 
 
 def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
-    """The first two places with the same key, at least one of them selected."""
+    """The first two places with the same key, if at least one is selected."""
     first_places: dict[Any, int] = {}
     for i, key in enumerate(keys):
         j = first_places.setdefault(key, i)
@@ -162,8 +173,8 @@ def _model_fix(params: Any) -> str:
     parts = "setup(rule, model.params, model_state=model.model_state)."
     if "tsunax.models.Model" in kinds:
         return f"Give its parts: {parts}"
-    ends = (".Module", ".State")  # `nnx.split` gives a State
-    is_flax = any(kind.startswith("flax.") and kind.endswith(ends) for kind in kinds)
+    flax_suffixes = (".Module", ".State")  # `nnx.split` gives a State
+    is_flax = any(kind.startswith("flax.") and kind.endswith(flax_suffixes) for kind in kinds)
     is_flax |= isinstance(params, Mapping) and "batch_stats" in params
     return f"First model = ts.models.nnx(module), or linen, then {parts}" if is_flax else ""
 
@@ -181,35 +192,35 @@ def check_params(params: Any, flags: trees.Flags) -> None:
     if all(flags) and _has_statistics(params):
         expected = "parameters: batch statistics are not trained"
         raise ParamsError("params", "setup()", trees.describe(params), expected, _model_fix(params))
-    named = trees.leaves_with_names(params)
-    places = [trees.access_str("params", path) for _, path, _ in named]
-    for (name, _, leaf), place, flag in zip(named, places, flags, strict=True):
+    leaves = trees.leaves_with_names(params)
+    places = [trees.access_str("params", path) for _, path, _ in leaves]
+    for (name, _, leaf), place, flag in zip(leaves, places, flags, strict=True):
         is_refused = not is_numeric(leaf) or dtype_fault(trees.dtype_of(leaf))
         if (flag or is_refused) and (fault := _leaf_fault(leaf, name)):
-            what, got, expected, fix = fault
-            raise ParamsError(what, place, got, expected, _model_fix(params) or fix)
+            title, got, expected, fix = fault
+            raise ParamsError(title, place, got, expected, _model_fix(params) or fix)
     for joint in "/.":
-        if pair := _repeat([joint.join(name) for name, _, _ in named], flags):
+        if pair := _repeat([joint.join(name) for name, _, _ in leaves], flags):
             where = " and ".join(places[i] for i in pair)
-            got = f"{joint.join(named[pair[0]][0])!r} for both"
+            got = f"{joint.join(leaves[pair[0]][0])!r} for both"
             fix = f"Rename one: names are joined with {joint!r}."
             raise ParamsError("names that collide", where, got, "different names", fix)
     chosen = [i for i, flag in enumerate(flags) if flag]
-    counts = jax.device_get([count_beyond(named[i][2]) for i in chosen])
+    counts = jax.device_get([count_beyond(leaves[i][2]) for i in chosen])
     for i, count in zip(chosen, counts, strict=True):
         if count:
-            got = f"{count} of {np.size(named[i][2])} not finite"
+            got = f"{count} of {np.size(leaves[i][2])} not finite"
             raise ParamsError("leaf with NaN or inf", places[i], got, "finite numbers")
 
 
 def check_aliases(params: Any, flags: trees.Flags, **donated: Any) -> None:
-    """Raise `ParamsError` if one array is two leaves, one of them selected or in `donated`."""
-    named = {"params": params, **donated}
-    found = [x for name, tree in named.items() for x in trees.leaves_at(name, tree)]
-    flags = [*flags, *[True] * (len(found) - len(flags))]
-    ids = [id(x) if trees.is_array(x) else -1 - i for i, (_, x) in enumerate(found)]
+    """Raise `ParamsError` if an array is two leaves, and one is selected or in `donated`."""
+    trees_by_name = {"params": params, **donated}
+    leaves = [x for name, tree in trees_by_name.items() for x in trees.leaves_at(name, tree)]
+    flags = [*flags, *[True] * (len(leaves) - len(flags))]
+    ids = [id(x) if trees.is_array(x) else -1 - i for i, (_, x) in enumerate(leaves)]
     if pair := _repeat(ids, flags):
-        where = " and ".join(found[i][0] for i in pair)
+        where = " and ".join(leaves[i][0] for i in pair)
         fix = "Copy one of them, or let setup copy (copy=True)."
         raise ParamsError("leaves", where, "one array for both", "an array for each", fix)
 
@@ -225,7 +236,7 @@ def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
 
 
 def is_real(x: Any) -> bool:
-    """Whether this is a real number, no bool, or an array of them."""
+    """Whether this is a real number, or an array of real numbers; bools are not."""
     return trees.is_a(x, np.floating, np.integer)
 
 
@@ -239,7 +250,7 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
 
 
 def is_one_of(value: Any, known: Sequence[str]) -> bool:
-    """Whether `value` is one of these names (False for arrays, on which `in` would fail)."""
+    """Whether `value` is in `known` (False for arrays, on which `in` would fail)."""
     return isinstance(value, str) and value in known
 
 
@@ -299,9 +310,9 @@ def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, *
 def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
     """The function, with errors of wrong arguments that name the right ones.
 
-    `fix` is for too many arguments by position. A name that the function hands on to a loss
-    function, and that this does not take, is an error of the function. Exceptions of other code
-    keep no frame of ours but that of the call.
+    `fix` is for too many arguments by position. A keyword that the function passes to a loss
+    function without such a parameter is an error of the call. From exceptions of other code our
+    frames are removed, except the frame of the call.
     """
     signature = inspect.signature(f)
     where = f"{f.__qualname__.removesuffix('.__init__')}()"
@@ -314,8 +325,11 @@ def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
             from tsunax._core.source_lines import hide_own_frames
 
             if isinstance(error, KeywordError) and error.name in keywords:
-                known, more = [*_names(signature), *error.known], "loss_fn does not name it either."
-                raise WrongTypeError(unknown("argument", where, error.name, known, more)) from None
+                known_names = [*_names(signature), *error.known]
+                text = "loss_fn does not name it either."
+                raise WrongTypeError(
+                    unknown("argument", where, error.name, known_names, text)
+                ) from None
             is_of_this_call = cast(types.TracebackType, error.__traceback__).tb_next is None
             if isinstance(error, TypeError) and is_of_this_call:
                 raise wrong_call(where, signature, args, keywords, error, fix) from None
@@ -350,20 +364,20 @@ def wrong_call(
         return WrongTypeError(unknown("argument", where, wrong[0], names))
     places = [p.name for p in parameters if p.kind.name.startswith("POSITIONAL")]
     if len(args) > len(places):
-        shown = [name for name in places if name not in _BOUND]
-        got = len(args) - len(places) + len(shown)
-        expected = f"{len(shown)} ({', '.join(shown)})"
+        printed_names = [name for name in places if name not in _BOUND]
+        got = len(args) - len(places) + len(printed_names)
+        expected = f"{len(printed_names)} ({', '.join(printed_names)})"
         return WrongTypeError("arguments by position", where, got, expected, fix)
     return WrongTypeError("arguments", where, str(error), ", ".join(names))
 
 
 def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
     """The keywords that a function takes behind its first arguments; None: any."""
-    known = parameters_of(f)
-    if not known or any(p.kind == p.VAR_KEYWORD for p in known):
+    parameters = parameters_of(f)
+    if not parameters or any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return tuple(p.name for p in known[first:] if p.kind in kinds)
+    return tuple(p.name for p in parameters[first:] if p.kind in kinds)
 
 
 def accepting(f: Callable, names) -> Callable:
@@ -380,7 +394,8 @@ def accepting(f: Callable, names) -> Callable:
     place = len(parameters) - (parameters[-1].kind == inspect.Parameter.VAR_KEYWORD)
     keyword = lambda name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
     signature = [*parameters[:place], *map(keyword, ignored), *parameters[place:]]
-    accepting_call.__signature__ = inspect.Signature(signature)  # pyright: ignore[reportAttributeAccessIssue]
+    # pyright: ignore[reportAttributeAccessIssue]
+    accepting_call.__signature__ = inspect.Signature(signature)
     return accepting_call
 
 

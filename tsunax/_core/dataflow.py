@@ -24,41 +24,43 @@ from tsunax._core.trees import programs_in
 class Analysis:
     """Facts are compared with `==`; joining must end, so they may only grow."""
 
-    nothing: Any  # of constants, and of what is made from them alone
+    nothing: Any  # the fact of constants and of values made from constants alone
     join: Callable[[Any, Any], Any]
     rule: Callable[[Any, Sequence[Any]], Sequence[Any]]
 
-    def run(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-        """The facts of the results of an open jaxpr, from those of its arguments."""
-        known = dict(zip(jaxpr.invars, given, strict=True))
-        of = lambda v: self.nothing if hasattr(v, "val") else known.get(v, self.nothing)
+    def run(self, jaxpr: Any, argument_facts: Sequence[Any]) -> list[Any]:
+        """The facts of the results of an open jaxpr, from the facts of its arguments."""
+        facts = dict(zip(jaxpr.invars, argument_facts, strict=True))
+        fact_of = lambda v: self.nothing if hasattr(v, "val") else facts.get(v, self.nothing)
         for eqn in jaxpr.eqns:
-            found = self._through(eqn, [of(v) for v in eqn.invars])
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [of(v) for v in jaxpr.outvars]
+            result_facts = self._through(eqn, [fact_of(v) for v in eqn.invars])
+            facts.update(zip(eqn.outvars, result_facts, strict=True))
+        return [fact_of(v) for v in jaxpr.outvars]
 
-    def _through(self, eqn: Any, given: list[Any]) -> Sequence[Any]:
-        name, p = eqn.primitive.name, eqn.params
+    def _through(self, eqn: Any, facts: list[Any]) -> Sequence[Any]:
+        name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            n, m = scanned(eqn)
-            consts, over = given[:n], given[n + m :]
-            once = lambda carry: self.run(p["jaxpr"].jaxpr, [*consts, *carry, *over])
-            carry, out = self._settled(once, given[n : n + m])
-            return [*carry, *out[m:]]
+            n_consts, n_carried = scanned(eqn)
+            consts, row_facts = facts[:n_consts], facts[n_consts + n_carried :]
+            body = lambda carry: self.run(params["jaxpr"].jaxpr, [*consts, *carry, *row_facts])
+            carry, out = self._settled(body, facts[n_consts : n_consts + n_carried])
+            return [*carry, *out[n_carried:]]
         if name == "while":
-            n, m = p["cond_nconsts"], p["body_nconsts"]
-            once = lambda carry: self.run(p["body_jaxpr"].jaxpr, [*given[n : n + m], *carry])
-            return self._settled(once, given[n + m :])[0]
+            n_consts, n_carried = params["cond_nconsts"], params["body_nconsts"]
+            body = lambda carry: self.run(
+                params["body_jaxpr"].jaxpr, [*facts[n_consts : n_consts + n_carried], *carry]
+            )
+            return self._settled(body, facts[n_consts + n_carried :])[0]
         if name == "cond":
-            each = [self.run(branch.jaxpr, given[1:]) for branch in p["branches"]]
-            joined = lambda facts: functools.reduce(self.join, facts, self.nothing)
-            return list(map(joined, zip(*each, strict=True)))
+            facts_by_branch = [self.run(branch.jaxpr, facts[1:]) for branch in params["branches"]]
+            join_all = lambda facts: functools.reduce(self.join, facts, self.nothing)
+            return list(map(join_all, zip(*facts_by_branch, strict=True)))
         program = called(eqn, parts=True)
-        return self.rule(eqn, given) if program is None else self.run(program[0], given)
+        return self.rule(eqn, facts) if program is None else self.run(program[0], facts)
 
-    def _settled(self, once: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _settled(self, body: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         while True:
-            out = once(carry)
+            out = body(carry)
             new = [self.join(a, b) for a, b in zip(carry, out[: len(carry)], strict=True)]
             if new == carry:
                 return carry, out
@@ -68,32 +70,32 @@ class Analysis:
 def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     """Which leaves of the batch reach a product or convolution with params in `fn(params, batch)`.
 
-    A model reads those. Targets, weights and masks meet its output only.
+    These are the inputs of the model. Targets, weights and masks meet its output only.
     """
-    found = 0
+    inputs = 0
     union = lambda bits: functools.reduce(int.__or__, bits, 0)
 
-    def rule(eqn, given):
-        nonlocal found
+    def rule(eqn, facts):
+        nonlocal inputs
         if eqn.primitive.name in _PRODUCTS:
-            for x, w in (given[:2], given[1::-1]):
-                # params alone: a product with a value made of params and batch may be a weighted
-                # mean. A convolution is none, and takes one dtype only
+            for x, w in (facts[:2], facts[1::-1]):
+                # Only params count: a product with a value made of params and batch may be a
+                # weighted mean. A convolution is no mean, and its operands must share a dtype.
                 if w == 1 or (w & 1 and eqn.primitive.name == "conv_general_dilated"):
-                    found |= x & ~1
-        return [union(given)] * len(eqn.outvars)
+                    inputs |= x & ~1
+        return [union(facts)] * len(eqn.outvars)
 
     program = jax.make_jaxpr(fn)(params, batch)
     size, n = len(jax.tree.leaves(params)), len(jax.tree.leaves(batch))
     bits = [1] * size + [2 << i for i in range(n)]  # 1 is params, 2 << i leaf i of the batch
     Analysis(0, int.__or__, rule).run(program.jaxpr, bits)
-    return [bool(found & (2 << i)) for i in range(n)]
+    return [bool(inputs & (2 << i)) for i in range(n)]
 
 
 def depends(fn: Callable, x: Any) -> bool:
     """Whether each array of `fn(x)` depends on x. Traces `fn`."""
     program = jax.make_jaxpr(fn)(x).jaxpr
-    union = Analysis(False, bool.__or__, lambda eqn, given: [any(given)] * len(eqn.outvars))
+    union = Analysis(False, bool.__or__, lambda eqn, facts: [any(facts)] * len(eqn.outvars))
     return all(union.run(program, [True]))
 
 
@@ -110,10 +112,10 @@ def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
         return None
     program = programs[0]
     closed = next(x for x in eqn.params.values() if getattr(x, "jaxpr", x) is program)
-    of = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
-    inner, outer = (program.invars, program.outvars), (eqn.invars, eqn.outvars)
-    same = list(map(of, inner)) == list(map(of, outer))
-    return (program, getattr(closed, "consts", ())) if same else None
+    shapes_of = lambda variables: [len(v.aval.shape) if parts else v.aval.shape for v in variables]
+    program_variables, operands = (program.invars, program.outvars), (eqn.invars, eqn.outvars)
+    is_same_interface = list(map(shapes_of, program_variables)) == list(map(shapes_of, operands))
+    return (program, getattr(closed, "consts", ())) if is_same_interface else None
 
 
 def scanned(eqn: Any) -> tuple[int, int]:
@@ -128,21 +130,21 @@ def scanned(eqn: Any) -> tuple[int, int]:
 def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
     """The innermost line of the user's code (or else a library's) of an equation, and its text.
 
-    `sources` are those of the equation and of the calls around it, without frames below `above`.
+    `sources` belong to the equation and to the calls around it. Frames below `above` are ignored.
     """
     from jax.extend import source_info_util
 
-    theirs = None
+    library_frame = None
     for source in sources:
         lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
         frames = [match for line in lines if (match := _FRAME.match(line))]
-        within = itertools.takewhile(lambda frame: frame[1] != above, frames)
-        others = [frame for frame in within if not frame[1].startswith(OURS)]
-        is_own = lambda f: "site-packages" not in f[1] and not f[1].startswith(LIBRARIES)
-        if own := next(filter(is_own, others), None):
-            return _as_text(own)
-        theirs = theirs or next(iter(others), None)
-    return ("", "") if theirs is None else _as_text(theirs)
+        frames_above = itertools.takewhile(lambda frame: frame[1] != above, frames)
+        foreign_frames = [frame for frame in frames_above if not frame[1].startswith(OURS)]
+        is_users = lambda f: "site-packages" not in f[1] and not f[1].startswith(LIBRARIES)
+        if user_frame := next(filter(is_users, foreign_frames), None):
+            return _as_text(user_frame)
+        library_frame = library_frame or next(iter(foreign_frames), None)
+    return ("", "") if library_frame is None else _as_text(library_frame)
 
 
 def _as_text(frame: re.Match) -> tuple[str, str]:

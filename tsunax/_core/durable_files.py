@@ -24,7 +24,7 @@ from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # one letter is a drive; a Path loses the second slash
-_OURS = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+_HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
@@ -60,8 +60,8 @@ def aside(folder: Path, kind: str, step: int) -> Path:
 
 def ours(name: str) -> tuple[str, int] | None:
     """(kind, step) of a name that `aside` made."""
-    found = _OURS.fullmatch(name)
-    return (found[1], int(found[2])) if found else None
+    match = _HIDDEN_NAME.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def is_real_directory(path: Path) -> bool:
@@ -79,16 +79,16 @@ def _flags(*names: str) -> int:
 def read(path: Path, limit: int, follow: bool = False) -> bytes:
     """Read a regular file of at most `limit` bytes; ValueError or OSError for anything else."""
     with opened(path, *([] if follow else ["NOFOLLOW"])) as file:
-        found = file.read(limit + 1)
-    if len(found) > limit:
+        content = file.read(limit + 1)
+    if len(content) > limit:
         raise ValueError(f"more than {limit} bytes")
-    return found
+    return content
 
 
 def opened(path: Path, *flags: str) -> BufferedReader:
     """A regular file, open for reading; OSError for anything else."""
-    how = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
-    file = open(os.open(path, how), "rb")  # noqa: SIM115, the caller closes it
+    flags = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError("not a regular file")
@@ -125,7 +125,8 @@ def sync_tree(top: Path) -> None:
 def check_inside(path: Path, top: Path) -> None:
     """Raise OSError for a link that leads out of the directory `top`.
 
-    Hugging Face's cache is made of links: from "snapshots/<revision>/" into "blobs/" beside it.
+    Hugging Face's cache is made of links from "snapshots/<revision>/" into "blobs/" next to
+    "snapshots/".
     """
     if path.is_symlink():
         real = Path(os.path.realpath(top))
@@ -194,22 +195,23 @@ class Lock:
 
     def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
         self.pid: int = os.getpid()
-        self.text: str = ""  # of the file: to open it again, and close it, would drop the lock
-        self.run_id: str = ""  # of the run whose directory it is, from its first process on
-        self.origin: tuple[str, str] = "", ""  # run and directory that this one was copied from
+        # The content of the file, because opening and closing it again would drop the lock.
+        self.text: str = ""
+        self.run_id: str = ""  # the run of this directory, since the first process wrote here
+        self.origin: tuple[str, str] = "", ""  # run and directory of which this one is a copy
         self._fd: int | None = None
-        if not is_mine:  # of several processes the first one has it for all
+        if not is_mine:  # among several processes only the first locks the directory
             return
         self._fd = os.open(folder / LOCK, _flags("RDWR", "CREAT", "NOFOLLOW", "CLOEXEC"), 0o666)
         try:
             self._take(folder, reader)
-            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            about, new = self._about(), f"{now[:10]}-{secrets.token_hex(4)}"
-            self.run_id = str(about.get("run_id", new))[:40]
+            start_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            stored_facts, new_run_id = self._about(), f"{start_time[:10]}-{secrets.token_hex(4)}"
+            self.run_id = str(stored_facts.get("run_id", new_run_id))[:40]
             self._inode = os.fstat(self._fd).st_ino
-            if original := self._original(folder, about):
-                self.origin, self.run_id = (self.run_id, original), new
-            self._put(pid=self.pid, since=now)
+            if original := self._original(folder, stored_facts):
+                self.origin, self.run_id = (self.run_id, original), new_run_id
+            self._put(pid=self.pid, since=start_time)
         except BaseException:
             self.close()
             raise
@@ -231,22 +233,22 @@ class Lock:
         """Touch the lock file; OSError if another run has replaced the file or the folder."""
         if self._fd is None:
             return
-        mine, there = os.fstat(self._fd), os.lstat(folder / LOCK)
-        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            what = f"another directory than at the start, or its {LOCK} another file"
-            raise FileExistsError(f"{folder} is {what}")
-        os.utime(folder / LOCK)  # for those who delete what is old
+        own_stat, file_stat = os.fstat(self._fd), os.lstat(folder / LOCK)
+        if (own_stat.st_dev, own_stat.st_ino) != (file_stat.st_dev, file_stat.st_ino):
+            difference = f"another directory than at the start, or its {LOCK} another file"
+            raise FileExistsError(f"{folder} is {difference}")
+        os.utime(folder / LOCK)  # cleaning jobs delete old files
 
     def _about(self) -> dict[str, Any]:
-        """What the file says; nothing if it is empty or damaged."""
+        """The content of the file; an empty dict if it is empty or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return dict(json.loads(os.pread(self._fd, 400, 0)))  # type: ignore[arg-type]
         return {}
 
     def _original(self, folder: Path, about: dict[str, Any]) -> str:
-        """The directory that this one was copied from, if it lies beside it and is still there.
+        """The directory of which this is a copy, if it still exists next to the copy; else "".
 
-        A copy is a run of its own: its rows in a log must not replace those of the first one. A
+        A copy is a new run: its rows in a log must not replace the rows of the original. A
         directory that was moved is the same run.
         """
         if about.get("file", self._inode) == self._inode:
@@ -263,7 +265,7 @@ class Lock:
         assert self._fd is not None
         self.text = json.dumps({**about, "run_id": self.run_id, "file": self._inode})
         os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
-        os.fsync(self._fd)  # for those who read it on other hosts
+        os.fsync(self._fd)  # other hosts may read it
 
     def _owner(self) -> str:
         try:
@@ -273,7 +275,7 @@ class Lock:
             return "another process"
 
     def close(self) -> None:
-        """Close the file once: its number may be that of another file then, even if this failed."""
+        """Close the file once: then another file may get its number, even if closing failed."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Self
 
-TOGETHER = 1.0  # seconds
+TOGETHER = 1.0  # seconds within which signals count as one; longer delays a real second Ctrl-C
 
 
 class Interrupt:
@@ -54,5 +54,5 @@ class Interrupt:
 def in_notebook() -> bool:
     """Whether this is the kernel of a notebook, which lives on after an interrupt."""
     shell = sys.modules.get("IPython")
-    found = shell.get_ipython() if shell is not None else None
-    return found is not None and hasattr(found, "kernel")
+    running_shell = shell.get_ipython() if shell is not None else None
+    return running_shell is not None and hasattr(running_shell, "kernel")

@@ -20,16 +20,18 @@ def library(name: str, where: str, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         if (error.name or root).partition(".")[0] != root:
             raise
-        named = f" (the extra {extra!r} of tsunax)" if extra else ""
-        fix = f"pip install {_of_extra(extra) or root}{named}"
+        extra_text = f" (the extra {extra!r} of tsunax)" if extra else ""
+        fix = f"pip install {_of_extra(extra) or root}{extra_text}"
         raise MissingLibraryError(root, where, "no such package", root, fix) from None
 
 
 def _of_extra(name: str) -> str:
     """The requirement behind an extra of tsunax, quoted; "" if it is not installed as a package."""
     try:
-        found = importlib.metadata.requires("tsunax") or ()
+        requirements = importlib.metadata.requires("tsunax") or ()
     except importlib.metadata.PackageNotFoundError:
         return ""
-    own = (text.partition(";")[0].strip() for text in found if f"extra == '{name}'" in text)
-    return " ".join(map(repr, own))
+    requirements_of_extra = (
+        text.partition(";")[0].strip() for text in requirements if f"extra == '{name}'" in text
+    )
+    return " ".join(map(repr, requirements_of_extra))

@@ -132,7 +132,7 @@ _ELSEWHERE = {
 
 
 def ours(name: str, known_names: Sequence[str]) -> list[str]:
-    """Those of the known names that stand for this word of another library."""
+    """The known names with the same meaning as this word of another library."""
     return [
         word
         for word, foreign_words in _WORDS.items()

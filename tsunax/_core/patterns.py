@@ -51,7 +51,7 @@ def _component_test(text: str, part: str, column: int) -> _Test | None:
         raise _bad_pattern(text, column, "an empty component ('*' matches an empty key)")
     if "**" in part:
         raise _bad_pattern(text, column + part.index("**"), f"'**' inside of {part!r}")
-    closed = re.sub(r"\[!?+\]?+[^\]]*+\]", lambda found: "." * len(found[0]), part)
+    closed = re.sub(r"\[!?+\]?+[^\]]*+\]", lambda match: "." * len(match[0]), part)
     if "[" in closed:
         raise _bad_pattern(text, column + closed.index("["), "a '[' that is not closed")
     is_plain = closed == part and not re.search(r"[*?]", part)
@@ -63,7 +63,7 @@ def _glob(text: str) -> _Glob:
     excludes = text.startswith("!")
     column, tests = int(excludes), []
     for part in text[column:].split("/"):
-        if part != "**" or tests[-1:] != [None]:  # two in a row match what one does
+        if part != "**" or tests[-1:] != [None]:  # two "**" in a row match the same as one
             tests.append(_component_test(text, part, column))
         column += len(part) + 1
     return _Glob(text, excludes, tuple(tests))
@@ -72,7 +72,7 @@ def _glob(text: str) -> _Glob:
 def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:
     names = [name for name, _, _ in trees.leaves_with_names(tree)]
     printed_paths = list(map(trees.shown_path, names))
-    # a key may have a "/" in it, as those of haiku have: the printed path has the components
+    # A key may contain a "/", as in haiku. Components are taken from the printed path.
     leaf_names = [trees.path_str(name).split("/") if name else () for name in names]
     flags = [False] * len(leaf_names)
     for glob in globs:
@@ -80,12 +80,16 @@ def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]
         literal = glob.text.removeprefix("!")
         hits = [_fits(glob.tests, name) or path == literal for name, path in pairs]
         if not any(hits):
-            near = ", ".join(map(repr, nearest(glob.text, printed_paths)))
+            nearest_paths = ", ".join(map(repr, nearest(glob.text, printed_paths)))
             got = f"no match among {len(hits)} leaves"
-            below = glob.text + "/**"
-            inside = any(_fits(_glob(below).tests, name) for name in leaf_names)
-            is_subtree = inside and not glob.text.endswith("**")
-            fix = f"For all below it: {below!r}." if is_subtree else f"Nearest: {near or 'none'}."
+            subtree_pattern = glob.text + "/**"
+            has_leaves_below = any(_fits(_glob(subtree_pattern).tests, name) for name in leaf_names)
+            is_subtree = has_leaves_below and not glob.text.endswith("**")
+            fix = (
+                f"For all below it: {subtree_pattern!r}."
+                if is_subtree
+                else f"Nearest: {nearest_paths or 'none'}."
+            )
             raise PatternError(f"pattern {glob.text!r}", place, got, "at least one", fix)
         flags = [not glob.excludes if hit else flag for hit, flag in zip(hits, flags, strict=True)]
     return tuple(flags)
@@ -174,7 +178,7 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
     return flags
 
 
-# the params of which a group of leaves is handled, and the flags of the group
+# (params, flags): the tree and the group of its leaves that is being handled
 _enclosing: contextvars.ContextVar[Any] = contextvars.ContextVar("_enclosing", default=None)
 
 
@@ -183,12 +187,12 @@ def group_of(tree: Any, flags: Sequence[bool]) -> Generator[None, None, None]:
     """A context in which `select_in_group` is given the leaves of `tree` with these flags."""
     if (outer := _enclosing.get()) is not None:
         of_group = iter(flags)
-        tree, flags = outer[0], [on and next(of_group) for on in outer[1]]
-    before = _enclosing.set((tree, flags))
+        tree, flags = outer[0], [is_in_outer and next(of_group) for is_in_outer in outer[1]]
+    token = _enclosing.set((tree, flags))
     try:
         yield
     finally:
-        _enclosing.reset(before)
+        _enclosing.reset(token)
 
 
 def select_in_group(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:

@@ -20,8 +20,8 @@ ALIGNED_FROM = 1 << 17  # bytes: below, a second copy costs less than the care t
 
 def data_axes(mesh) -> tuple[str, ...]:
     """The axes of a mesh over which rows are spread."""
-    known = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
-    return known or mesh.axis_names[:1]
+    standard_axes = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
+    return standard_axes or mesh.axis_names[:1]
 
 
 def row_parts(mesh) -> int:
@@ -39,7 +39,7 @@ def axes_in(entry) -> tuple[str, ...]:
 
 
 def is_absent(mesh) -> bool:
-    """Whether the devices of a mesh are those of a topology, for which programs only compile."""
+    """Whether the devices of a mesh belong to a topology, for which programs only compile."""
     return "CompileOnly" in type(mesh.devices.flat[0].client).__name__
 
 
@@ -50,13 +50,13 @@ def row_parts_here(mesh) -> int:
     if not mesh.is_multi_process or is_absent(mesh):
         return parts
     places = _on(mesh, 0).addressable_devices_indices_map((parts,)).values()
-    mine = len({place[0].start for place in places if place})
+    parts_here = len({place[0].start for place in places if place})
     count = len({device.process_index for device in mesh.devices.flat})
-    if mine * count != parts:
+    if parts_here * count != parts:
         got = f"{parts} parts of rows for {count} processes"
         fix = "Give axes that hold rows (data, fsdp) to processes, tensor to the devices of one."
         raise DataError("mesh", str(dict(mesh.shape)), got, "as many for each process", fix)
-    return mine
+    return parts_here
 
 
 def is_explicit(mesh) -> bool:
@@ -65,17 +65,19 @@ def is_explicit(mesh) -> bool:
 
 
 def state_sharding(tree) -> Any:
-    """The sharding of an array of a tree that is committed, best of one on a mesh; or None."""
+    """The sharding of a committed array of a tree, on a mesh if there is such an array; or None."""
     placed = filter(trees.is_placed, jax.tree.leaves(tree))
-    found = [x.sharding for x in placed if x.committed]
-    return next((x for x in found if isinstance(x, NamedSharding)), found[0] if found else None)
+    shardings = [x.sharding for x in placed if x.committed]
+    return next(
+        (x for x in shardings if isinstance(x, NamedSharding)), shardings[0] if shardings else None
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class MeshShardings:
     """The shardings of a tree on a mesh. One object for each value."""
 
-    replicated: NamedSharding  # of what is whole on each device
+    replicated: NamedSharding  # for arrays that are whole on each device
     of_leaves: Any  # the tree, with the sharding of each array
     parts: int  # into which the rows that this process has are cut
 
@@ -83,8 +85,10 @@ class MeshShardings:
 @functools.lru_cache(maxsize=256)
 def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
     kind = lambda is_offloaded: "pinned_host" if is_offloaded else None
-    found = [NamedSharding(mesh, spec, memory_kind=kind(on)) for spec, on in specs]
-    return MeshShardings(_on(mesh, None), treedef.unflatten(found), row_parts_here(mesh))
+    shardings = [
+        NamedSharding(mesh, spec, memory_kind=kind(is_offloaded)) for spec, is_offloaded in specs
+    ]
+    return MeshShardings(_on(mesh, None), treedef.unflatten(shardings), row_parts_here(mesh))
 
 
 def mesh_shardings(tree, beside=()) -> MeshShardings | None:
@@ -114,7 +118,7 @@ def _entries(spec: PartitionSpec) -> PartitionSpec:
 def resharded(tree, shardings):
     """The tree with each array at its sharding in the tree `shardings`."""
 
-    def one(x, sharding):
+    def reshard_leaf(x, sharding):
         if not isinstance(x, jax.Array) or x.sharding == sharding:
             return x
         if x.committed and x.sharding.device_set != sharding.device_set:
@@ -124,11 +128,11 @@ def resharded(tree, shardings):
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(reshard_leaf, tree, shardings)
 
 
 def check_devices(tree, home, root: str = "batch") -> None:
-    """Raise DeviceError for an array that was put on another device than `home`, that of a state.
+    """Raise DeviceError for an array on another device than `home`, the device of a state.
 
     A state on several devices takes batches from anywhere: their rows are spread.
     """
@@ -161,11 +165,11 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
             return _on(mesh, None)
         rows, parts = np.shape(x)[axis], row_parts_here(mesh)
         if rows % parts and (mesh.is_multi_process or not whole):
-            of = " of this process" if mesh.is_multi_process else ""
-            at, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
+            process_text = " of this process" if mesh.is_multi_process else ""
+            place, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
             fix = "Choose another batch_size or drop_remainder=True. Or name `mask` in loss_fn and "
             fix += "return ts.Loss.mean(values, mask): the batch is then padded."
-            raise DataError("batch", at, f"{rows} rows{of}", expected, fix)
+            raise DataError("batch", place, f"{rows} rows{process_text}", expected, fix)
         return _on(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -173,8 +177,8 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
         if isinstance(x, jax.ShapeDtypeStruct) and not is_on(x, mesh):
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
     moved = {i: where(x) for i, x in enumerate(leaves) if not is_on(x, mesh)}
-    sent = _sent([leaves[i] for i in moved], list(moved.values()), shared)
-    for i, x in zip(moved, sent, strict=True):
+    moved_arrays = _put_all([leaves[i] for i in moved], list(moved.values()), shared)
+    for i, x in zip(moved, moved_arrays, strict=True):
         leaves[i] = x
     return treedef.unflatten(leaves)
 
@@ -182,17 +186,17 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
 def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
     """A batch with its last row repeated up to `rows`, and its mask: f32 (rows,), 1 if real."""
 
-    def one(x):
+    def pad_leaf(x):
         if here == rows or np.ndim(x) <= axis:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
         lib = jnp if isinstance(x, jax.Array) else np
         last = x[(*[slice(None)] * axis, slice(-1, None))]
-        more = lib.broadcast_to(last, (*x.shape[:axis], rows - here, *x.shape[axis + 1 :]))
-        return lib.concatenate([x, more], axis)
+        repeated_rows = lib.broadcast_to(last, (*x.shape[:axis], rows - here, *x.shape[axis + 1 :]))
+        return lib.concatenate([x, repeated_rows], axis)
 
-    return jax.tree.map(one, tree), (np.arange(rows) < here).astype(np.float32)
+    return jax.tree.map(pad_leaf, tree), (np.arange(rows) < here).astype(np.float32)
 
 
 def replicate(tree, sharding, shared: bool = True):
@@ -225,8 +229,8 @@ def beside(params, tree):
         if sharding is None or trees.is_traced(x):
             return x
         # the first step would return an uncommitted array committed, and the second compile again
-        here = sharding.device_set == x.sharding.device_set and x.committed >= committed
-        return x if here else jax.device_put(x, sharding)
+        is_in_place = sharding.device_set == x.sharding.device_set and x.committed >= committed
+        return x if is_in_place else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree)
 
@@ -239,20 +243,20 @@ def offloaded(x):
 
 
 def gather_params(params):
-    """Gather params along the data axes of an explicit mesh; on others the compiler does it."""
+    """Gather params along the data axes of an explicit mesh; else the compiler gathers them."""
 
-    def one(x):
+    def gather_leaf(x):
         sharding = jax.typeof(x).sharding if trees.is_traced(x) else None
         if sharding is None or not is_explicit(sharding.mesh):
             return x
         rows, spec = data_axes(sharding.mesh), [axes_in(entry) for entry in sharding.spec]
-        rest = [tuple(name for name in names if name not in rows) for names in spec]
-        if rest == spec:
+        other_axes = [tuple(name for name in names if name not in rows) for names in spec]
+        if other_axes == spec:
             return x
-        spec = PartitionSpec(*(names or None for names in rest))
+        spec = PartitionSpec(*(names or None for names in other_axes))
         return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(gather_leaf, params)
 
 
 def rows_over(sharding, rows: int) -> NamedSharding | None:
@@ -346,8 +350,8 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _sent(leaves: list, shardings: list, shared: bool) -> list:
-    """Arrays at their shardings; over several processes each one gives its part."""
+def _put_all(leaves: list, shardings: list, shared: bool) -> list:
+    """Arrays at their shardings; each of several processes gives its part."""
     leaves = with_numpy_copied(leaves) if shared else leaves
     if all(s.is_fully_addressable for s in shardings):
         return jax.device_put(leaves, shardings)

@@ -20,11 +20,11 @@ def hide_own_frames(error: BaseException) -> None:
     while tb is not None:
         frames.append((tb, tb.tb_frame.f_code.co_filename))
         tb = tb.tb_next
-    jaxs = os.path.dirname(jax.__file__)
-    foreign = [name for _, name in frames if not name.startswith(jaxs)]
-    if foreign and not foreign[-1].startswith(OURS):
-        kept = None
+    jax_folder = os.path.dirname(jax.__file__)
+    files_outside_jax = [name for _, name in frames if not name.startswith(jax_folder)]
+    if files_outside_jax and not files_outside_jax[-1].startswith(OURS):
+        traceback = None
         for tb, name in reversed(frames):
             if not name.startswith(OURS):
-                kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-        error.__traceback__ = kept
+                traceback = types.TracebackType(traceback, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+        error.__traceback__ = traceback

@@ -24,13 +24,13 @@ import numpy as np
 
 from tsunax._core import trees
 
-_DEEP = 14  # objects within objects, beyond which nobody looks
-_VALUES = 50_000  # values that code refers to, beyond which nobody looks: 0.2 s
+_DEEP = 14  # depth of objects within objects beyond which values count as equal
+_VALUES = 50_000  # values that are read at most: reading so many takes 0.2 s
 _LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
 _SHORT = 40  # characters of a value that a warning names
 _CHANGING = (int, float, list, dict, set, collections.deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
-_HASHED = 10_000  # elements of an array that is compared by all its values; of others some are
+_HASHED = 10_000  # up to this many elements an array is compared by all values, beyond by a sample
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
@@ -38,7 +38,7 @@ _LIBRARIES = ("tsunax", "jax", "optax", "flax")  # whose code is no script's, al
 # Operations of byte code that name a global or a module, and those that read an attribute
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
-# Code with these names may read attributes whose names it does not have.
+# Code with these names may read attributes that it does not name.
 _READING_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple"}
 # What fills a container while it runs: a cache, or a list of calls, is no value of a script.
 _FILLING = {*"append appendleft add update setdefault pop popleft extend insert clear".split()}
@@ -85,14 +85,14 @@ def words_of(
     if isinstance(x, type):
         return f"{x.__module__}.{x.__qualname__}" if code else x.__name__
     if isinstance(x, Mapping):
-        inside = ", ".join(f"{inner(k)}: {inner(v)}" for k, v in x.items())
-        return f"{kind * (kind != 'dict')}{{{inside}}}"
+        items_text = ", ".join(f"{inner(k)}: {inner(v)}" for k, v in x.items())
+        return f"{kind * (kind != 'dict')}{{{items_text}}}"
     if isinstance(x, Set):
         return f"{kind * (kind != 'set')}{{{', '.join(sorted(map(inner, x)))}}}"
     if isinstance(x, (list, tuple)):
-        inside = ", ".join(map(inner, x))
-        left, right = {"list": "[]", "tuple": "()"}.get(kind) or (f"{kind}(", ")")
-        return f"{left}{inside}{right}"
+        items_text = ", ".join(map(inner, x))
+        opening, closing = {"list": "[]", "tuple": "()"}.get(kind) or (f"{kind}(", ")")
+        return f"{opening}{items_text}{closing}"
     if isinstance(x, functools.partial):
         return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
     if isinstance(x, types.MethodType):
@@ -116,20 +116,20 @@ def without_address(text: str) -> str:
 
 def _of_function(f: types.FunctionType, inner: Callable[[Any], str], code: bool) -> str:
     if not code:
-        kept = [text for text in map(inner, cells_of(f).values()) if text not in ("#", "None")]
-        return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(kept)})" if kept else "")
-    kept = [f.__defaults__, f.__kwdefaults__, *cells_of(f).values()]
-    text = inner([x for x in kept if x is not None])
+        parts = [text for text in map(inner, cells_of(f).values()) if text not in ("#", "None")]
+        return f.__qualname__.split(".<locals>")[0] + (f"({', '.join(parts)})" if parts else "")
+    parts = [f.__defaults__, f.__kwdefaults__, *cells_of(f).values()]
+    text = inner([x for x in parts if x is not None])
     return f"{f.__qualname__} {hash_of_code(f.__code__)}" + (f" of {text}" if text != "[]" else "")
 
 
 def cells_of(f: Any) -> dict[str, Any]:
     """The values that a function closes over, by name."""
-    found = {}
+    values = {}
     for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def _of_array(x: Any) -> str:
@@ -154,18 +154,18 @@ def value_text(x: Any) -> str:
 
 
 def _short_text(x: Any) -> str:
-    """A number, a string or a tuple or list of them, or a small array, as text; "" for others."""
-    inside = x if isinstance(x, tuple | list) and len(x) <= _LISTED else [x]
-    if all(isinstance(y, bool | int | float | str) for y in inside):
+    """A number, a string, a tuple or list of these, or a small array as text; else ""."""
+    items = x if isinstance(x, tuple | list) and len(x) <= _LISTED else [x]
+    if all(isinstance(y, bool | int | float | str) for y in items):
         return repr(x)
     return value_text(x) if trees.is_array(x) else ""
 
 
 def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
     """The hash of code with the functions inside it, whatever its file, lines and docstring."""
-    of = lambda x: hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
-    inside = [of(x) for x in code.co_consts if x != doc]
-    return hash_of(code.co_code + repr((code.co_names, inside)).encode())
+    text_of = lambda x: hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
+    constants = [text_of(x) for x in code.co_consts if x != doc]
+    return hash_of(code.co_code + repr((code.co_names, constants)).encode())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,10 +174,12 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], fr
     instructions = list(dis.get_instructions(code))
     lines = [(line.opname, line.argval) for line in instructions]
     # `cache[key] = x` and `cache.append(x)` begin where the code of `cache` does
-    begins = lambda line: line.positions and (line.positions.lineno, line.positions.col_offset)
-    fills = lambda line: line.opname.endswith("E_SUBSCR") or line.argval in _FILLING
-    places = {begins(line) for line in instructions if fills(line)} - {None, (None, None)}
-    loads = (line for line in instructions if begins(line) in places and "LOAD_" in line.opname)
+    position_of = lambda line: line.positions and (line.positions.lineno, line.positions.col_offset)
+    is_filling = lambda line: line.opname.endswith("E_SUBSCR") or line.argval in _FILLING
+    places = {position_of(line) for line in instructions if is_filling(line)} - {None, (None, None)}
+    loads = (
+        line for line in instructions if position_of(line) in places and "LOAD_" in line.opname
+    )
     changed = {str(line.argval) for line in loads if "FAST" not in line.opname} - _FILLING
     stored = {"STORE_GLOBAL": code.co_names, "STORE_DEREF": code.co_freevars}
     changed |= {x for operation, x in lines if x in stored.get(operation, ())}
@@ -186,7 +188,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], fr
     attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     names = [x for operation, x in lines if operation in _GLOBALS]
     names += [x for _, inner_names, _ in inner for x in inner_names]
-    union = lambda own, i: frozenset(own.union(*(found[i] for found in inner)))
+    union = lambda names, i: frozenset(names.union(*(inner_result[i] for inner_result in inner)))
     return union(attributes, 0), tuple(names), union(changed, 2)
 
 
@@ -219,17 +221,17 @@ class _Walk:
         return not (is_foreign or top in _LIBRARIES or top in sys.stdlib_module_names)
 
     def _parts(self, f: Any) -> Iterator[str]:
-        queue, seen = collections.deque([f]), dict[int, Any]()
+        queue, number_of_id = collections.deque([f]), dict[int, Any]()
         while queue:
             x = queue.popleft()
-            if id(x) in seen:
-                yield f"#{seen[id(x)][0]}"
+            if id(x) in number_of_id:
+                yield f"#{number_of_id[id(x)][0]}"
                 continue
             if not isinstance(x, (tuple, *_PLAIN)):  # equal ones may or may not be one object
-                seen[id(x)] = len(seen), x
-            text, inside = self._text_and_inside(x)
+                number_of_id[id(x)] = len(number_of_id), x
+            text, inner_values = self._text_and_inside(x)
             yield text
-            queue.extend(inside)
+            queue.extend(inner_values)
 
     def _text_and_inside(self, x: Any) -> tuple[str, Iterable[Any]]:
         """The text of a value itself, and the values inside of it."""
@@ -239,34 +241,39 @@ class _Walk:
         if trees.is_array(x):
             return self._text_of_array(x), ()
         if isinstance(x, types.FunctionType):
-            inside = [*self._named_values("", cells_of(x)), getattr(x, "__wrapped__", None)]
+            inner_values = [*self._named_values("", cells_of(x)), getattr(x, "__wrapped__", None)]
             top = str(x.__module__).partition(".")[0]
             self.package = self.package or (top if top not in _LIBRARIES else "")
             if not self._is_read(top):
-                return x.__qualname__, inside
+                return x.__qualname__, inner_values
             attributes, names, changed = _names_in(x.__code__)
             self.names |= attributes | (_READING_ANY & {*names})
             self.changed |= changed
-            read = {name: x.__globals__.get(name, sys.modules.get(name)) for name in names}
-            inside += self._named_values("", read)
+            read_values = {name: x.__globals__.get(name, sys.modules.get(name)) for name in names}
+            inner_values += self._named_values("", read_values)
             text = f"{x.__qualname__} {hash_of_code(x.__code__, x.__doc__)}"
             named = x.__code__.co_varnames[: x.__code__.co_argcount]
             defaults = dict(zip(reversed(named), reversed(x.__defaults__ or ()), strict=False))
-            return text, [*inside, *self._named_values("", defaults | (x.__kwdefaults__ or {}))]
+            return text, [
+                *inner_values,
+                *self._named_values("", defaults | (x.__kwdefaults__ or {})),
+            ]
         if isinstance(x, Mapping | list | tuple | Set):
             flat = itertools.chain(*x.items()) if isinstance(x, Mapping) else x
             flat = sorted(map(words_of, x)) if isinstance(x, Set) else flat
             return f"{title} {len(x)}", flat if self.is_exact or len(x) <= _LISTED else ()
         if isinstance(x, types.ModuleType):
             is_read = self._is_read(x.__name__)
-            read = {name: vars(x)[name] for name in sorted(self.names & {*vars(x)}) if is_read}
-            return x.__name__, self._named_values(f"{x.__name__}.", read)
+            read_values = {
+                name: vars(x)[name] for name in sorted(self.names & {*vars(x)}) if is_read
+            }
+            return x.__name__, self._named_values(f"{x.__name__}.", read_values)
         if isinstance(x, type):
-            read = [c for c in x.__mro__ if self._is_read(c.__module__)]
-            members = {name: y for c in reversed(read) for name, y in vars(c).items()}
-            called = {name for name, y in members.items() if isinstance(y, types.FunctionType)
+            read_classes = [c for c in x.__mro__ if self._is_read(c.__module__)]
+            members = {name: y for c in reversed(read_classes) for name, y in vars(c).items()}
+            dunders = {name for name, y in members.items() if isinstance(y, types.FunctionType)
                       and name[:2] == "__" and name not in _UNCALLED}  # fmt: skip
-            counted = {name: members[name] for name in sorted((self.names | called) & {*members})}
+            counted = {name: members[name] for name in sorted((self.names | dunders) & {*members})}
             return f"{x.__module__}.{x.__qualname__}", self._named_values(f"{x.__name__}.", counted)
         slots = (getattr(c, "__slots__", ()) for c in kind.__mro__)
         names = [n for s in slots for n in ([s] if isinstance(s, str) else s) if n[:2] != "__"]
@@ -283,21 +290,21 @@ class _Walk:
             f"{kind.__name__}.", {name: members[name] for name in sorted(names)}
         )
         inner = [n for n in _INNER if not is_read and (n in members or hasattr(kind, n))]
-        inside = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
-        label = getattr(x, "__qualname__", "") if members or inside else repr(x)
-        return f"{title} {label if self.is_exact else without_address(str(label))}", inside
+        inner_values = [*[kind] * is_read, *(getattr(x, name, None) for name in inner), *flat]
+        label = getattr(x, "__qualname__", "") if members or inner_values else repr(x)
+        return f"{title} {label if self.is_exact else without_address(str(label))}", inner_values
 
     def _named_values(self, owner: str, values: Mapping[str, Any]) -> list[Any]:
         """Names and values, without numbers and contents that the code changes while it runs."""
-        found: list[Any] = []
+        names_and_values: list[Any] = []
         for name, x in values.items():
             if name in self.changed and not self.is_exact:
                 x = type(x) if isinstance(x, _CHANGING) else x
                 x = trees.describe(x) if trees.is_array(x) else x
             elif (text := _short_text(x)) and len(text) <= _SHORT:
                 self.values[owner + name] = text
-            found += name, x
-        return found
+            names_and_values += name, x
+        return names_and_values
 
     def _text_of_array(self, x: Any) -> str:
         if not self.is_exact:
@@ -307,8 +314,8 @@ class _Walk:
             return _of_array(x)
         # A program that reads a large array keeps it: no other array gets its id. The owner of a
         # NumPy array may refill it, which some of its elements show: to hash all takes seconds.
-        some = _of_array(x.flat[:: x.size // _HASHED]) if isinstance(x, np.ndarray) else ""
-        return f"{trees.describe(x)} {id(x)} {some}"
+        sample = _of_array(x.flat[:: x.size // _HASHED]) if isinstance(x, np.ndarray) else ""
+        return f"{trees.describe(x)} {id(x)} {sample}"
 
 
 def code_of(f: Any, *, is_exact: bool = False) -> str:

@@ -12,17 +12,17 @@ ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """The lines of a table; columns whose index is in `right` end at their right edge."""
+    """The lines of a table; columns with an index in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     place = lambda i, cell: cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
     return ["  ".join(place(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def folded(shown: object) -> str:
-    """The `repr` of an object as HTML whose first line folds the others away: `_repr_html_`."""
-    head, _, rest = html.escape(repr(shown)).partition("\n")
-    rest = f'<pre style="white-space: pre; overflow-x: auto; margin: 0">{rest}</pre>'
-    return f"<details open><summary><code>{head}</code></summary>{rest}</details>"
+    """The `repr` of an object as HTML; its first line folds the other lines: `_repr_html_`."""
+    first_line, _, other_lines = html.escape(repr(shown)).partition("\n")
+    other_lines = f'<pre style="white-space: pre; overflow-x: auto; margin: 0">{other_lines}</pre>'
+    return f"<details open><summary><code>{first_line}</code></summary>{other_lines}</details>"
 
 
 def short(value: float) -> str:
@@ -46,39 +46,39 @@ def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
     for name in names:
         head, _, number = name.rpartition("/")
         kinds.setdefault(head if number.isdecimal() else name, []).append(name)
-    found: dict[str, list[str]] = {}
+    members_by_kind: dict[str, list[str]] = {}
     for kind, members in kinds.items():
-        is_one = len(members) >= least and kind not in names
-        found |= {kind: members} if is_one else {name: [name] for name in members}
-    return found
+        is_family = len(members) >= least and kind not in names
+        members_by_kind |= {kind: members} if is_family else {name: [name] for name in members}
+    return members_by_kind
 
 
 def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) -> list[str]:
-    """Each number with its name; those of many members or classes as one range.
+    """Each number with its name; numbers of many members or classes as a range.
 
     >>> summary({"val/loss": 0.5, "hits/0": 0.25, "hits/1": 0.75, "hits/2": 0.5, "hits/3": 1.0})
     ['val/loss 0.5', 'hits/0…3 0.25…1']
     """
-    found = []
+    texts = []
     for name, members in families(row).items():
-        values = [row[one] for one in members]
+        values = [row[member] for member in members]
         if len(values) == 1:
-            found.append(f"{name} {digits(values[0])}")
+            texts.append(f"{name} {digits(values[0])}")
             continue
         high = next((x for x in values if not math.isfinite(x)), max(values))
         low = min(filter(math.isfinite, values), default=high)
-        found.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
-    return found
+        texts.append(f"{name}/0…{len(values) - 1} {digits(low)}…{digits(high)}")
+    return texts
 
 
-def flat(found: Mapping[str, Any], root: str = "") -> dict[str, float]:
+def flat(values: Mapping[str, Any], root: str = "") -> dict[str, float]:
     """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
-    out = {}
-    for name, x in found.items():
-        if isinstance(x, Mapping):
-            out |= flat(x, f"{root}{name}/")
-        elif np.ndim(x):
-            out |= {f"{root}{name}/{i}": float(y) for i, y in enumerate(np.ravel(x))}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            numbers |= flat(value, f"{root}{name}/")
+        elif np.ndim(value):
+            numbers |= {f"{root}{name}/{i}": float(x) for i, x in enumerate(np.ravel(value))}
         else:
-            out[root + name] = float(x)
-    return out
+            numbers[root + name] = float(value)
+    return numbers

@@ -17,15 +17,15 @@ class TrainingCall:
     """The leaves of the model state that the loss function was given."""
 
     model_state: list[Any]
-    moved: bool = False  # whether a model in train mode made other leaves of these
+    moved: bool = False  # whether a model in train mode returned other leaves
 
     def note(self, before: PyTree, after: PyTree) -> None:
         """Note that a model returned `after` for its state `before`."""
-        before, after = jax.tree.leaves(before), jax.tree.leaves(after)
-        # by shapes: jax.jit and jax.checkpoint in a loss function make tracers of their arguments
-        shapes = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-        if before and shapes(before) == shapes(self.model_state):
-            self.moved |= list(map(id, before)) != list(map(id, after))
+        old_leaves, new_leaves = jax.tree.leaves(before), jax.tree.leaves(after)
+        # Compare shapes, because jax.jit and jax.checkpoint inside a loss function make tracers.
+        shapes_of = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+        if old_leaves and shapes_of(old_leaves) == shapes_of(self.model_state):
+            self.moved |= list(map(id, old_leaves)) != list(map(id, new_leaves))
 
 
 current: ContextVar[TrainingCall | None] = ContextVar("training_call", default=None)

@@ -1,8 +1,8 @@
 """Pytrees: paths, parts, owners, and how messages describe them.
 
 A leaf is called by the readable components of its key path: `params["encoder"][0].kernel` has the
-*names* `("encoder", "0", "kernel")`, shown as "encoder/0/kernel". What a pattern selects is a tuple
-of *flags*, one bool per leaf in flatten order.
+*names* `("encoder", "0", "kernel")`, shown as "encoder/0/kernel". A selection is a tuple of
+*flags*, a bool per leaf in flatten order.
 
 Nothing here knows of states, rules or losses. flax's wrappers are recognized by the name of their
 class: flax is not imported.
@@ -43,7 +43,7 @@ def is_placed(x: Any) -> bool:
 
 
 def is_offloaded(x: Any) -> bool:
-    """Whether an array (also a traced one, or its shape) is in host memory beside its devices."""
+    """Whether an array (also a traced one, or its shape) is in the host memory of its devices."""
     if is_traced(x):
         return jax.typeof(x).memory_space is jax.memory.Space.Host
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
@@ -65,7 +65,7 @@ def on_device(tree: Any, after: Any = None) -> Any:
 
 
 def offloaded_like(tree: Any, like: Any) -> Any:
-    """The inverse of `on_device`: arrays whose places in `like` are in host memory move there."""
+    """The inverse of `on_device`: arrays move to host memory if their leaf of `like` is there."""
     put = lambda x, y: jax.device_put(x, jax.memory.Space.Host) if is_offloaded(y) else x
     return jax.tree.map(put, tree, like)
 
@@ -83,7 +83,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def is_a(x: Any, *kinds: Any) -> bool:
-    """Whether `x` is a number or array with a dtype of one of these kinds, such as np.floating."""
+    """Whether `x` is a number or array with a dtype in `kinds`, such as np.floating."""
     dtype = dtype_of(x)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
@@ -281,8 +281,13 @@ def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=512)
 def _is_box_type(kind: type) -> bool:
-    boxes = ("Variable", "AxisMetadata")  # of NNX; of Linen: Partitioned and its kin
-    flax = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax.")]
+    # base classes in NNX, and in Linen (Partitioned and others)
+    boxes = ("Variable", "AxisMetadata")
+    flax = [
+        base_class.__name__
+        for base_class in kind.__mro__
+        if base_class.__module__.startswith("flax.")
+    ]
     return any(name in boxes for name in flax)
 
 
@@ -306,11 +311,13 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, tuple, Any]]:
 
     The `.value` of a flax wrapper is no name, unless leaves would share their names without it.
     """
-    found = list(_walk_names(tree, (), ()))
-    counts = Counter(name for name, _, _ in found)
-    if len(counts) == len(found):
-        return found
-    return [(names(path) if counts[name] > 1 else name, path, leaf) for name, path, leaf in found]
+    named_leaves = list(_walk_names(tree, (), ()))
+    counts = Counter(name for name, _, _ in named_leaves)
+    if len(counts) == len(named_leaves):
+        return named_leaves
+    return [
+        (names(path) if counts[name] > 1 else name, path, leaf) for name, path, leaf in named_leaves
+    ]
 
 
 def axis_names(tree: Any) -> list[tuple | None]:
@@ -359,7 +366,7 @@ def merge(selected: Any, rest: Any) -> Any:
 
 
 def children_of(node: Any) -> list[tuple[tuple, Any]]:
-    """Key (a path of one) and value of each direct child, `None`s included; [] for a leaf."""
+    """Key (a path of length 1) and value of each direct child with `None`s; [] for a leaf."""
     keyed, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(key, child) for key, child in keyed if key]
 
@@ -390,8 +397,8 @@ def describe(x: Any) -> str:
         return f"{kind} with {listed([str(key) for key in x], 6)}" if x else f"an empty {kind}"
     if dataclasses.is_dataclass(x) and type(x).__module__.startswith("tsunax."):
         return kind
-    if inside := listed([path_str(key) for key, _ in children_of(x)], 6):
-        return f"{kind} with {inside}"
+    if child_names := listed([path_str(key) for key, _ in children_of(x)], 6):
+        return f"{kind} with {child_names}"
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
 
@@ -405,18 +412,22 @@ def describe_call(f: Callable[..., Any]) -> str:
 def _difference(got: Any, expected: Any, path: tuple, place: Callable, leaf: str) -> str | None:
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return None
-    say = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
+    in_words = lambda x: leaf if leaf and jtu.all_leaves([x]) and x is not None else describe(x)
     if type(got) is not type(expected):
-        return f"at {place(path)}: got {describe(got)}, expected {say(expected)}"
-    ours, theirs = dict(children_of(got)), dict(children_of(expected))
-    for key in theirs | ours:
-        if key in ours and key in theirs:
-            if difference := _difference(ours[key], theirs[key], path + key, place, leaf):
+        return f"at {place(path)}: got {describe(got)}, expected {in_words(expected)}"
+    children, expected_children = dict(children_of(got)), dict(children_of(expected))
+    for key in expected_children | children:
+        if key in children and key in expected_children:
+            if difference := _difference(
+                children[key], expected_children[key], path + key, place, leaf
+            ):
                 return difference
         else:
-            found = describe(ours[key]) if key in ours else "nothing"
-            wanted = say(theirs[key]) if key in theirs else "nothing"
-            return f"at {place(path + key)}: got {found}, expected {wanted}"
+            got_text = describe(children[key]) if key in children else "nothing"
+            expected_text = (
+                in_words(expected_children[key]) if key in expected_children else "nothing"
+            )
+            return f"at {place(path + key)}: got {got_text}, expected {expected_text}"
     kind = type(got).__name__
     return f"at {place(path)}: got {kind} with other static fields, expected equal ones"
 

@@ -13,13 +13,13 @@ def zeros(like: PyTree) -> PyTree:
 def add(sums: PyTree, tree: PyTree, weight: jax.Array, take: jax.Array) -> PyTree:
     """The sums with weight times the tree added, if `take` is true."""
 
-    def one(sum, x):
+    def add_leaf(sum, x):
         return jnp.where(take, sum + weight.astype(sum.dtype) * x.astype(sum.dtype), sum)
 
-    return jax.tree.map(one, sums, tree)
+    return jax.tree.map(add_leaf, sums, tree)
 
 
 def divided(sums: PyTree, weight: jax.Array, like: PyTree) -> PyTree:
     """The sums over their weight, in the dtypes of `like`."""
-    one = lambda sum, x: (sum / weight.astype(sum.dtype)).astype(x.dtype)
-    return jax.tree.map(one, sums, like)
+    divide_leaf = lambda sum, x: (sum / weight.astype(sum.dtype)).astype(x.dtype)
+    return jax.tree.map(divide_leaf, sums, like)

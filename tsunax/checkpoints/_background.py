@@ -1,5 +1,5 @@
-"""Saves in the background: threads, what is waited for at the end of the interpreter, and which
-object of this process has a directory's lock.
+"""Saves in the background: threads, the wait for them at the end of the interpreter, and the lock
+of each directory in this process.
 """
 
 import atexit
@@ -17,12 +17,12 @@ from tsunax.errors import CheckpointError, SaveError, message, told
 
 _LOCK = threading.RLock()
 _JOBS: "list[Job]" = []
-_HOOKED: list[bool] = []
-_HELD: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
+_EXIT_HOOKS: list[bool] = []
+_LOCKED_DIRECTORIES: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
 
 
 class Task:
-    """`f()` in a daemon thread: a hung disk must not keep the process."""
+    """`f()` in a daemon thread, because a hung disk must not keep the process alive."""
 
     def __init__(self, f: Callable[[], Any], name: str):
         self.value: Any = None
@@ -40,7 +40,7 @@ class Task:
 
 
 class Job(Task):
-    """One save, which `_finish` waits for."""
+    """A save. `_finish` waits for it."""
 
     def __init__(self, work: Callable[[], None], path: Path, step: int, timeout: float):
         self.path, self.step, self.timeout, self.pid = path, step, timeout, os.getpid()
@@ -49,36 +49,36 @@ class Job(Task):
         with _LOCK:
             _JOBS[:] = [job for job in _JOBS if not job.told]
             _JOBS.append(self)
-            if not _HOOKED:
-                _HOOKED.append(True)
-                # before concurrent.futures refuses new work, and before any `atexit`, where
-                # processes part
+            if not _EXIT_HOOKS:
+                _EXIT_HOOKS.append(True)
+                # This runs before concurrent.futures refuses new work, and before all `atexit`
+                # functions, in which processes end their connections.
                 getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 def _finish() -> None:
-    """Wait for saves at the exit; its status is 1 if one hangs, or failed without anyone seeing."""
-    failed, mine = False, [job for job in _JOBS if job.pid == os.getpid()]
-    for job in mine:
+    """Wait for saves at the exit. The status is 1 if a save hangs, or failed without a report."""
+    is_failed, own_jobs = False, [job for job in _JOBS if job.pid == os.getpid()]
+    for job in own_jobs:
         if job.told or (job.done.wait(0.0 if job.given_up else job.timeout) and not job.error):
             continue
-        why = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
-        what, where = f"save of step {job.step}", str(job.path / str(job.step))
+        reason = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
+        title, where = f"save of step {job.step}", str(job.path / str(job.step))
         fix = "Call close() in time, or write `with Checkpoints(...)`."
-        print("tsunax: " + message(what, where, why, "a finished save", fix), file=sys.stderr)
-        failed = True
-    if failed or not all(job.done.is_set() for job in mine):
+        print("tsunax: " + message(title, where, reason, "a finished save", fix), file=sys.stderr)
+        is_failed = True
+    if is_failed or not all(job.done.is_set() for job in own_jobs):
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
 
 
-def bounded(f: Callable[[], Any], limit: float, what: str):
+def bounded(f: Callable[[], Any], limit: float, title: str):
     """`f()` in a thread that is given up after `limit` seconds."""
     task = Task(f, "restore")
     if not task.done.wait(limit):
-        raise CheckpointError(what, "restore()", f"nothing after {limit:g} s", "an answer")
+        raise CheckpointError(title, "restore()", f"nothing after {limit:g} s", "an answer")
     if task.error is not None:
         raise task.error
     return task.value
@@ -90,14 +90,16 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
         owner.home.check_is_no_checkpoint()
         key = owner.home.prepare()
         with _LOCK:
-            lock, previous = _HELD.get(key, (None, lambda: None))
+            lock, owner_reference = _LOCKED_DIRECTORIES.get(key, (None, lambda: None))
             if lock is not None and lock.pid == os.getpid():
-                if (other := previous()) is not None and other._lock is lock:
-                    other.wait()
-                    other._lock = None
+                if (
+                    previous_owner := owner_reference()
+                ) is not None and previous_owner._lock is lock:
+                    previous_owner.wait()
+                    previous_owner._lock = None
             else:
                 lock = owner.home.lock(is_first)
-            _HELD[key] = lock, weakref.ref(owner)
+            _LOCKED_DIRECTORIES[key] = lock, weakref.ref(owner)
             return lock
     except OSError as error:
         if isinstance(error, SaveError):
@@ -110,7 +112,7 @@ def take_lock(owner, is_first: bool) -> durable_files.Lock:
 def release(owner) -> None:
     with _LOCK:
         lock, owner._lock = owner._lock, None
-        for key, (held, _) in list(_HELD.items()):
-            if held is lock:
-                del _HELD[key]
-                held.release()
+        for key, (directory_lock, _) in list(_LOCKED_DIRECTORIES.items()):
+            if directory_lock is lock:
+                del _LOCKED_DIRECTORIES[key]
+                directory_lock.release()

@@ -1,8 +1,8 @@
-"""The gate for files that others wrote: their bytes are judged before anything is built of them.
+"""The gate for files of other programs: their bytes are checked before objects are built.
 
-A text or a msgpack file is looked through once, and refused if Python's objects for it could take
-more memory than four times the files and 64 MiB. Kinds of files that are often taken for another
-are named. No array is read here.
+A text or a msgpack file is scanned once, and refused if Python's objects for it could take more
+memory than four times the files and 64 MiB. Kinds of files that are often confused are named in the
+error. No array is read here.
 """
 
 import contextlib
@@ -14,21 +14,22 @@ from pathlib import Path
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import TsunaxError, told
 
-# Bytes that a description may take beyond four times its files. Of the 64 MiB that are promised
-# (SECURITY.md), the others are for what libraries hold.
-_ROOM = 48 << 20
+# Bytes that a description may take beyond four times its files. SECURITY.md promises 64 MiB in all;
+# the remaining 16 MiB are for objects of libraries. A larger number breaks the promise, a smaller
+# one refuses small files with many entries.
+_ALLOWED_BYTES = 48 << 20
 
-# Bytes of memory for each of these characters of JSON, measured with CPython's objects
+# Bytes of memory that CPython's objects take for each such character of JSON, measured
 _JSON_COSTS = {b",": 44, b":": 40, b"{": 120, b"[": 72, b'"': 28}
 _VALUE_COST = 1000  # bytes for each value of a flax file: its object, its name and its description
 
-# By the first byte of a value of msgpack, from 0xc0 to 0xdf: the bytes of the length that follows,
-# and those of the value without it
+# By the first byte of a value of msgpack, from 0xc0 to 0xdf: the number of bytes of the length that
+# follows, and the number of bytes of the value in addition to that length
 _LENGTHS = bytes.fromhex("00000000 010204 010204" + "00" * 15 + "010204 0204 0204")
 _FIXED = bytes.fromhex("00000000 000000 010101 0408 01020408 01020408 020305 0911" + "00" * 7)
 _MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xDD}
 _EXTENSIONS = {*range(0xC7, 0xCA), *range(0xD4, 0xD9)}
-_HEAD = 1000  # bytes of an array's shape and dtype: NumPy reads a name in quadratic time
+_MAX_HEAD = 1000  # bytes of an array's shape and dtype: NumPy reads a name in quadratic time
 
 _KINDS = {
     rb"PK\x03\x04.{26}.*\.npy": "a NumPy .npz file: np.load reads it",
@@ -59,13 +60,15 @@ _KINDS_OF_DIRECTORIES = {
 
 
 def kind_of(head: bytes, expected: str = "") -> str:
-    """The kind of a file by its first bytes, and what reads it; "" for `expected` and unknown ones.
+    """The kind of a file by its first bytes, and its reader; "" if it is `expected` or unknown.
 
     >>> kind_of(b"version https://git-lfs.github.com/spec/v1")
     'a pointer of git-lfs, without the file: run `git lfs pull`'
     """
-    known = (kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512]))
-    kind = next(known, "")
+    matching_kinds = (
+        kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512])
+    )
+    kind = next(matching_kinds, "")
     return "" if expected and kind.startswith(expected) else kind
 
 
@@ -77,7 +80,7 @@ def kind_of_directory(folder: Path) -> str:
 
 @contextlib.contextmanager
 def damage_only() -> Iterator[None]:
-    """A context in which whatever a parser raises for bytes that it does not expect is Damaged."""
+    """A context that turns a parser's exceptions for unexpected bytes into Damaged."""
     try:
         yield
     except (TsunaxError, Damaged, OSError):
@@ -88,16 +91,16 @@ def damage_only() -> Iterator[None]:
 
 def check_cost(cost: int, size: int) -> None:
     """Raise Damaged if a description of files of `size` bytes would take `cost` bytes of memory."""
-    if cost > 4 * size + _ROOM:
+    if cost > 4 * size + _ALLOWED_BYTES:
         raise Damaged(f"a description that would take {cost >> 20} MiB, for files of {size} bytes")
 
 
 def check_json(text: bytes, size: int, spent: int = 0) -> int:
     """The bytes of memory to parse a JSON text, which is Damaged if they are too many.
 
-    `spent` is what other texts of the same files take.
+    `spent` are the bytes for other texts of the same files.
     """
-    is_narrow = text.isascii() and b"\\u" not in text  # others take four bytes a character
+    is_narrow = text.isascii() and b"\\u" not in text  # other texts take four bytes a character
     marks = sum(cost * text.count(mark) for mark, cost in _JSON_COSTS.items())
     cost = marks + len(text) * (2 if is_narrow else 6)
     check_cost(cost + spent, size)
@@ -105,17 +108,17 @@ def check_json(text: bytes, size: int, spent: int = 0) -> int:
 
 
 def check_msgpack(content: bytes) -> None:
-    """Raise Damaged for a flax file whose values would take too much memory or time."""
+    """Raise Damaged for a flax file if its values would take too much memory or time."""
     for count, (first, start, stop) in enumerate(_values(content, 0, len(content))):
         check_cost(count * _VALUE_COST, len(content))
         if first in _EXTENSIONS:  # an array: shape, dtype and bytes, in msgpack again
-            for _, inside, _ in _values(content, start + 1, stop):
-                if inside > start + _HEAD:
-                    raise Damaged(f"a shape and a dtype of more than {_HEAD} bytes")
+            for _, position, _ in _values(content, start + 1, stop):
+                if position > start + _MAX_HEAD:
+                    raise Damaged(f"a shape and a dtype of more than {_MAX_HEAD} bytes")
 
 
 def _values(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(first byte, start, stop) of each value in msgpack, containers before what is in them."""
+    """(first byte, start, stop) of each value in msgpack; containers come before their values."""
     pending = 1
     while pending:
         if pending > end - position:

@@ -52,42 +52,42 @@ def step_to_save(tree: Tree, step) -> int:
 
 
 def is_local(x) -> bool:
-    """Whether a leaf is no array over several processes: then each of them has all of it."""
+    """Whether each process has the whole leaf: it is no array over several processes."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def holders_of(sharding, shape) -> dict[Bounds, list[int]]:
-    found: dict[Bounds, set[int]] = {}
+    processes_of: dict[Bounds, set[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        found.setdefault(bounds_of(index, shape), set()).add(device.process_index)
-    return {bounds: sorted(held) for bounds, held in found.items()}
+        processes_of.setdefault(bounds_of(index, shape), set()).add(device.process_index)
+    return {bounds: sorted(processes) for bounds, processes in processes_of.items()}
 
 
 def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
-    """Every leaf, and the blocks that are for this process to save, copied to the host.
+    """Every leaf, and the blocks that this process saves, copied to the host.
 
-    What several processes hold is written by the one that has the least to write so far: all know
-    all shardings.
+    A block that several processes hold is written by the process with the fewest bytes to write.
+    All processes choose the same writer, because all know all shardings.
     """
-    found = [leaves.leaf_of(path, x, name)
+    described = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
-    work, loads = {}, collections.Counter()
-    for leaf, (_, x) in zip(found, tree.leaves, strict=True):
+    source_of_block, bytes_to_write = {}, collections.Counter()
+    for leaf, (_, x) in zip(described, tree.leaves, strict=True):
         if not leaf.dtype:
             continue
         data = jax.random.key_data(x) if trees.is_key(x) else x
-        held = {whole(leaf.shape): [0]} if is_local(x) else holders_of(data.sharding, leaf.shape)
+        holders = {whole(leaf.shape): [0]} if is_local(x) else holders_of(data.sharding, leaf.shape)
         size = np.dtype(leaf.dtype).itemsize
-        for bounds, processes in held.items():
-            writer = min(processes, key=lambda i: (loads[i], i))
-            loads[writer] += math.prod(stop - start for start, stop in bounds) * size
+        for bounds, processes in holders.items():
+            writer = min(processes, key=lambda i: (bytes_to_write[i], i))
+            bytes_to_write[writer] += math.prod(stop - start for start, stop in bounds) * size
             if writer == process and math.prod(leaf.shape):
                 name = block_name(leaf.name, bounds, leaf.shape)
-                work[name] = data, _shards_of(data, bounds, is_local(x))
-    for s in (s for _, shards in work.values() for s in shards):
+                source_of_block[name] = data, _shards_of(data, bounds, is_local(x))
+    for s in (s for _, shards in source_of_block.values() for s in shards):
         if not _is_host_memory(s):
             s.data.copy_to_host_async()  # all transfers run at once
-    return found, {name: _on_host(*how) for name, how in work.items()}
+    return described, {name: _on_host(*source) for name, source in source_of_block.items()}
 
 
 def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
@@ -100,7 +100,7 @@ def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
 
 
 def _is_host_memory(shard) -> bool:
-    """Whether NumPy reads a shard where it lies: such a view keeps the state from being donated.
+    """Whether NumPy reads a shard without a copy: such a view prevents donation of the state.
 
     On a GPU the next step would fail: "Donation requested for buffer with external reference".
     """
@@ -110,7 +110,7 @@ def _is_host_memory(shard) -> bool:
 def _on_host(data, shards: list) -> np.ndarray:
     if not shards:
         return np.array(data)
-    if len(shards) == 1:  # what is in the memory of a device is copied by the transfer
+    if len(shards) == 1:  # a transfer from a device makes a copy by itself
         return np.array(shards[0].data, copy=_is_host_memory(shards[0]) or None)
     out = np.empty(data.shape, data.dtype)
     for s in shards:
@@ -118,21 +118,21 @@ def _on_host(data, shards: list) -> np.ndarray:
     return out
 
 
-def encoded(given: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
+def encoded(values: Mapping[str, Any], blocks: Blocks, process: int) -> Parts:
     """Encode data, history and callbacks; their arrays are added to the blocks."""
     arrays: list[Leaf] = []
 
-    def keep(at: tuple, x: np.ndarray) -> int:
-        name = f"@{process}/{leaves.joined(tuple(map(str, at)))}"
-        arrays.append(Leaf(tuple(map(str, at)), "array", x.shape, x.dtype.name, name=name))
+    def keep(path: tuple, x: np.ndarray) -> int:
+        name = f"@{process}/{leaves.joined(tuple(map(str, path)))}"
+        arrays.append(Leaf(tuple(map(str, path)), "array", x.shape, x.dtype.name, name=name))
         if x.size:
             blocks[name] = x
         return len(arrays) - 1
 
-    return Parts({name: _user_values.encode(x, keep, name) for name, x in given.items()}, arrays)
+    return Parts({name: _user_values.encode(x, keep, name) for name, x in values.items()}, arrays)
 
 
-def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:
+def watched(tree: Tree, described: list[Leaf]) -> dict[str, str]:
     """The leaves that have to be finite: {name: name in messages}.
 
     A mask of -inf among params that are not trained, and NaN in the model state, may belong there.
@@ -145,16 +145,18 @@ def watched(tree: Tree, found: list[Leaf]) -> dict[str, str]:
         parts: list = [([".params"], trained_part(s)), ([".params"], overwritten_part(s))]
         parts += [([f".{name}", ".params"], x.params) for name, x in averages_of(s).items()]
         for name, part in [*parts, ([".masters"], s.masters)]:
-            paths |= {(*path, *name, *at) for at, _ in leaves.tree_of(part).leaves}
-    return {x.name: leaves.show("state", x.path) for x in found if x.path in paths and x.dtype}
+            paths |= {
+                (*path, *name, *path_in_part) for path_in_part, _ in leaves.tree_of(part).leaves
+            }
+    return {x.name: leaves.show("state", x.path) for x in described if x.path in paths and x.dtype}
 
 
 def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
-    """The first of these leaves that is not finite; "" if all are."""
-    n = 1 << 18  # 7 ms for 100 MB, beside 150 ms of hashing
+    """The first leaf in `names` that is not finite; "" if all are finite."""
+    chunk = 1 << 18  # elements: 7 ms for 100 MB; hashing takes 150 ms
     for name, block in blocks.items():
-        if (shown := names.get(name.partition("[")[0])) is not None:
+        if (title := names.get(name.partition("[")[0])) is not None:
             flat = block.reshape(-1)
-            if not all(np.isfinite(flat[at : at + n]).all() for at in range(0, flat.size, n)):
-                return shown
+            if not all(np.isfinite(flat[i : i + chunk]).all() for i in range(0, flat.size, chunk)):
+                return title
     return ""

@@ -1,7 +1,7 @@
-"""orbax itself, kept quiet; and directories that others wrote with it, which are read.
+"""orbax without its logs, and reading directories that other programs wrote with it.
 
-Whatever orbax raises for bytes that are not its own is Damaged here, in one line; nothing is read
-that the files are far too small for.
+Every exception of orbax for foreign bytes becomes Damaged here, in a single line. Arrays that are
+far larger than their files are not read.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, told
 
 _TEXTS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", ".zarray", "zarr.json"}
-_LEAF_COST = 10_000  # bytes that orbax and TensorStore take for the description of one array
+_LEAF_COST = 10_000  # bytes that orbax and TensorStore take to describe an array
 
-# orbax names its operations by one count of the process: one would take another one's away
+# orbax names its operations by a counter of the process: operations at the same time would mix.
 ONE_AT_A_TIME = threading.Lock()
 
 
 def description(path: Path | str) -> tuple[Any, int | None]:
     """The tree that orbax's files in a directory describe, of its old interface or its new one.
 
-    With it comes the size of all files; None for a bucket, whose texts are not looked through.
+    Returned with the size of all files; None for a bucket, because its texts are not scanned.
     """
     size = None
     if isinstance(path, Path):
         size = durable_files.check_regular(path)
         _check_texts(path, size)
-    found = _of_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
-    if not isinstance(found, Mapping | list | tuple):
+    tree = _call_orbax(lambda ocp: ocp.metadata(path).metadata, "the description")
+    if not isinstance(tree, Mapping | list | tuple):
         raise Damaged("no tree of arrays")
-    return found, size
+    return tree, size
 
 
 def _check_texts(folder: Path, size: int) -> None:
@@ -75,42 +75,42 @@ def as_struct(x):
 
 def read(path: Path | str, tree, names: list[str]) -> list[Any]:
     """Leaves of such a directory by name, arrays as NumPy's."""
-    wanted, target = set(names), []
+    wanted_names, target = set(names), []
     leaves, treedef = jax.tree.flatten(tree)
-    known = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
-    for name, x in zip(known, leaves, strict=True):
-        about = as_struct(x)
-        if name not in wanted:
+    all_names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
+    for name, x in zip(all_names, leaves, strict=True):
+        struct = as_struct(x)
+        if name not in wanted_names:
             target.append(...)
-        elif isinstance(about, jax.ShapeDtypeStruct):
+        elif isinstance(struct, jax.ShapeDtypeStruct):
             chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None)
-            if math.prod(chunk or ()) > max(1, about.size):  # it is read whole
+            if math.prod(chunk or ()) > max(1, struct.size):  # a chunk is read whole
                 raise Damaged(f"{name!r:.80}: a chunk that is larger than the array, {chunk}")
-            target.append(np.broadcast_to(np.zeros((), about.dtype), about.shape))
+            target.append(np.broadcast_to(np.zeros((), struct.dtype), struct.shape))
         else:
             target.append(x)
-    found = _of_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
-    by_name = dict(zip(known, jax.tree.leaves(found), strict=True))
+    loaded = _call_orbax(lambda ocp: ocp.load(path, treedef.unflatten(target)), "the arrays")
+    by_name = dict(zip(all_names, jax.tree.leaves(loaded), strict=True))
     return [by_name[name] for name in names]
 
 
-def _of_orbax(f, what: str):
+def _call_orbax(f, title: str):
     """`f(orbax)`, with quiet logs and a limit of ten minutes; raises Damaged for any failure."""
 
-    def run():
+    def call_locked():
         with ONE_AT_A_TIME:
             return f(library())
 
-    fault = None
+    damage = None
     with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it was saved with shardings: given ones win
+        warnings.simplefilter("ignore")  # orbax warns of saved shardings; ours are used instead
         try:
-            return bounded(run, 600.0, what)
+            return bounded(call_locked, 600.0, title)
         except CheckpointError:
             raise
-        except Exception as error:  # of orbax, TensorStore and asyncio
-            fault = Damaged(told(error))
-    raise fault
+        except Exception as error:  # orbax, TensorStore and asyncio raise many types
+            damage = Damaged(told(error))
+    raise damage
 
 
 def library() -> Any:
@@ -120,12 +120,12 @@ def library() -> Any:
 @contextlib.contextmanager
 def quiet():
     """A context without the logs of orbax and asyncio on damaged bytes and full disks."""
-    drop = lambda record: record.name == "absl" and "orbax" not in record.pathname
+    is_kept = lambda record: record.name == "absl" and "orbax" not in record.pathname
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:
-        logger.addFilter(drop)
+        logger.addFilter(is_kept)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(drop)
+            logger.removeFilter(is_kept)

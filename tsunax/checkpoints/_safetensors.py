@@ -21,17 +21,17 @@ from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import told
 
-_NAMES = (
+_CODES_AND_NAMES = (
     "BOOL bool U8 uint8 I8 int8 U16 uint16 I16 int16 U32 uint32 I32 int32 U64 uint64 I64 int64 "
     "F16 float16 BF16 bfloat16 F32 float32 F64 float64 C64 complex64 F8_E4M3 float8_e4m3fn "
     "F8_E5M2 float8_e5m2 F8_E8M0 float8_e8m0fnu F8_E4M3FNUZ float8_e4m3fnuz "
     "F8_E5M2FNUZ float8_e5m2fnuz"
 ).split()
-DTYPE_OF = dict(zip(_NAMES[::2], _NAMES[1::2], strict=True))
-DTYPES = frozenset(_NAMES[1::2])  # other ones are stored as bytes by `Checkpoints`
-HEADER = 100_000_000  # bytes: the limit of the format
+DTYPE_OF = dict(zip(_CODES_AND_NAMES[::2], _CODES_AND_NAMES[1::2], strict=True))
+DTYPES = frozenset(_CODES_AND_NAMES[1::2])  # `Checkpoints` stores other dtypes as bytes
+MAX_HEADER = 100_000_000  # bytes: the limit that the format sets
 INDEX = ".index.json"
-_AT_ONCE = 16 << 20  # bytes
+_BYTES_AT_ONCE = 16 << 20  # bytes per read: more costs memory, less costs time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
     """
     if not path.name.endswith(INDEX):
         return _header(path, spent)
-    content = durable_files.read(path, HEADER, follow=True)
+    content = durable_files.read(path, MAX_HEADER, follow=True)
     if kind := _foreign.kind_of(content, "a JSON text"):
         raise Damaged(kind)
     spent = max(0, _foreign.check_json(content, len(content)) - 4 * len(content))
@@ -73,9 +73,9 @@ def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
 
 
 def _plain_name(name) -> str:
-    bad = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
-    bad = bad or any(c in "/\\:" for c in name) or not name.isprintable()
-    if bad or not name.endswith(".safetensors"):
+    is_bad = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
+    is_bad = is_bad or any(c in "/\\:" for c in name) or not name.isprintable()
+    if is_bad or not name.endswith(".safetensors"):
         raise Damaged(f"an index that names {trees.describe(name)}")
     return name
 
@@ -83,12 +83,12 @@ def _plain_name(name) -> str:
 def _header(path: Path, spent: int) -> dict[str, Entry]:
     import safetensors
 
-    with durable_files.opened(path) as opened:  # no pipe, which would block the library
-        size, head = os.fstat(opened.fileno()).st_size, opened.read(512)
-        at = 8 + int.from_bytes(head[:8], "little")
+    with durable_files.opened(path) as opened:  # raises for a pipe, which would block the library
+        size, first_bytes = os.fstat(opened.fileno()).st_size, opened.read(512)
+        start = 8 + int.from_bytes(first_bytes[:8], "little")
         opened.seek(8)
-        text = opened.read(at - 8) if at <= min(size, 8 + HEADER) else b""
-    found = {}
+        text = opened.read(start - 8) if start <= min(size, 8 + MAX_HEADER) else b""
+    entries = {}
     try:
         _foreign.check_json(text, size, spent)
         del text
@@ -101,12 +101,12 @@ def _header(path: Path, spent: int) -> dict[str, Entry]:
                     raise Damaged(f"{name!r:.80}: dtype {code!r:.20}, which NumPy does not have")
                 if not leaves.is_shape(shape):  # an empty array, of 2**94 rows
                     raise Damaged(f"{name!r:.80}: a shape that NumPy does not have, {shape}"[:200])
-                found[name] = Entry(path, dtype, shape, at)
-                at += math.prod(shape) * np.dtype(dtype).itemsize
-            return found
+                entries[name] = Entry(path, dtype, shape, start)
+                start += math.prod(shape) * np.dtype(dtype).itemsize
+            return entries
     except (safetensors.SafetensorError, Damaged) as error:
         text = str(error).removeprefix("Error while deserializing header: ")
-        kind = _foreign.kind_of(head, "a safetensors file")
+        kind = _foreign.kind_of(first_bytes, "a safetensors file")
         raise Damaged(f"{path.name}: {kind or text[:120]}") from None
 
 
@@ -116,26 +116,26 @@ def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
     if not entry.shape:
         return read(Entry(entry.file, entry.dtype, (1,), entry.start)).reshape(())
     bounds = bounds or tuple((0, n) for n in entry.shape)
-    (first, last), *rest = bounds
+    (first_row, last_row), *inner_bounds = bounds
     out = np.empty([stop - start for start, stop in bounds], dtype)
     if not out.size:
         return out
-    inner = tuple(slice(*cut) for cut in rest)
-    row = math.prod(entry.shape[1:])
-    step = max(1, _AT_ONCE // (row * dtype.itemsize))
+    inner_slices = tuple(slice(*bound) for bound in inner_bounds)
+    row_size = math.prod(entry.shape[1:])
+    rows_at_once = max(1, _BYTES_AT_ONCE // (row_size * dtype.itemsize))
     with durable_files.opened(entry.file) as file:
-        file.seek(entry.start + first * row * dtype.itemsize)
-        for at in range(0, last - first, step):
-            target = out[at : at + step]
-            whole = target.shape[1:] == entry.shape[1:]
-            some = target if whole else np.empty((len(target), *entry.shape[1:]), dtype)
-            raw = some.reshape(-1).view(np.uint8)
+        file.seek(entry.start + first_row * row_size * dtype.itemsize)
+        for row_index in range(0, last_row - first_row, rows_at_once):
+            target = out[row_index : row_index + rows_at_once]
+            is_whole = target.shape[1:] == entry.shape[1:]
+            rows = target if is_whole else np.empty((len(target), *entry.shape[1:]), dtype)
+            raw = rows.reshape(-1).view(np.uint8)
             if file.readinto(memoryview(raw)) != raw.size:  # type: ignore[arg-type]
                 raise Damaged(f"{entry.file.name}: cut while it was read")
             if entry.dtype == "bool" and raw.max() > 1:
                 raise Damaged(f"{entry.file.name}: a bool that is neither 0 nor 1")
-            if not whole:
-                target[...] = some[(slice(None), *inner)]
+            if not is_whole:
+                target[...] = rows[(slice(None), *inner_slices)]
     return out
 
 
@@ -143,18 +143,18 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -
     """A new file, on the disk when this returns."""
     import safetensors
 
-    kept, specs = [], {}
+    arrays_alive, specs = [], {}
     for name, x in arrays.items():
-        kept.append(flat := np.ascontiguousarray(x))  # the library gets no more than the address
-        place = {"data_ptr": flat.ctypes.data, "data_len": flat.nbytes}
-        specs[name] = safetensors.TensorSpec(dtype=str(x.dtype), shape=x.shape, **place)
+        arrays_alive.append(flat := np.ascontiguousarray(x))  # the library gets only the address
+        address = {"data_ptr": flat.ctypes.data, "data_len": flat.nbytes}
+        specs[name] = safetensors.TensorSpec(dtype=str(x.dtype), shape=x.shape, **address)
     with open(path, "xb") as file:
         mode = os.fstat(file.fileno()).st_mode
     try:
         safetensors.serialize_file(specs, path, metadata=about or None)
-    except safetensors.SafetensorError as error:  # a full disk, among others
+    except safetensors.SafetensorError as error:  # for example a full disk
         raise OSError(told(error)) from None
-    os.chmod(path, stat.S_IMODE(mode))  # the library's is 0600, whatever the umask
+    os.chmod(path, stat.S_IMODE(mode))  # the library sets 0600, whatever the umask
     durable_files.sync(path)
     try:
         contents(path)

@@ -20,7 +20,7 @@ from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, show
 from tsunax.errors import HyperparameterError, WrongTypeError
 
-Axes = tuple[tuple[str, ...], ...]  # the names of which each axis is made; the last varies fastest
+Axes = tuple[tuple[str, ...], ...]  # the names that each axis joins; the last varies fastest
 _TOKENS = re.compile(r"\(([\w\s]*)\)|(\.\.\.|\w+)|(\S)")
 
 
@@ -28,8 +28,8 @@ _TOKENS = re.compile(r"\(([\w\s]*)\)|(\.\.\.|\w+)|(\S)")
 class Transform:
     """How an array in a file becomes a leaf, and back; made by `rearrange("o i -> i o")`, `cast`.
 
-    `file` and `leaf` are the axes of both, `sizes` the lengths of those that are joined, `dtype` is
-    the dtype of floats in the file, "" for that of the leaf.
+    `file` and `leaf` are the axes of both, `sizes` the lengths of joined axes, `dtype` is the dtype
+    of floats in the file, "" for the leaf's dtype.
     """
 
     file: Axes
@@ -39,19 +39,19 @@ class Transform:
 
     def forward(self, x: Any) -> Any:
         """The leaf for `x`, an array of the file, in its dtype. ValueError for another shape."""
-        return _moved(x, *_solved(self.file, self.leaf, self.sizes, x.shape))
+        return _rearranged(x, *_solved_axes(self.file, self.leaf, self.sizes, x.shape))
 
     def inverse(self, x: Any) -> Any:
         """The array of the file for `x`, a leaf.
 
         Raises ValueError for another shape, CheckpointError for numbers too large for the dtype.
         """
-        x = _moved(x, *_solved(self.leaf, self.file, self.sizes, x.shape))
+        x = _rearranged(x, *_solved_axes(self.leaf, self.file, self.sizes, x.shape))
         return leaves.in_dtype(x, self._dtype_of(x.dtype.name), "save()")
 
     def stored(self, leaf: Leaf) -> Leaf:
-        """The description of the array in the file, from that of the leaf; raises as `inverse`."""
-        _, file, lengths = _solved(self.leaf, self.file, self.sizes, leaf.shape)
+        """The description of the array in the file from the leaf's; raises as `inverse`."""
+        _, file, lengths = _solved_axes(self.leaf, self.file, self.sizes, leaf.shape)
         shape, dtype = tuple(_length(axis, lengths) for axis in file), self._dtype_of(leaf.dtype)
         kind = "array" if dtype else leaf.kind  # files have no typed keys
         return dataclasses.replace(leaf, kind=kind, shape=shape, dtype=dtype)
@@ -65,20 +65,31 @@ class Transform:
     ) -> np.ndarray:
         """The part within `bounds` of a leaf of this shape; `read` reads parts of the file's array.
 
-        Of a name that comes first in its axis on both sides, only a part is read; of others, all.
+        Only a part is read along a name that comes first in its axis on both sides; else all of it.
         Raises ValueError for another shape.
         """
-        leaf, file, lengths = _solved(self.leaf, self.file, self.sizes, shape)
-        inner = lambda axis: _length(axis[1:], lengths)
+        leaf, file, lengths = _solved_axes(self.leaf, self.file, self.sizes, shape)
+        inner_length = lambda axis: _length(axis[1:], lengths)
         spans = {name: (0, n) for name, n in lengths.items()}
         for axis, (start, stop) in zip(leaf, bounds, strict=True):
-            if any(axis[0] == other[0] for other in file):
-                spans[axis[0]] = start // (inner(axis) or 1), -(-stop // (inner(axis) or 1))
-        reach = lambda axis: (spans[axis[0]][0] * inner(axis), spans[axis[0]][1] * inner(axis))
-        here = {name: stop - start for name, (start, stop) in spans.items()}
-        offsets = [reach(axis)[0] for axis in leaf]
-        inside = [slice(a - at, b - at) for (a, b), at in zip(bounds, offsets, strict=True)]
-        return _moved(read(tuple(map(reach, file))), file, leaf, here)[(*inside, ...)]
+            if any(axis[0] == file_axis[0] for file_axis in file):
+                spans[axis[0]] = (
+                    start // (inner_length(axis) or 1),
+                    -(-stop // (inner_length(axis) or 1)),
+                )
+        span_of = lambda axis: (
+            spans[axis[0]][0] * inner_length(axis),
+            spans[axis[0]][1] * inner_length(axis),
+        )
+        lengths_of_parts = {name: stop - start for name, (start, stop) in spans.items()}
+        offsets = [span_of(axis)[0] for axis in leaf]
+        inner_slices = [
+            slice(start - offset, stop - offset)
+            for (start, stop), offset in zip(bounds, offsets, strict=True)
+        ]
+        return _rearranged(read(tuple(map(span_of, file))), file, leaf, lengths_of_parts)[
+            (*inner_slices, ...)
+        ]
 
 
 def rearrange(pattern: str, /, **sizes: int) -> Transform:
@@ -104,11 +115,11 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
     sides = [_TOKENS.findall(side) for side in pattern.split("->")]
     axes = [tuple(tuple(group.split()) or (name,) for group, name, _ in side) for side in sides]
     names = [sorted(name for axis in side for name in axis) for side in axes]
-    is_odd = len(sides) != 2 or any(odd for side in sides for *_, odd in side)
-    is_odd = is_odd or names[0] != names[1] or len(set(names[0])) < len(names[0])
-    is_odd = is_odd or not set(sizes) <= set(names[0])
-    is_odd = is_odd or any(x != "..." and not x.isidentifier() for x in names[0])
-    if is_odd or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side):
+    is_malformed = len(sides) != 2 or any(other_text for side in sides for *_, other_text in side)
+    is_malformed = is_malformed or names[0] != names[1] or len(set(names[0])) < len(names[0])
+    is_malformed = is_malformed or not set(sizes) <= set(names[0])
+    is_malformed = is_malformed or any(x != "..." and not x.isidentifier() for x in names[0])
+    if is_malformed or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side):
         got, expected = f"{pattern!r} with {sizes}", "each name once on both sides of '->'"
         expected += ", and the length of all names but one in parentheses"
         raise HyperparameterError("pattern", "rearrange()", got, expected)
@@ -124,40 +135,40 @@ def cast(dtype: Any) -> Transform:
     array([0.1], dtype=float16)
     """
     try:
-        found = None if dtype is None else np.dtype(dtype)  # of None it would be float64
+        float_dtype = None if dtype is None else np.dtype(dtype)  # np.dtype(None) would be float64
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, np.floating):
+        float_dtype = None
+    if float_dtype is None or not jnp.issubdtype(float_dtype, np.floating):
         expected = "a float dtype, such as 'bfloat16'"
         raise WrongTypeError("dtype", "cast()", trees.describe(dtype), expected)
-    return dataclasses.replace(SAME, dtype=found.name)
+    return dataclasses.replace(UNCHANGED, dtype=float_dtype.name)
 
 
-SAME = rearrange("... -> ...")
+UNCHANGED = rearrange("... -> ...")
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A leaf, and the arrays of a file that make it; none of them is read yet."""
+    """A leaf, and the arrays of a file that make it; no array is read yet."""
 
     where: str
     leaf: Leaf
-    names: dict[str, tuple[int, ...]]  # of the arrays, each with its place in the stacked axes
+    names: dict[str, tuple[int, ...]]  # {name of an array: its place in the stacked axes}
     transform: Transform
     stored: Leaf  # each of the arrays
 
     def part(self, bounds: Bounds, read: Callable[[str, Bounds], Any]) -> np.ndarray:
         """The part of the leaf within `bounds`, by `read` of parts of the arrays."""
-        one = lambda name, depth: self.transform.part(
+        part_of_array = lambda name, depth: self.transform.part(
             self.leaf.shape[depth:], bounds[depth:], functools.partial(read, name)
         )
         if () in self.names.values():
-            return one(next(iter(self.names)), 0)
-        out = np.empty([b - a for a, b in bounds], leaves.dtype_of(self.leaf.dtype))
-        for name, at in self.names.items():
-            here = tuple(i - a for i, (a, _) in zip(at, bounds, strict=False))
-            if all(0 <= i < n for i, n in zip(here, out.shape, strict=False)):
-                out[here] = one(name, len(at))
+            return part_of_array(next(iter(self.names)), 0)
+        out = np.empty([stop - start for start, stop in bounds], leaves.dtype_of(self.leaf.dtype))
+        for name, place in self.names.items():
+            place_in_part = tuple(i - start for i, (start, _) in zip(place, bounds, strict=False))
+            if all(0 <= i < n for i, n in zip(place_in_part, out.shape, strict=False)):
+                out[place_in_part] = part_of_array(name, len(place))
         return out
 
 
@@ -170,24 +181,33 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
         got = trees.describe(rename)
         fix = "Of a dict d: lambda name: d.get(name, name)."
         raise WrongTypeError("rename", call, got, "a function of a name", fix)
-    found: list[Any] = names if rename is None else [rename(name) for name in names]
-    for name, x in zip(names, found, strict=True):
+    renamed: list[Any] = names if rename is None else [rename(name) for name in names]
+    for name, x in zip(names, renamed, strict=True):
         if not isinstance(x, str):
             raise WrongTypeError(
                 f"result of rename for {name!r}", call, trees.describe(x), "a name"
             )
-    given = {} if transform is None else transform
-    if not isinstance(given, Mapping) or any(type(x) is not Transform for x in given.values()):
+    transforms = {} if transform is None else transform
+    if not isinstance(transforms, Mapping) or any(
+        type(x) is not Transform for x in transforms.values()
+    ):
         got, expected = trees.describe(transform), "{pattern: rearrange(…)} or {pattern: cast(…)}"
         raise WrongTypeError("transform", call, got, expected)
-    hits = {pattern: select(pattern, "transform") for pattern in given}
+    flags_by_pattern = {pattern: select(pattern, "transform") for pattern in transforms}
     plan, faults = {}, []
     for i, (path, x) in enumerate(leaves.tree_of(tree).leaves):
         if flags[i]:
-            how = next((given[pattern] for pattern, on in hits.items() if on[i]), SAME)
-            name = [prefix + found[i]] if rename is None else found[i].split("{}")
+            leaf_transform = next(
+                (
+                    transforms[pattern]
+                    for pattern, is_matched in flags_by_pattern.items()
+                    if is_matched[i]
+                ),
+                UNCHANGED,
+            )
+            name = [prefix + renamed[i]] if rename is None else renamed[i].split("{}")
             try:
-                plan[i] = _mapped(leaves.leaf_of(path, x), name, how)
+                plan[i] = _mapped(leaves.leaf_of(path, x), name, leaf_transform)
             except ValueError as error:
                 faults.append(f"{show('tree', path)}: {error}")
     fix = "Change the pattern of transform=, or its sizes."
@@ -196,14 +216,16 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
 
 
 def _mapped(leaf: Leaf, name: list[str], transform: Transform) -> Mapped:
-    """The plan for a leaf; between the parts of `name` stands a number for each axis to stack."""
-    *first, last = name
-    depth = len(first)
-    if depth > len(leaf.shape) or "" in first[1:]:
+    """The plan for a leaf; the parts of `name` are joined by a number for each stacked axis."""
+    *texts, last_text = name
+    depth = len(texts)
+    if depth > len(leaf.shape) or "" in texts[1:]:
         raise ValueError(f"{leaf} for {'{}'.join(name)!r}, expected an axis for each {{}}")
     stored = transform.stored(dataclasses.replace(leaf, shape=leaf.shape[depth:]))
-    fill = lambda at: "".join(f"{text}{i}" for text, i in zip(first, at, strict=True)) + last
-    names = {fill(at): at for at in np.ndindex(leaf.shape[:depth])}
+    name_at = lambda place: (
+        "".join(f"{text}{i}" for text, i in zip(texts, place, strict=True)) + last_text
+    )
+    names = {name_at(place): place for place in np.ndindex(leaf.shape[:depth])}
     return Mapped(show("tree", leaf.path), leaf, names, transform, stored)
 
 
@@ -211,22 +233,28 @@ def _length(axis: tuple[str, ...], lengths: Mapping[str, int]) -> int:
     return math.prod(lengths[name] for name in axis)
 
 
-def _solved(known: Axes, other: Axes, sizes: Mapping[str, int], shape) -> tuple[Axes, Axes, dict]:
+def _solved_axes(
+    known_side: Axes, other_side: Axes, sizes: Mapping[str, int], shape
+) -> tuple[Axes, Axes, dict]:
     """Both sides with a name for each axis of "...", the length of every name; or ValueError."""
-    more = tuple((f"...{i}",) for i in range(len(shape) - len(known) + 1))
-    spread = lambda side: sum((more if axis == ("...",) else (axis,) for axis in side), ())
-    axes, others, lengths = spread(known), spread(other), dict(sizes)
+    ellipsis_axes = tuple((f"...{i}",) for i in range(len(shape) - len(known_side) + 1))
+    without_ellipsis = lambda side: sum(
+        (ellipsis_axes if axis == ("...",) else (axis,) for axis in side), ()
+    )
+    axes = without_ellipsis(known_side)
+    other_axes = without_ellipsis(other_side)
+    lengths = dict(sizes)
     for axis, n in zip(axes, shape, strict=False):
-        given = math.prod(sizes.get(name, 1) for name in axis)
-        lengths |= {name: n // given for name in axis if name not in sizes}
+        known_length = math.prod(sizes.get(name, 1) for name in axis)
+        lengths |= {name: n // known_length for name in axis if name not in sizes}
     if len(axes) != len(shape) or [_length(axis, lengths) for axis in axes] != [*shape]:
-        text = " ".join(f"({' '.join(axis)})" if axis[1:] else axis[0] for axis in known)
+        text = " ".join(f"({' '.join(axis)})" if axis[1:] else axis[0] for axis in known_side)
         raise ValueError(f"shape {tuple(shape)}, expected {text!r} with {dict(sizes)}")
-    return axes, others, lengths
+    return axes, other_axes, lengths
 
 
-def _moved(x: Any, axes: Axes, others: Axes, lengths: Mapping[str, int]) -> Any:
+def _rearranged(x: Any, axes: Axes, other_axes: Axes, lengths: Mapping[str, int]) -> Any:
     names = [name for axis in axes for name in axis]
-    order = [names.index(name) for axis in others for name in axis]
-    split = x.reshape([lengths[name] for name in names]).transpose(order)
-    return split.reshape([_length(axis, lengths) for axis in others])
+    order = [names.index(name) for axis in other_axes for name in axis]
+    transposed = x.reshape([lengths[name] for name in names]).transpose(order)
+    return transposed.reshape([_length(axis, lengths) for axis in other_axes])

@@ -1,4 +1,4 @@
-"""Values of a user as JSON and back: data, history and callbacks, with their arrays beside them."""
+"""Values of a user as JSON and back: data, history and callbacks, with a list of their arrays."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from tsunax.errors import WrongTypeError
 DEPTH = 64
 
 
-def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
-    """A value as JSON; its arrays are given to `keep(at, array)`, which returns their number."""
-    inner = lambda y, key: encode(y, keep, *at, key)
-    where = lambda: at[0] + "".join(f"[{key!r}]" for key in at[1:])
-    if len(at) > DEPTH:
+def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
+    """A value as JSON; its arrays are given to `keep(path, array)`, which returns their number."""
+    inner = lambda y, key: encode(y, keep, *path, key)
+    where = lambda: path[0] + "".join(f"[{key!r}]" for key in path[1:])
+    if len(path) > DEPTH:
         raise WrongTypeError("value", where(), f"more than {DEPTH} levels", "fewer")
     if x is None or isinstance(x, bool):
         return x
@@ -31,17 +31,17 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *at) -> Any:
     if isinstance(x, Mapping):
         if not all(isinstance(key, str) for key in x):
             raise WrongTypeError("dict", where(), trees.describe(x), "keys that are strings")
-        found = {key: inner(value, key) for key, value in x.items()}
-        return {"$dict": found} if any(key.startswith("$") for key in found) else found
+        encoded = {key: inner(value, key) for key, value in x.items()}
+        return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
     if isinstance(x, (list, tuple)):
-        found = [inner(value, i) for i, value in enumerate(x)]
-        return found if isinstance(x, list) else {"$tuple": found}
+        encoded = [inner(value, i) for i, value in enumerate(x)]
+        return encoded if isinstance(x, list) else {"$tuple": encoded}
     if trees.is_key(x):
         data = inner(trees.on_host(x), "key")
         return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
     is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
     if trees.is_array(x) and is_here and leaves.can_be_saved(x):
-        return {"$array": keep(at, np.array(x, copy=True))}
+        return {"$array": keep(path, np.array(x, copy=True))}
     expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
     raise WrongTypeError("value", where(), trees.describe(x), expected)
 
@@ -56,10 +56,10 @@ def decode(x, arrays: list[np.ndarray], depth: int = 0):
     if not isinstance(x, dict):
         return x
     match x:
-        case {"$dict": dict(found)} if len(x) == 1:
-            return {key: inner(y) for key, y in found.items()}
-        case {"$tuple": list(found)} if len(x) == 1:
-            return tuple(inner(y) for y in found)
+        case {"$dict": dict(values)} if len(x) == 1:
+            return {key: inner(y) for key, y in values.items()}
+        case {"$tuple": list(values)} if len(x) == 1:
+            return tuple(inner(y) for y in values)
         case {"$float": "nan" | "inf" | "-inf"} if len(x) == 1:
             return float(x["$float"])
         case {"$array": int(i)} if len(x) == 1 and 0 <= i < len(arrays):

@@ -71,50 +71,50 @@ def save(
     path = _as_path(path)
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         raise CheckpointError("path", "save()", repr(path.name), "a name that ends in .safetensors")
-    known = leaves.tree_of(tree)
-    _host_copies.check_saveable(known)
+    named_leaves = leaves.tree_of(tree)
+    _host_copies.check_saveable(named_leaves)
     plan = planned(tree, None, rename, transform, "save()")
-    _check_plan(known, plan)
+    _check_plan(named_leaves, plan)
     arrays = {}
-    for i, one in plan.items():
-        x, back = trees.on_host(known.leaves[i][1]), one.transform.inverse
-        arrays |= {name: back(x[(*at, ...)]) for name, at in one.names.items()}
-    aside = durable_files.aside(path.parent, "tmp", 0)
+    for i, mapped in plan.items():
+        x, inverse = trees.on_host(named_leaves.leaves[i][1]), mapped.transform.inverse
+        arrays |= {name: inverse(x[(*place, ...)]) for name, place in mapped.names.items()}
+    hidden_path = durable_files.aside(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors.write(aside, arrays, {"format": "flax"})  # the hub requires it
-        os.replace(aside, path)  # a link is replaced, not followed
+        _safetensors.write(hidden_path, arrays, {"format": "flax"})  # the hub requires it
+        os.replace(hidden_path, path)  # a link is replaced, not followed
         durable_files.sync(path.parent)
     except (OSError, ValueError) as error:
         with contextlib.suppress(OSError, ValueError):
-            aside.unlink()
+            hidden_path.unlink()
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
-def _check_plan(known: Tree, plan: dict[int, Mapped]) -> None:
+def _check_plan(named_leaves: Tree, plan: dict[int, Mapped]) -> None:
     """Raise for leaves and names that the format does not have."""
     _check_owners(plan, "save()")
-    for (_, x), one in zip(known.leaves, plan.values(), strict=True):
-        if one.stored.dtype not in _safetensors.DTYPES:
+    for (_, x), mapped in zip(named_leaves.leaves, plan.values(), strict=True):
+        if mapped.stored.dtype not in _safetensors.DTYPES:
             expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
-            raise WrongTypeError("leaf", one.where, str(one.stored), expected, fix)
+            raise WrongTypeError("leaf", mapped.where, str(mapped.stored), expected, fix)
         if not _host_copies.is_local(x) and not x.is_fully_replicated:
             got = "an array of which other processes have a part"
             fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
-            raise WrongTypeError("leaf", one.where, got, "a whole", fix)
-        for name in one.names:
+            raise WrongTypeError("leaf", mapped.where, got, "a whole", fix)
+        for name in mapped.names:
             if not name or name.startswith("__metadata__") or not name.isprintable():
                 fix = "rename= gives another."
-                raise CheckpointError("name", one.where, repr(name), "printable text", fix)
+                raise CheckpointError("name", mapped.where, repr(name), "printable text", fix)
 
 
 def _check_owners(plan: dict[int, Mapped], call: str) -> None:
-    """Raise CheckpointError for two leaves of one name, as of "a/b" and of "b" in "a"."""
+    """Raise CheckpointError for two leaves with the same name, for example "a/b" and "b" in "a"."""
     owners: dict[str, str] = {}
-    for one in plan.values():
-        for name in one.names:
-            if (owner := owners.setdefault(name, one.where)) is not one.where:
-                got, fix = f"two arrays, {owner} and {one.where}", "rename= gives other names."
+    for mapped in plan.values():
+        for name in mapped.names:
+            if (owner := owners.setdefault(name, mapped.where)) is not mapped.where:
+                got, fix = f"two arrays, {owner} and {mapped.where}", "rename= gives other names."
                 raise CheckpointError(f"name {name!r}", call, got, "one name for each", fix)
 
 
@@ -167,8 +167,8 @@ def restore(
     if not checks.is_one_of(format, tuple(_READERS)):
         expected = " or ".join(map(repr, _READERS))
         raise WrongTypeError("format", "restore()", trees.describe(format), expected)
-    what, source_of, fix = _READERS[format]
-    with _refusing(what, path, fix):
+    title, source_of, fix = _READERS[format]
+    with _refusing(title, path, fix):
         with _foreign.damage_only():
             source = source_of(path)
         restored = _restored(source, like, where, rename, transform, cast)
@@ -185,27 +185,27 @@ def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
         contents("model.safetensors")["encoder/0/kernel"].shape
     """
     with _refusing("safetensors file", path), _foreign.damage_only():
-        entries = _safetensors.contents(_found(path))
+        entries = _safetensors.contents(_file_to_read(path))
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, leaves.dtype_of(x.dtype))
     return {name: struct(x) for name, x in entries.items()}
 
 
 @contextlib.contextmanager
-def _refusing(what: str, path, fix: str = ""):
+def _refusing(title: str, path, fix: str = ""):
     """A context that raises errors of reading a file as CheckpointError with its path."""
     try:
         yield
     except Damaged as error:
-        raise CheckpointError(what, str(path), error, "a whole one", fix) from None
+        raise CheckpointError(title, str(path), error, "a whole one", fix) from None
     except OSError as error:
-        raise CheckpointError(what, str(path), told(error), "one that can be read", fix) from error
+        raise CheckpointError(title, str(path), told(error), "one that can be read", fix) from error
 
 
 @dataclass
 class _Source:
-    """What a file has: leaves by name; `reading(names)(name, bounds)` is a part of one of them.
+    """The content of a file: leaves by name; `reading(names)(name, bounds)` is a part of a leaf.
 
-    `size` is the bytes of all files, or None if nobody has counted them.
+    `size` is the bytes of all files, or None if they were not counted.
     """
 
     path: Path
@@ -215,11 +215,11 @@ class _Source:
 
 
 def _from_safetensors(path: StrPath) -> _Source:
-    file = _found(path)
+    file = _file_to_read(path)
     entries = _safetensors.contents(file)
-    found = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
+    described = {name: Leaf((name,), "array", x.shape, x.dtype) for name, x in entries.items()}
     read = lambda name, bounds: _safetensors.read(entries[name], bounds)
-    return _Source(file, found, lambda names: read)
+    return _Source(file, described, lambda names: read)
 
 
 def _from_flax(path: StrPath) -> _Source:
@@ -240,7 +240,7 @@ def _from_flax(path: StrPath) -> _Source:
 
 def _pairs_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested dicts and lists with their joined keys; arrays can be written to."""
-    if len(name) > 1000:  # the names of many leaves below one long name would be long as well
+    if len(name) > 1000:  # otherwise many leaves could have long names
         raise Damaged(f"a name of {len(name)} characters, {name:.40}…")
     if isinstance(tree, (dict, list)):
         for key, x in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -253,10 +253,10 @@ def _from_orbax(path: StrPath) -> _Source:
     if is_bucket := str(path).startswith("gs://"):
         library("gcsfs", "restore()", extra="gcs")
     folder = str(path) if is_bucket else _as_path(path)
-    about, size = _orbax.description(folder)
-    pairs = (("/".join(name), x) for name, _, x in trees.leaves_with_names(about))
+    description, size = _orbax.description(folder)
+    pairs = (("/".join(name), x) for name, _, x in trees.leaves_with_names(description))
     source = _from_pairs(Path(folder), ((name, _orbax.as_struct(x)) for name, x in pairs))
-    read = lambda names: zip(names, _orbax.read(folder, about, names), strict=True)
+    read = lambda names: zip(names, _orbax.read(folder, description, names), strict=True)
     source.size = size
     source.reading = lambda names: functools.partial(_part, dict(read(names)))
     return source
@@ -272,20 +272,20 @@ _READERS = {  # by format: the name in messages, the reader, and what to do
 
 def _from_pairs(path: Path, pairs: Iterable[tuple[str, Any]]) -> _Source:
     """The source for named arrays, or descriptions of arrays."""
-    named, found = {}, {}
+    arrays, described = {}, {}
     for name, x in pairs:
-        if name in named:
+        if name in arrays:
             raise Damaged(f"two arrays whose keys join to one name, {name!r:.80}")
-        named[name] = x
+        arrays[name] = x
         try:
-            found[name] = leaves.leaf_of((name,), x)
+            described[name] = leaves.leaf_of((name,), x)
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
-    return _Source(path, found, lambda names: functools.partial(_part, named))
+    return _Source(path, described, lambda names: functools.partial(_part, arrays))
 
 
-def _part(named: Mapping[str, Any], name: str, bounds: Bounds):
-    return named[name][tuple(slice(*cut) for cut in bounds)] if bounds else named[name]
+def _part(arrays: Mapping[str, Any], name: str, bounds: Bounds):
+    return arrays[name][tuple(slice(*bound) for bound in bounds)] if bounds else arrays[name]
 
 
 def _restored(source: _Source, like, where, rename, transform, cast: bool):
@@ -312,10 +312,10 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
     is_params = has_state and (takes_params or not leaves.tree_of(like).states)
     prefix = _PARAMS if is_params else ""
     plan = planned(tree, where, rename, transform, "restore()", prefix)
-    if rename is None:  # of a user's names, two leaves may share one
+    if rename is None:  # with `rename`, two leaves may share a name
         _check_owners(plan, "restore()")
-    found = _filled(source, tree, plan, cast, (prefix,) if where is None else ())
-    return _matching.restarted(like, params=found) if takes_params else found
+    filled = _filled_tree(source, tree, plan, cast, (prefix,) if where is None else ())
+    return _matching.restarted(like, params=filled) if takes_params else filled
 
 
 def _has_state(source: _Source, like) -> bool:
@@ -328,51 +328,63 @@ def _has_state(source: _Source, like) -> bool:
     return not is_plain and any(name.startswith(_PARAMS) for name in source.leaves)
 
 
-def _filled(source: _Source, tree, plan: dict[int, Mapped], cast: bool, taken: tuple[str, ...]):
+def _filled_tree(
+    source: _Source, tree, plan: dict[int, Mapped], cast: bool, prefixes: tuple[str, ...]
+):
     """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
-    flat, treedef = jax.tree.flatten(tree)
+    target_leaves, treedef = jax.tree.flatten(tree)
     differences, missing, fix = [], "", "where= takes a part."
     # Orbax keeps the wrappers of flax.nnx, whose array is their `value`.
     actual = lambda name: name if name in source.leaves else f"{name}/value"
-    known = dict.fromkeys(actual(name) for one in plan.values() for name in one.names)
-    for one in plan.values():
-        expected = str(one.stored) + f" for {one.leaf}" * (str(one.stored) != str(one.leaf))
-        for name in one.names:
-            theirs = source.leaves.get(actual(name))
-            if theirs is None:
+    known_names = dict.fromkeys(actual(name) for mapped in plan.values() for name in mapped.names)
+    for mapped in plan.values():
+        expected = str(mapped.stored) + f" for {mapped.leaf}" * (
+            str(mapped.stored) != str(mapped.leaf)
+        )
+        for name in mapped.names:
+            saved_leaf = source.leaves.get(actual(name))
+            if saved_leaf is None:
                 missing = missing or name
-                differences.append(f"{one.where}: nothing named {name!r}, expected {expected}")
-            elif not _matching.fits(one.stored, theirs, cast):
-                differences.append(f"{one.where}: {name!r} is {theirs}, expected {expected}")
-                if theirs.shape == one.stored.shape and theirs.kind == one.stored.kind:
+                differences.append(f"{mapped.where}: nothing named {name!r}, expected {expected}")
+            elif not _matching.fits(mapped.stored, saved_leaf, cast):
+                differences.append(f"{mapped.where}: {name!r} is {saved_leaf}, expected {expected}")
+                if (
+                    saved_leaf.shape == mapped.stored.shape
+                    and saved_leaf.kind == mapped.stored.kind
+                ):
                     fix = "cast=True takes floats of another dtype, and integers that fit; "
                     fix += "others you convert: restore(path) gives arrays by name."
     for name in source.leaves:
-        if name.startswith(taken) and name not in known:
+        if name.startswith(prefixes) and name not in known_names:
             differences.append(f"{name!r} is {source.leaves[name]}, expected nothing of that name")
     if missing:  # comparing texts takes its time
         likely = [name for name in source.leaves if len(name) < 200][:2000]
         near = ", ".join(map(repr, patterns.nearest(missing, likely)))
         fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else fix
     _matching.refuse(f"other arrays in {source.path}", differences, fix)
-    read = source.reading(list(known))
-    for i, one in plan.items():
-        part = lambda name, bounds: read(actual(name), bounds)
-        flat[i] = _matching.placed(_value(one, flat[i], part), flat[i], one.leaf.kind)
-        jax.block_until_ready(flat[i])  # else host copies of many leaves would wait for transfers
-    return treedef.unflatten(flat)
+    read = source.reading(list(known_names))
+    for i, mapped in plan.items():
+        read_part = lambda name, bounds: read(actual(name), bounds)
+        target_leaves[i] = _matching.placed(
+            _value(mapped, target_leaves[i], read_part), target_leaves[i], mapped.leaf.kind
+        )
+        # otherwise host copies of many leaves would pile up
+        jax.block_until_ready(target_leaves[i])
+    return treedef.unflatten(target_leaves)
 
 
-def _value(one: Mapped, like, read: Callable[[str, Bounds], Any]):
+def _value(mapped: Mapped, like, read: Callable[[str, Bounds], Any]):
     """A leaf on the host; if it is spread over processes, the parts that this process needs."""
-    shape, sharding = one.leaf.shape, getattr(like, "sharding", None)
-    if not one.leaf.dtype:
-        return read(next(iter(one.names)), ())
-    if sharding is None or sharding.is_fully_addressable or one.leaf.kind != "array":
-        return one.part(_blocks.whole(shape), read)
+    shape, sharding = mapped.leaf.shape, getattr(like, "sharding", None)
+    if not mapped.leaf.dtype:
+        return read(next(iter(mapped.names)), ())
+    if sharding is None or sharding.is_fully_addressable or mapped.leaf.kind != "array":
+        return mapped.part(_blocks.whole(shape), read)
     places = sharding.addressable_devices_indices_map(shape).values()
     parts = {_blocks.bounds_of(index, shape) for index in places}
-    return _blocks.Pieces(shape, like.dtype, {at: one.part(at, read) for at in parts})
+    return _blocks.Pieces(
+        shape, like.dtype, {bounds: mapped.part(bounds, read) for bounds in parts}
+    )
 
 
 #: Kernels of flax's Linear and Conv, from torch's weights: `transform={"**/kernel": torch_kernel}`.
@@ -386,16 +398,18 @@ def torch_name(name: str) -> str:
     >>> torch_name("layers/0/norm/scale")
     'layers.0.norm.weight'
     """
-    *path, last = name.split("/")
-    last = "weight" if last in ("kernel", "scale", "embedding") else last
-    return ".".join([*path, {"mean": "running_mean", "var": "running_var"}.get(last, last)])
+    *path, leaf_name = name.split("/")
+    leaf_name = "weight" if leaf_name in ("kernel", "scale", "embedding") else leaf_name
+    return ".".join(
+        [*path, {"mean": "running_mean", "var": "running_var"}.get(leaf_name, leaf_name)]
+    )
 
 
 def _as_path(path) -> Path:
     return Path(os.path.abspath(durable_files.local(path, "path", "", "the path of a file")))
 
 
-def _found(path) -> Path:
+def _file_to_read(path) -> Path:
     """The file to read: a single one, or the index of several."""
     file = _as_path(path)
     folder = file if file.is_dir() else None
@@ -403,7 +417,7 @@ def _found(path) -> Path:
     index = file.with_name(file.name + _safetensors.INDEX)
     is_index = not os.path.lexists(file) and os.path.lexists(index)
     file = index if is_index else file
-    if folder is not None:  # a link whose name was given is the user's own
+    if folder is not None:  # a link that the user named may lead anywhere
         durable_files.check_inside(file, folder)
         if kind := "" if os.path.lexists(file) else _foreign.kind_of_directory(folder):
             raise Damaged(kind)

@@ -1,5 +1,5 @@
-"""A saved tree on paper: each leaf by its path and name, with shape, dtype and hash. No file is
-opened.
+"""The description of a saved tree: each leaf by its path and name, with shape, dtype and hash. No
+file is opened.
 
 A *path* tells a list's 0 from a dict's: (".params", "['encoder']", "[0]"); paths are compared. A
 *name* is what files have: "params/encoder/0".
@@ -29,7 +29,8 @@ _DTYPES = re.compile(
     r"bool|u?int(1|2|4|8|16|32|64)|float(16|32|64)|complex(64|128)|bfloat16|float[4-8]_\w{1,16}",
     re.ASCII,
 )
-_ODD = re.compile(r"[^ -~]|[%/\[\]]|^@|^(?=__metadata__$)")  # in a key: what names are made of
+# in a key: characters with a meaning in names
+_ESCAPED = re.compile(r"[^ -~]|[%/\[\]]|^@|^(?=__metadata__$)")
 
 
 class Damaged(Exception):
@@ -47,10 +48,10 @@ class Leaf:
     path: Keys
     kind: str  # "array", "key:<implementation>", or the type of a plain value
     shape: tuple[int, ...] = ()
-    dtype: str = ""  # of an array, as NumPy calls it
+    dtype: str = ""  # NumPy's name of an array's dtype
     value: PyTree = None
     name: str = ""  # in files
-    hash: int = 0  # of the whole array, see `checksums`
+    hash: int = 0  # hash of the whole array, see `checksums`
 
     def __str__(self) -> str:
         if self.dtype:
@@ -63,7 +64,7 @@ def dtype_of(name: str) -> np.dtype | None:
     """The dtype with this name, if arrays of it can be saved: no objects, strings, dates."""
     try:
         return np.dtype(name) if _DTYPES.fullmatch(name) else None
-    except TypeError:  # one that this version of ml_dtypes does not have
+    except TypeError:  # this version of ml_dtypes does not have the dtype
         return None
 
 
@@ -74,7 +75,7 @@ def is_shape(shape: Sequence[Any]) -> bool:
 
 
 def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
-    """The description of a leaf to save, or expected at restore; WrongTypeError for others."""
+    """The description of a leaf to save or restore; WrongTypeError for other types."""
     if trees.is_key(x):
         kind = f"key:{implementation(x.dtype)}"
         return Leaf(path, kind, key_shape(x.shape, x.dtype), "uint32", name=name)
@@ -106,8 +107,8 @@ def finite(x: PyTree) -> PyTree:
 
 
 def unfinite(x: PyTree) -> PyTree:
-    is_odd = isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf")
-    return float(x[0]) if is_odd else x
+    is_encoded = isinstance(x, list) and len(x) == 1 and x[0] in ("nan", "inf", "-inf")
+    return float(x[0]) if is_encoded else x
 
 
 def implementation(dtype: Any) -> str:
@@ -115,16 +116,16 @@ def implementation(dtype: Any) -> str:
     return re.sub(r"[^\w]", "", str(dtype).removeprefix("key"))[:40]
 
 
-@functools.cache  # `eval_shape` keeps a kilobyte of each call for ever
+@functools.cache  # each call of `eval_shape` would keep a kilobyte forever
 def key_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape
 
 
 @functools.cache
 def _generators() -> dict[str, str]:
-    key = lambda known: jax.eval_shape(lambda: jax.random.key(0, impl=known))
-    known = ("threefry2x32", "rbg", "unsafe_rbg")
-    return {implementation(key(name).dtype): name for name in known}
+    key_of = lambda names: jax.eval_shape(lambda: jax.random.key(0, impl=names))
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {implementation(key_of(name).dtype): name for name in names}
 
 
 def wrap_key(data: PyTree, name: str) -> jax.Array:
@@ -140,14 +141,14 @@ class Tree:
     leaves: list[tuple[Keys, Any]]
     states: dict[Keys, TrainState]
     names: list[str]
-    clocks: list[Any]  # of those, after the clock of a run that they are members of
+    clocks: list[Any]  # clocks of `states`; the clock of a run precedes its members'
 
 
 def tree_of(tree: PyTree) -> Tree:
-    out, names, taken = Tree([], {}, [], []), [], {}
+    out, names, n_of_name = Tree([], {}, [], []), [], {}
     _walk(tree, (), (), out, names)
-    for name in names:  # of a custom node, the keys may differ in their type alone
-        taken[name] = n = taken.get(name, 0) + 1
+    for name in names:  # keys of a custom node may differ in their type alone
+        n_of_name[name] = n = n_of_name.get(name, 0) + 1
         out.names.append(joined(name) + (f"%~{n}" if n > 1 else ""))
     return out
 
@@ -158,15 +159,15 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
         out.leaves.append((path, x))
         names.append(name)
         return
-    box = trees._is_box(x)  # the wrappers of flax come and go between its versions
+    is_box = trees._is_box(x)  # versions of flax differ in whether they wrap values
     if isinstance(x, COUNTED):
         out.clocks.append(x.clock)
     if isinstance(x, TrainState):
         out.states[path] = x
     for key, child in children:
-        inner = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
-        is_inside = box and trees.key_name(key[0]) == "value"
-        _walk(child, *((path, name) if is_inside else inner), out, names)
+        child_path_and_name = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
+        is_inside = is_box and trees.key_name(key[0]) == "value"
+        _walk(child, *((path, name) if is_inside else child_path_and_name), out, names)
 
 
 def _entry(entry) -> str:
@@ -177,13 +178,13 @@ def _entry(entry) -> str:
 
 
 def joined(keys: tuple[str, ...]) -> str:
-    """Keys as one name, percent-encoded as in a URL.
+    """Keys as a single name, percent-encoded as in a URL.
 
     >>> joined(("encoder", "0", "kernel")), joined(("a/b", "", "[0]"))
     ('encoder/0/kernel', 'a%2fb/%/%5b0%5d')
     """
-    escape = lambda found: f"%{ord(found[0]):02x}" if found[0] else "%"
-    return "/".join(_ODD.sub(escape, key) or "%" for key in keys)
+    escape = lambda match: f"%{ord(match[0]):02x}" if match[0] else "%"
+    return "/".join(_ESCAPED.sub(escape, key) or "%" for key in keys)
 
 
 def show(root: str, path: Keys) -> str:
@@ -193,14 +194,14 @@ def show(root: str, path: Keys) -> str:
 def in_dtype(value: Any, dtype: Any, where: str) -> Any:
     """`value.astype(dtype)`. Raises CheckpointError for numbers that it cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
-        found = value.astype(dtype, copy=False)
-    if not isinstance(value, np.ndarray) or found is value:
-        return found
-    if trees.is_inexact(found):
-        is_lost = np.isfinite(value) & ~np.isfinite(found)
+        converted = value.astype(dtype, copy=False)
+    if not isinstance(value, np.ndarray) or converted is value:
+        return converted
+    if trees.is_inexact(converted):
+        is_lost = np.isfinite(value) & ~np.isfinite(converted)
     else:  # an integer that wraps around to the other sign comes back as it was
-        is_lost = (found.astype(value.dtype) != value) | ((found < 0) != (value < 0))
-    if bad := np.count_nonzero(is_lost):
-        got = f"{bad} of {value.size} numbers that {found.dtype} cannot hold"
+        is_lost = (converted.astype(value.dtype) != value) | ((converted < 0) != (value < 0))
+    if n_lost := np.count_nonzero(is_lost):
+        got = f"{n_lost} of {value.size} numbers that {converted.dtype} cannot hold"
         raise CheckpointError("array", where, got, "a dtype that has room for them")
-    return found
+    return converted

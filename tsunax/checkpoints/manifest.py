@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: plain JSON, read back field by field and within bounds.
+"""The manifest of a checkpoint: plain JSON, read back field by field and within bounds.
 
 The step, every leaf by path and name with its shape, dtype and hash, the types of all containers,
 facts of the training states in it (`state_facts`), and the plain values of data, history and
@@ -18,13 +18,13 @@ from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, TooNew, finite, unfin
 __all__ = []
 
 FORMAT = 1
-LIMIT = 28 << 20  # bytes of a manifest: to parse one long string takes three times as much
-_KINDS = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
+LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
+_PLAIN_TYPES = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Data, history and callbacks of one process, see `_user_values`, and the arrays in them."""
+    """Data, history and callbacks of a process, see `_user_values`, and the arrays in them."""
 
     values: dict[str, Any]
     arrays: list[Leaf]
@@ -32,17 +32,17 @@ class Parts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint without reading its arrays."""
+    """The description of a checkpoint, without its arrays."""
 
     step: int
     leaves: list[Leaf]
     states: dict[Keys, dict[str, Any]]
-    parts: list[Parts] = dataclasses.field(default_factory=list)  # of each process that wrote;
-    # after the first one, what differs from the first one's
+    # One per process that wrote; parts after the first have only values that differ from it.
+    parts: list[Parts] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def with_hashes(self, hashes: dict[str, int]) -> "Manifest":
-        """The manifest with these hashes by name; one process's may be parts of the whole."""
+        """The manifest with these hashes by name. A process may know a part of a hash only."""
         hashed = lambda x: dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x
         parts = [Parts(part.values, [*map(hashed, part.arrays)]) for part in self.parts]
         return dataclasses.replace(self, leaves=[*map(hashed, self.leaves)], parts=parts)
@@ -51,21 +51,21 @@ class Manifest:
         return [x for x in self.leaves if x.dtype] + [x for part in self.parts for x in part.arrays]
 
     def dump(self) -> bytes:
-        leaf = lambda x: [x.name, list(x.path), x.kind, list(x.shape), x.dtype, f"{x.hash:016x}",
+        row = lambda x: [x.name, list(x.path), x.kind, list(x.shape), x.dtype, f"{x.hash:016x}",
                           x.value]  # fmt: skip
         body = {
             "format": FORMAT,
             "step": self.step,
             "metrics": {name: finite(value) for name, value in self.metrics.items()},
             "states": [[list(path), facts] for path, facts in self.states.items()],
-            "leaves": [leaf(x) for x in self.leaves],
-            "parts": [[part.values, [leaf(x) for x in part.arrays]] for part in self.parts],
+            "leaves": [row(x) for x in self.leaves],
+            "parts": [[part.values, [row(x) for x in part.arrays]] for part in self.parts],
         }
         return json.dumps(body, allow_nan=False, separators=(",", ":"), ensure_ascii=True).encode()
 
     @staticmethod
     def parse(content: bytes) -> "Manifest":
-        """Raises Damaged for anything that is no manifest, TooNew for one of a later format."""
+        """Raises Damaged for bytes that are no manifest, TooNew for a later format."""
         if len(content) > LIMIT:
             raise Damaged(f"manifest: {len(content)} bytes, expected at most {LIMIT}")
         _foreign.check_json(content, len(content))
@@ -81,12 +81,14 @@ class Manifest:
 
 
 def merged(parts: list[Manifest]) -> Manifest:
-    """One manifest of what several processes have written of one tree: hashes add up."""
-    found = []
-    for same in zip(*(part.leaves for part in parts), strict=True):
-        found.append(dataclasses.replace(same[0], hash=sum(leaf.hash for leaf in same) % MODULUS))
-    own = [one for part in parts for one in part.parts]
-    return dataclasses.replace(parts[0], leaves=found, parts=own)
+    """Merge the manifests of processes that wrote parts of the same tree: hashes add up."""
+    merged_leaves = []
+    for versions in zip(*(part.leaves for part in parts), strict=True):
+        merged_leaves.append(
+            dataclasses.replace(versions[0], hash=sum(leaf.hash for leaf in versions) % MODULUS)
+        )
+    all_parts = [part_of_process for part in parts for part_of_process in part.parts]
+    return dataclasses.replace(parts[0], leaves=merged_leaves, parts=all_parts)
 
 
 class Size(int):
@@ -109,8 +111,8 @@ _SCHEMA = {
 def check(x: Any, schema: Any) -> None:
     """Raise ValueError unless the JSON value `x` has the form of `schema`.
 
-    That is a type, [the schema of each item], (the schemas of both items), (a schema, None) for
-    what may be None, {key: schema}, {str: the schema of all values}, or Size.
+    A schema is a type, [the schema of each item], (the schemas of both items), (a schema, None)
+    for optional values, {key: schema}, {str: the schema of all values}, or Size.
     """
     if isinstance(schema, tuple) and schema[1] is None:
         return None if x is None else check(x, schema[0])
@@ -118,9 +120,10 @@ def check(x: Any, schema: Any) -> None:
         if type(x) is not int or not 0 <= x < 1 << 48:
             raise ValueError("a size out of range")
         return
-    kind = {tuple: list, list: list, dict: dict}.get(type(schema), schema)  # JSON has no tuples
-    if not isinstance(x, kind):
-        raise ValueError(f"{type(x).__name__} where {kind.__name__} belongs")
+    # JSON has no tuples
+    expected_type = {tuple: list, list: list, dict: dict}.get(type(schema), schema)
+    if not isinstance(x, expected_type):
+        raise ValueError(f"{type(x).__name__} where {expected_type.__name__} belongs")
     pairs: Any = ()
     if isinstance(schema, list):
         pairs = ((y, schema[0]) for y in x)
@@ -129,9 +132,9 @@ def check(x: Any, schema: Any) -> None:
     elif isinstance(schema, dict) and str in schema:
         pairs = ((y, schema[str]) for y in x.values())
     elif isinstance(schema, dict):
-        pairs = ((x[key], of) for key, of in schema.items())
-    for y, of in pairs:
-        check(y, of)
+        pairs = ((x[key], item_schema) for key, item_schema in schema.items())
+    for y, item_schema in pairs:
+        check(y, item_schema)
 
 
 def _leaf(x) -> Leaf:
@@ -142,7 +145,7 @@ def _leaf(x) -> Leaf:
         raise ValueError("a leaf without a hash")
     leaf = Leaf(tuple(path), kind, tuple(shape), dtype, value, name, int(digest, 16))
     if not dtype:
-        if not isinstance(value, _KINDS[kind]) or (kind == "int" and isinstance(value, bool)):
+        if not isinstance(value, _PLAIN_TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
             raise ValueError("a value of another type")
         leaves.plain_value(leaf)
     elif leaves.dtype_of(dtype) is None or not (kind == "array" or kind.startswith("key:")):
@@ -151,21 +154,21 @@ def _leaf(x) -> Leaf:
 
 
 def _parts(values, arrays) -> Parts:
-    found = list(map(_leaf, arrays))
-    if not all(leaf.dtype for leaf in found):
+    described = list(map(_leaf, arrays))
+    if not all(leaf.dtype for leaf in described):
         raise ValueError("an array without a dtype")
-    return Parts(values, found)
+    return Parts(values, described)
 
 
 def _parsed(body) -> Manifest:
     check(body, _SCHEMA)
     states = {tuple(path): facts for path, facts in body["states"]}
-    for _, of, labels in (cut for facts in states.values() for cut in facts["cuts"]):
-        if not labels or any(group >= len(labels) for group in of):
+    for _, group_of_leaf, labels in (cut for facts in states.values() for cut in facts["cuts"]):
+        if not labels or any(group >= len(labels) for group in group_of_leaf):
             raise ValueError("a cut with unknown groups")
-    found, parts = list(map(_leaf, body["leaves"])), [_parts(*part) for part in body["parts"]]
-    names = [x.name for x in [*found, *(y for part in parts for y in part.arrays)]]
+    described, parts = list(map(_leaf, body["leaves"])), [_parts(*part) for part in body["parts"]]
+    names = [x.name for x in [*described, *(y for part in parts for y in part.arrays)]]
     if len(set(names)) != len(names):
         raise ValueError("two leaves of one name")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
-    return Manifest(body["step"], found, states, parts, metrics)
+    return Manifest(body["step"], described, states, parts, metrics)

@@ -60,15 +60,17 @@ class Best:
             raise WrongTypeError("mode", "Best()", got, "'min' or 'max'", fix)
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The best steps of `metrics`; a NaN is never one of them, and of equal ones the later is.
+        """The best steps of `metrics`. NaN is never best; of equal values the later step is.
 
         >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
         [20]
         """
         sign = -1 if self.mode == "max" else 1
-        known = {step: sign * found[self.metric] for step, found in metrics.items()
-                 if not math.isnan(found.get(self.metric, math.nan))}  # fmt: skip
-        return sorted(known, key=lambda step: (known[step], -step))[: self.k]
+        comparable_values = {step: sign * values[self.metric] for step, values in metrics.items()
+                 if not math.isnan(values.get(self.metric, math.nan))}  # fmt: skip
+        return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
+            : self.k
+        ]
 
 
 def _arrays_of(state: PyTree) -> list[jax.Array]:
@@ -240,12 +242,12 @@ class Checkpoints:
         self._save(state, step, data, history, callbacks, metrics)
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
-        given = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        self._job = _writing.start(self, state, step, given, metrics)
+        values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
+        self._job = _writing.start(self, state, step, values, metrics)
         self._saved_arrays = [weakref.ref(x) for x in _arrays_of(state)]
 
     def has_saved(self, state: PyTree) -> bool:
-        """Whether these very arrays are those of the last save."""
+        """Whether the arrays of `state` are the same objects as in the last save."""
         arrays = [ref() for ref in self._saved_arrays]
         return bool(arrays) and [*map(id, arrays)] == [*map(id, _arrays_of(state))]
 
@@ -258,18 +260,18 @@ class Checkpoints:
         """Block until the save is on the disk; SaveError if it is not in `timeout` seconds."""
         if (job := self._job) is None:
             return
-        limit, what = self.timeout if timeout is None else timeout, f"save of step {job.step}"
+        limit, title = self.timeout if timeout is None else timeout, f"save of step {job.step}"
         if not job.done.wait(max(0.0, limit)):
             job.given_up = True
-            raise SaveError(what, str(self.path), f"nothing after {limit:g} s", "a finished save")
+            raise SaveError(title, str(self.path), f"nothing after {limit:g} s", "a finished save")
         self._job, job.told = None, True
         while self.home.deletion_warnings:
             warn(self.home.deletion_warnings.pop())
         if job.error is not None:
-            is_said = isinstance(job.error, (Damaged, ProcessError))
-            got = str(job.error).rstrip(".") if is_said else told(job.error)
+            is_our_error = isinstance(job.error, (Damaged, ProcessError))
+            got = str(job.error).rstrip(".") if is_our_error else told(job.error)
             where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
-            raise SaveError(what, where, got, "a finished save", fix) from job.error
+            raise SaveError(title, where, got, "a finished save", fix) from job.error
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -291,14 +293,14 @@ class Checkpoints:
 
     def check_writer(self) -> None:
         """Raise CheckpointError if it is read-only or closed, or was made before a fork."""
-        refuse = lambda *said: CheckpointError("checkpoints", "save()", *said)
+        error_of = lambda *parts: CheckpointError("checkpoints", "save()", *parts)
         if self.read_only:
-            raise refuse("read_only=True", "ones that write")
+            raise error_of("read_only=True", "ones that write")
         if self._lock is None:
             fix = "Only the newest Checkpoints of a directory may write in a process."
-            raise refuse("closed ones", "open ones", fix)
+            raise error_of("closed ones", "open ones", fix)
         if self._lock.pid != os.getpid():
-            raise refuse("those of the process that forked", "own ones")
+            raise error_of("those of the process that forked", "own ones")
 
     # ------------------------------------------------------------------------------------ restoring
 
@@ -337,16 +339,16 @@ class Checkpoints:
         another run or of a newer format.
         """
         checks.check_flags("restore()", cast=cast, params_only=params_only)
-        alike = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
+        options = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         if resume == "auto" and params_only:
             resume = "must"
-        how = _matching.RestoreRequest(like, partial, cast, params_only)
-        read = lambda at: _reading.read(self, at, how)
-        return _reading.newest(self, like, step, resume, alike, read)
+        request = _matching.RestoreRequest(like, partial, cast, params_only)
+        read = lambda checkpoint_step: _reading.read(self, checkpoint_step, request)
+        return _reading.newest(self, like, step, resume, options, read)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
-        read = lambda at: _reading.later(self, at, state)
+        read = lambda checkpoint_step: _reading.later(self, checkpoint_step, state)
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:
@@ -354,7 +356,7 @@ class Checkpoints:
         return list(self.metrics())
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """What was saved as `metrics` with each of `steps()`."""
+        """The `metrics` that were saved with each of `steps()`."""
         return {step: x.metrics for step, x in self.home.manifests() if step not in self.home.bad}
 
     def latest(self) -> int | None:
@@ -376,8 +378,11 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
             raise CheckpointError("store", where, got, "store='orbax' in a bucket")
         return _orbax_home.BucketHome.at(str(path), timeout)
     folder = durable_files.folder_of(path, "path", where)
-    there = _orbax_home.kind_of(folder)
-    if None not in (store, there) and store != there:
-        got, expected = f"store={store!r} in {folder}", f"store={there!r}, as what is there"
+    existing_store = _orbax_home.kind_of(folder)
+    if None not in (store, existing_store) and store != existing_store:
+        got = f"store={store!r} in {folder}"
+        expected = f"store={existing_store!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
-    return (_orbax_home.OrbaxHome if "orbax" in (store, there) else DiskHome)(folder, timeout)
+    return (_orbax_home.OrbaxHome if "orbax" in (store, existing_store) else DiskHome)(
+        folder, timeout
+    )

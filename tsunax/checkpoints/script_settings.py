@@ -1,5 +1,5 @@
-"""What a script gives to `fit`, in plain values: saved with each checkpoint, and compared when the
-script is started again. It knows states, rules and data, and no file.
+"""The settings of a script that calls `fit`, as plain values: saved with each checkpoint, and
+compared when the script is started again. This file uses states, rules and data, but no files.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ __all__ = []
 
 
 _OF_LOSS = " of loss_fn"
-_MOST_VALUES = 200  # that are saved by name, so that a warning can say which one was edited
+_MAX_VALUES = 200  # values that are saved by name, so that a warning can name the edited value
 _CODE = "loss_fn", "objective", "the schedule of ", "a function of the rule"  # names of code texts
 
 
 def script_of(
     step: Any, state: PyTree, data: Iterable[PyTree] | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calls and numbers of a script's states, and the rest of what it gives as texts."""
+    """Calls and numbers of a script's states, and its other settings as texts."""
     states = list(leaves.tree_of(state).states.values())
     loss_fn = getattr(step, "loss_fn", step)
-    values = list(stable_text.values_of(loss_fn).items())[:_MOST_VALUES]
-    found = {f"`{name}`{_OF_LOSS}": x for name, x in values} | {"loss_fn": code_text(loss_fn)}
+    values = list(stable_text.values_of(loss_fn).items())[:_MAX_VALUES]
+    settings = {f"`{name}`{_OF_LOSS}": x for name, x in values} | {"loss_fn": code_text(loss_fn)}
     if hasattr(step, "accumulate"):
-        found["accumulate"] = str(step.accumulate)
+        settings["accumulate"] = str(step.accumulate)
     for i, s in enumerate(states):
-        of = f" of state {i}" if len(states) > 1 else ""
-        found |= {name + of: text for name, text in _settings_of(s)}
-    for at, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
-        found[f"extra{jax.tree_util.keystr(at)}"] = stable_text.value_text(x)
+        suffix = f" of state {i}" if len(states) > 1 else ""
+        settings |= {name + suffix: text for name, text in _settings_of(s)}
+    for path, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
+        settings[f"extra{jax.tree_util.keystr(path)}"] = stable_text.value_text(x)
     if (rows := _some_rows(data)) is not None:
-        found["data"] = rows
-    given = [state_facts.given_of(s) for s in states]
-    return {"calls": state_facts.total_calls(state), "states": given, "settings": found}
+        settings["data"] = rows
+    numbers_of_states = [state_facts.given_of(s) for s in states]
+    return {
+        "calls": state_facts.total_calls(state),
+        "states": numbers_of_states,
+        "settings": settings,
+    }
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
-    """(name, text) of what is not saved of a state: its key, static numbers and functions."""
+    """(name, text) of the parts of a state that are not saved: key, static numbers, functions."""
     yield "rule", stable_text.words_of(state.plan.update, code=False)
     fields: dict[str, Any] = dict.fromkeys(averages_of(state), ("start", "every", "warmup"))
     for name, f in ((name, x.schedule) for name, x in averages_of(state).items()):
@@ -59,12 +63,14 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
             yield f"the schedule of the {name}", code_text(f)
     if state.loss_scale is not None:
         fields["loss_scale"] = "dynamic", "interval", "factor", "floor", "ceiling"
-    for name, field in ((name, field) for name, of in fields.items() for field in of):
+    for name, field in ((name, field) for name, names in fields.items() for field in names):
         yield f"{field} of the {name}", str(getattr(getattr(state, name), field))
     if (numbers := state.numbers) is not None:
-        for at, s, group, _ in numbers.columns():
-            for name, x in zip(numbers.layout.names[at][group], s.live.schedules, strict=True):
-                # plain functions, optax's for example, whose numbers no table holds
+        for live_index, s, group, _ in numbers.columns():
+            for name, x in zip(
+                numbers.layout.names[live_index][group], s.live.schedules, strict=True
+            ):
+                # Plain functions, for example optax's: their numbers are in no table.
                 if x and (functions := [f for f in x.leaves if f is not None]):
                     yield f"the schedule of {name}", ", ".join(map(code_text, functions))
     yield "a function of the rule", code_text(state.plan.update)
@@ -73,40 +79,43 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
 
 
 def _some_rows(data) -> str | None:
-    """A hash of a few rows of `batches(arrays)`; None of other data."""
+    """A hash of a few rows of `batches(arrays)`; None for other data."""
     while isinstance(data, Prefetched):
         data = data.data
     if not isinstance(data, Batches) or not data.is_of_arrays:
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for x in data.sample():
         x = trees.on_host(x)
-        found.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
-    return found.hexdigest()[:16]
+        digest.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def code_text(f: object) -> str:
-    """The Python that compiled a function, and a hash of its code and of what it refers to."""
+    """The Python version, and a hash of a function's code and of the values that it refers to."""
     return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
 
 
-def edits(then: Any, now: Mapping[str, str]) -> Iterator[str]:
-    """A note for each setting that is another one than in the script that saved the checkpoint."""
-    then, changed = then if isinstance(then, Mapping) else {}, list[str]()
-    for name, mine in now.items():
-        theirs = then.get(name)
-        if not isinstance(theirs, str) or theirs == mine:
+def edits(old_settings: Any, new_settings: Mapping[str, str]) -> Iterator[str]:
+    """A note for each setting that differs from the script that saved the checkpoint."""
+    old_settings, changed = old_settings if isinstance(old_settings, Mapping) else {}, list[str]()
+    for name, new_text in new_settings.items():
+        old_text = old_settings.get(name)
+        if not isinstance(old_text, str) or old_text == new_text:
             continue
         is_known = any(x.startswith(("rule", "the schedule of ")) for x in changed)
         is_known &= name.startswith("a function of the rule")
         if is_known or (name == "loss_fn" and any(x.endswith(_OF_LOSS) for x in changed)):
-            continue  # it has been said what has changed in them
+            continue  # an earlier note has named the change
         changed.append(name)
         is_code = name.startswith(_CODE)
-        if is_code and theirs.split()[0] != mine.split()[0]:  # other Pythons compile to other codes
+        # versions of Python differ in their byte code
+        if is_code and old_text.split()[0] != new_text.split()[0]:
             continue
-        is_long = is_code or max(len(theirs), len(mine)) > 80 or name.startswith(("data", "key"))
+        is_long = (
+            is_code or max(len(old_text), len(new_text)) > 80 or name.startswith(("data", "key"))
+        )
         code = " (code, or a value that it reads; what was compiled before keeps the old one)"
-        change = code * is_code if is_long else f" from {theirs} to {mine}"
-        whose = "checkpoint" if name.startswith("key") else "script"
-        yield f"{name} has changed{change}. The {whose}'s is used."
+        change = code * is_code if is_long else f" from {old_text} to {new_text}"
+        owner = "checkpoint" if name.startswith("key") else "script"
+        yield f"{name} has changed{change}. The {owner}'s is used."

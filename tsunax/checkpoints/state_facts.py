@@ -1,5 +1,5 @@
-"""What a checkpoint says of a training state beside its leaves, and which numbers win when it comes
-back: the names in the table of live numbers, the groups that `adjust` cut, the schedules.
+"""Facts of a training state in a manifest, and the choice between saved and given numbers: names in
+the table of live numbers, the groups that `adjust` cut, the schedules.
 """
 
 import dataclasses
@@ -34,23 +34,27 @@ def _schedule_text(schedule) -> str:
 
 
 def facts_of(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint says of a training state beside its leaves."""
+    """The facts of a training state in a manifest, apart from its leaves."""
     plan, numbers = state.plan, state.numbers
-    kind = lambda average: "uniform" if average.uniform else "exponential"
-    averages = [f"{name} ({kind(x)})" for name, x in averages_of(state).items()]
+    kind_of_average = lambda average: "uniform" if average.uniform else "exponential"
+    averages = [f"{name} ({kind_of_average(x)})" for name, x in averages_of(state).items()]
     trained = None
     if plan.selected is not None:
-        named = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
-        trained = [name for name, on in zip(named, plan.selected, strict=True) if on]
+        leaf_names = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
+        trained = [
+            name for name, is_trained in zip(leaf_names, plan.selected, strict=True) if is_trained
+        ]
     outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
     columns, schedules, cuts = [], {}, []
     if numbers is not None:
         columns = [list(column) for column in numbers.column_names()]
-        for at, s, group, _ in numbers.columns():
-            pairs = zip(numbers.layout.names[at][group], s.live.schedules, strict=True)
+        for live_index, s, group, _ in numbers.columns():
+            pairs = zip(numbers.layout.names[live_index][group], s.live.schedules, strict=True)
             schedules |= {name: _schedule_text(x) for name, x in pairs if x}
         lives = enumerate(s for _, s in numbers.layout.lives)
-        cuts = [[at, list(s.cut.of), list(s.cut.labels)] for at, s in lives if s.cut]
+        cuts = [
+            [live_index, list(s.cut.of), list(s.cut.labels)] for live_index, s in lives if s.cut
+        ]
     precision = None if plan.precision is None else outline(plan.precision)
     facts = {"rule": _short(outline(plan.update)), "trained": trained, "precision": precision}
     facts |= {"averages": ", ".join(averages) or None, "columns": columns}
@@ -64,18 +68,22 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
     trained, opt_state, numbers = trained_part(state), state.opt_state, state.numbers
     if numbers is not None:
         lives, cuts = numbers.layout.lives, {}
-        for at, of, labels in facts["cuts"]:
-            s = lives[at][1] if at < len(lives) else None
-            if s is None or s.cut is not None or len(of) != len(s.paths):
-                # another rule, or a script that cuts before it restores: the comparison tells
+        for live_index, group_of_leaf, labels in facts["cuts"]:
+            s = lives[live_index][1] if live_index < len(lives) else None
+            if s is None or s.cut is not None or len(group_of_leaf) != len(s.paths):
+                # Another rule, or a script that cuts before it restores: reported when leaves are
+                # compared.
                 continue
-            cuts[at] = Cut(tuple(of), tuple(labels)), (0,) * len(labels)
+            cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
-            old = state.numbers.values  # type: ignore[union-attr]
-            if isinstance(old, jax.Array) and not trees.is_traced(old):  # a cut is made on the host
+            old_values = state.numbers.values  # type: ignore[union-attr]
+            # cuts are computed on the host
+            if isinstance(old_values, jax.Array) and not trees.is_traced(old_values):
                 values = np.asarray(numbers.values)  # type: ignore[union-attr]
-                values = placement.replicate(values, old.sharding if old.committed else None)
+                values = placement.replicate(
+                    values, old_values.sharding if old_values.committed else None
+                )
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:
@@ -89,24 +97,26 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
 def total_calls(tree: PyTree) -> int:
     """The calls of all training states in a tree; 0 if this process cannot read them."""
     clocks = [s.clock for s in leaves.tree_of(tree).states.values()]
-    known = all(getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks)
-    return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if known else 0
+    are_readable = all(
+        getattr(x, "is_fully_replicated", True) or x.is_fully_addressable for x in clocks
+    )
+    return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if are_readable else 0
 
 
 def given_of(state: TrainState) -> dict[str, Any]:
     """The numbers that a script gives: its rule's, the rates of its averages, its loss scale."""
-    numbers, plain = state.numbers, lambda x: np.asarray(x).tolist()
+    numbers, as_list = state.numbers, lambda x: np.asarray(x).tolist()
     if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
         numbers = None
     return {
         "columns": [] if numbers is None else [list(column) for column in numbers.column_names()],
-        "values": [] if numbers is None else plain(numbers.values),
+        "values": [] if numbers is None else as_list(numbers.values),
         "rates": {
-            name: plain(average.rate) if average.schedule is None else None
+            name: as_list(average.rate) if average.schedule is None else None
             for name, average in averages_of(state).items()
         },
-        "scale": None if state.loss_scale is None else plain(state.loss_scale.scale),
-        "injected": {leaves.show("", path): plain(x) for path, x in injected_numbers(state)},
+        "scale": None if state.loss_scale is None else as_list(state.loss_scale.scale),
+        "injected": {leaves.show("", path): as_list(x) for path, x in injected_numbers(state)},
     }
 
 
@@ -120,20 +130,25 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
 def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
     """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
     try:
-        found: Any = _user_values.decode(manifest.parts[0].values["script"], [])
-        out = {}
-        for path, x in zip(manifest.states, found["states"], strict=True):
+        script_facts: Any = _user_values.decode(manifest.parts[0].values["script"], [])
+        given_by_state = {}
+        for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
             values = np.asarray(x["values"], np.float32)
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")
-            number = lambda y: None if y is None else np.asarray(y, np.float32)
-            rates = {name: number(rate) for name, rate in x["rates"].items()}
-            scale = number(x["scale"])
+            as_float32 = lambda y: None if y is None else np.asarray(y, np.float32)
+            rates = {name: as_float32(rate) for name, rate in x["rates"].items()}
+            scale = as_float32(x["scale"])
             injected = {name: np.asarray(y) for name, y in x.get("injected", {}).items()}
-            out[path] = {"columns": columns, "values": values, "rates": rates, "scale": scale}
-            out[path]["injected"] = injected
-        return out
+            given_by_state[path] = {
+                "columns": columns,
+                "values": values,
+                "rates": rates,
+                "scale": scale,
+            }
+            given_by_state[path]["injected"] = injected
+        return given_by_state
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}
 
@@ -141,52 +156,63 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
 def merged_numbers(
     saved: np.ndarray,
     saved_facts: Mapping[str, Any],
-    mine: np.ndarray,
+    my_values: np.ndarray,
     my_facts: Mapping[str, Any],
-    given: Mapping[str, Any] | None = None,
+    given_numbers: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """The live numbers of a restored state, (..., 4, n), and what was edited in the script since.
+    """The live numbers of a restored state, (..., 4, n), and the edits of the script in words.
 
-    A number goes on with its live value if the script gives it as it did, at `setup` and, if that
-    is known, to `fit`. One that was edited is the script's.
+    A number keeps its saved live value if the script gives the same number as before, at `setup`
+    and, if that is known, to `fit`. For an edited number the script's value is used.
     """
-    if saved.shape != (*mine.shape[:-1], len(saved_facts["columns"])) or saved.dtype != mine.dtype:
+    if (
+        saved.shape != (*my_values.shape[:-1], len(saved_facts["columns"]))
+        or saved.dtype != my_values.dtype
+    ):
         raise Damaged("manifest: live numbers that are no table of its names")
-    places, own = _by_name(saved_facts["columns"]), _by_name(my_facts["columns"])
-    out, edited = np.array(mine), []
-    for name, here in own.items():
-        there = places.get(name, [])
+    saved_columns, my_columns = _by_name(saved_facts["columns"]), _by_name(my_facts["columns"])
+    merged, edited = np.array(my_values), []
+    for name, my_places in my_columns.items():
+        saved_places = saved_columns.get(name, [])
         schedules = saved_facts["schedules"].get(name, ""), my_facts["schedules"].get(name, "")
-        if schedules[0] != schedules[1] or len(there) != len(here):
-            say = lambda text: "a schedule" if text else "a number"
-            edited.append(f"{name}: {say(schedules[0])} then, {say(schedules[1])} now")
+        if schedules[0] != schedules[1] or len(saved_places) != len(my_places):
+            word_for = lambda text: "a schedule" if text else "a number"
+            edited.append(f"{name}: {word_for(schedules[0])} then, {word_for(schedules[1])} now")
             continue
-        pairs = [(saved[..., 3, there], mine[..., 3, here])]
-        if given is not None and given["values"].shape[:-1] == mine.shape[:-1]:
-            at = _by_name(given["columns"]).get(name, [])
-            table = given["values"][..., at]
-            pairs += [(table[..., i, :], mine[..., i, here]) for i in range(3) if at]
+        pairs = [(saved[..., 3, saved_places], my_values[..., 3, my_places])]
+        if given_numbers is not None and given_numbers["values"].shape[:-1] == my_values.shape[:-1]:
+            given_places = _by_name(given_numbers["columns"]).get(name, [])
+            table = given_numbers["values"][..., given_places]
+            pairs += [
+                (table[..., i, :], my_values[..., i, my_places]) for i in range(3) if given_places
+            ]
         if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
-            out[..., here] = saved[..., there]
+            merged[..., my_places] = saved[..., saved_places]
         else:
-            differ = np.any(edit[0] != edit[1], axis=tuple(range(mine.ndim - 2)))
-            # numbers of a schedule come behind the one that may be held against it
+            is_different = np.any(edit[0] != edit[1], axis=tuple(range(my_values.ndim - 2)))
+            # Numbers of a schedule follow the number that may be held against it.
             titles = ["", *re.findall(r"'(\w+)': \*", schedules[1])]
-            which = ", ".join(x for x, d in zip(titles, differ, strict=False) if x and d)
-            which = f" ({which})" if which and len(titles) == len(here) else ""
-            edited.append(f"{name}{which}: {then_and_now(*edit)}")
-    return out, edited
+            titles_of_edits = ", ".join(
+                x for x, d in zip(titles, is_different, strict=False) if x and d
+            )
+            titles_of_edits = (
+                f" ({titles_of_edits})" if titles_of_edits and len(titles) == len(my_places) else ""
+            )
+            edited.append(f"{name}{titles_of_edits}: {then_and_now(*edit)}")
+    return merged, edited
 
 
 def _by_name(columns) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for i, (name, _) in enumerate(columns):
-        found.setdefault(name, []).append(i)
-    return found
+        indices.setdefault(name, []).append(i)
+    return indices
 
 
-def then_and_now(then: Any, now: Any) -> str:
-    then, now = np.ravel(then), np.ravel(now)
-    differ = then != now if then.shape == now.shape else slice(None)
-    a, b = (", ".join(f"{v:.6g}" for v in x[differ][:3]) for x in (then, now))
-    return f"{a} then, {b} now"
+def then_and_now(old_values: Any, new_values: Any) -> str:
+    old_values, new_values = np.ravel(old_values), np.ravel(new_values)
+    is_different = old_values != new_values if old_values.shape == new_values.shape else slice(None)
+    old_text, new_text = (
+        ", ".join(f"{v:.6g}" for v in x[is_different][:3]) for x in (old_values, new_values)
+    )
+    return f"{old_text} then, {new_text} now"

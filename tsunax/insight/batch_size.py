@@ -130,15 +130,15 @@ def _trials_of(sizes: Sequence[int], index: int, attempt, limit: int) -> list[Si
 
 def _line(bytes_of_size: dict[int, float], pair: list[int]) -> Callable[[int], float] | None:
     """The line through two sizes, if it rises."""
-    small, large = min(pair, default=0), max(pair, default=0)
+    smaller, larger = min(pair, default=0), max(pair, default=0)
     if (
-        small not in bytes_of_size
-        or large not in bytes_of_size
-        or bytes_of_size[small] >= bytes_of_size[large]
+        smaller not in bytes_of_size
+        or larger not in bytes_of_size
+        or bytes_of_size[smaller] >= bytes_of_size[larger]
     ):
         return None
-    slope = (bytes_of_size[large] - bytes_of_size[small]) / (large - small)
-    return lambda n: bytes_of_size[small] + slope * (n - small)
+    slope = (bytes_of_size[larger] - bytes_of_size[smaller]) / (larger - smaller)
+    return lambda n: bytes_of_size[smaller] + slope * (n - smaller)
 
 
 @checks.naming_arguments

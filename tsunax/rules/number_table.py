@@ -112,9 +112,9 @@ def as_scalar(x: Scalar) -> Scalar:
 def _operator_method(name, reflected=False):
     operation = getattr(operator, name)
 
-    def method(self, other):
-        left, right = as_scalar(self), as_scalar(other)
-        return operation(right, left) if reflected else operation(left, right)
+    def method(self, operand):
+        first, second = as_scalar(self), as_scalar(operand)
+        return operation(second, first) if reflected else operation(first, second)
 
     return method
 

@@ -198,12 +198,12 @@ def in_range(
     high: float | None = None,
     *,
     above: float | None = None,
-    is_whole: bool = False,
+    whole: bool = False,
     is_int32: bool = False,
 ) -> Check:
     """The check of a finite number in a range; int32 for numbers that formulas count with."""
     bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
-    expected = f"a {'whole ' if is_whole else ''}number {' and '.join(bounds)}".rstrip()
+    expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
         number_checks.check_number(where, name, value)
@@ -211,23 +211,19 @@ def in_range(
             return value
         value = value.item() if trees.is_array(value) else value
         is_beyond = (low is not None and value < low) or (high is not None and value > high)
-        if (
-            is_beyond
-            or (above is not None and value <= above)
-            or (is_whole and value != int(value))
-        ):
+        if is_beyond or (above is not None and value <= above) or (whole and value != int(value)):
             raise HyperparameterError(name, where, value, expected)
         if is_int32 and abs(value) > LAST_STEP:
             raise HyperparameterError(name, where, value, f"at most {LAST_STEP} steps")
-        return int(value) if is_whole and abs(value) > 2**24 else value
+        return int(value) if whole and abs(value) > 2**24 else value
 
     return check
 
 
 check_finite: Check = in_range()
 check_scale: Check = in_range(0)
-check_wait: Check = in_range(0, is_whole=True)
-check_steps: Check = in_range(0, is_whole=True, is_int32=True)
+check_wait: Check = in_range(0, whole=True)
+check_steps: Check = in_range(0, whole=True, is_int32=True)
 
 
 def check_piece(where: str, name: str, value: Any) -> Any:
@@ -262,10 +258,10 @@ Positive = Annotated[Any, _or_schedule(in_range(above=0))]
 NotNegative = Annotated[Any, _or_schedule(check_scale)]
 Fraction = Annotated[Any, _or_schedule(in_range(0, 1))]
 Decay = Annotated[Any, _or_schedule(in_range(high=1, above=0))]
-Length = Annotated[Any, _or_schedule(in_range(above=0, is_whole=True))]
+Length = Annotated[Any, _or_schedule(in_range(above=0, whole=True))]
 Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
-Period = Annotated[Any, _or_schedule(in_range(above=0, is_whole=True, is_int32=True))]
-Offset = Annotated[Any, _or_schedule(in_range(is_whole=True, is_int32=True))]
+Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
+Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
 Piece = Annotated[Any, check_piece]
 
 
@@ -310,7 +306,8 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     has_check = lambda p: hasattr(p.annotation, "__metadata__")
     printed_parameters = [p.replace(annotation=p.empty) if has_check(p) else p for p in parameters]
     signature = signature.replace(parameters=printed_parameters, return_annotation=Schedule)
-    check_of = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
+    # The names of closure variables are part of the text that a resumed run compares: keep them.
+    kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
     where = f"{formula.__name__}()"
 
     @functools.wraps(formula)
@@ -321,7 +318,7 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
             raise checks.wrong_call(where, signature, args, kwargs, error) from None
         bound.apply_defaults()
         values = jax.tree.map(_rejoined, dict(bound.arguments), is_leaf=_is_schedule_or_count)
-        values = {name: check_of[name](where, name, value) for name, value in values.items()}
+        values = {name: kept_as[name](where, name, value) for name, value in values.items()}
         _check_order(where, values)
         static = {name: value for name, value in values.items() if isinstance(value, (bool, str))}
         numbers = {name: value for name, value in values.items() if name not in static}
