@@ -394,8 +394,7 @@ def accepting(f: Callable, names) -> Callable:
     place = len(parameters) - (parameters[-1].kind == inspect.Parameter.VAR_KEYWORD)
     keyword = lambda name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
     signature = [*parameters[:place], *map(keyword, ignored), *parameters[place:]]
-    # pyright: ignore[reportAttributeAccessIssue]
-    accepting_call.__signature__ = inspect.Signature(signature)
+    accepting_call.__signature__ = inspect.Signature(signature)  # pyright: ignore[reportAttributeAccessIssue]
     return accepting_call
 
 

@@ -87,8 +87,8 @@ def read(path: Path, limit: int, follow: bool = False) -> bytes:
 
 def opened(path: Path, *flags: str) -> BufferedReader:
     """A regular file, open for reading; OSError for anything else."""
-    flags = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115, the caller closes it
+    mode = _flags("RDONLY", "NONBLOCK", "CLOEXEC", *flags)  # a pipe would block
+    file = open(os.open(path, mode), "rb")  # noqa: SIM115, the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError("not a regular file")
