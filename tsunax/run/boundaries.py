@@ -141,7 +141,7 @@ class Boundaries:
         if best is None or best.metric in run.taken:
             return False
         # what callbacks log may differ between processes, and all of them save together
-        is_alike = self.alike.everyone.logs_alike or best.metric in self.agreed
+        is_alike = self.alike.everyone.sees_everything or best.metric in self.agreed
         if not is_alike or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
         known = zip(*run.history.series(best.metric), strict=True)

@@ -56,7 +56,7 @@ class Fit:
         interval = min(options.intervals, default=float("inf"))
         left = options.goal.left(start)
         self.alike: agreement.Alike = agreement.Alike("fit()", state, data)
-        crosses = not options.listens_to_epochs and self.alike.everyone.sees_whole_batches
+        crosses = not options.listens_to_epochs and self.alike.everyone.sees_everything
         given, last = (options.steps_per_call, interval, left), options.goal.epochs
         self.feed: feed.Feed = feed.Feed(
             step, data, state, *given, goes_on=True, crosses=crosses, last=last

@@ -124,7 +124,7 @@ def _check_last_batch(fitting: Fit, data: Any) -> None:
     LossError if the run comes so far, as the step itself would raise.
     """
     step, goal, feed, start = fitting.step, fitting.options.goal, fitting.feed, fitting.run.step
-    sees_all = fitting.alike.everyone.sees_whole_batches
+    sees_all = fitting.alike.everyone.sees_everything
     if not (isinstance(step, TrainStep) and type(data) is Batches and sees_all):
         return
     ends: Any = feed.steps_to(feed.epoch + 1, start)
