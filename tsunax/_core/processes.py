@@ -26,11 +26,9 @@ _is_alone_on_purpose = False  # because of start(num_processes=1)
 class Alone:
     """One process: what it says is what all say. The methods are those of several processes."""
 
-    logs_alike: bool = True  # callbacks on several processes may log different numbers
-
     @property
-    def sees_whole_batches(self) -> bool:
-        """Whether a batch is on this process whole: each of several has a part."""
+    def sees_everything(self) -> bool:
+        """Whether this process has all rows of a batch, and all numbers that callbacks log."""
         return True
 
     @property

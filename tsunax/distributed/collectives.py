@@ -124,25 +124,21 @@ def _like(leaf: Any, part: np.ndarray) -> Any:
 class Several(processes.Alone):
     """The processes of a run that `jax.distributed` knows, in place of `processes.Alone`."""
 
-    logs_alike = False
-
     @property
     def index(self) -> int:
         return jax.process_index()
 
     @property
     def count(self) -> int:
-        if (count := jax.process_count()) == 1:
-            processes.check_started()
-        return count
+        return jax.process_count()
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
 
     @property
-    def sees_whole_batches(self) -> bool:
-        return jax.process_count() == 1
+    def sees_everything(self) -> bool:
+        return self.count == 1
 
     def check_alone(self, where: str) -> None:
         if self.count > 1:
@@ -195,8 +191,6 @@ class Several(processes.Alone):
             own_error, is_known = error, isinstance(error, (TsunaxError, *kinds))
             grade = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
             said = [grade, str(error) if is_known else told(error), ""]
-            if self.count == 1:
-                raise
         texts = self.gather(name, json.dumps(said), timeout, thread)
         everyone = [json.loads(text) for text in texts]
         grade, problem, _ = worst = max(everyone, key=lambda said: said[0])
@@ -210,8 +204,6 @@ class Several(processes.Alone):
     def compare(
         self, where: str, things: Callable[[], Mapping[str, Any]], timeout: float | None = None
     ) -> None:
-        if self.count == 1:
-            return
         parts: dict[str, str] = {}
         for name, thing in things().items():
             parts |= stable_text.parts_of(name, thing)

@@ -123,7 +123,7 @@ def _feed(
         min((part.every for part in parts), default=float("inf")),
         options.goal.left(start),
         goes_on=True,
-        crosses=not any(part.epochs for part in parts) and processes.current().sees_whole_batches,
+        crosses=not any(part.epochs for part in parts) and processes.current().sees_everything,
         last=options.goal.epochs,
     )
 
@@ -152,7 +152,7 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
     goal = options.goal
     comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
     is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
-    if step.cuts_evenly and comes and is_the_one and processes.current().sees_whole_batches:
+    if step.cuts_evenly and comes and is_the_one and processes.current().sees_everything:
         from tsunax.microbatches import indivisible
 
         which = f", the last batch of an epoch of {len(data)}"

@@ -44,7 +44,7 @@ class Rejections:
 
     def _has_batch(self, info: Any) -> bool:
         """Whether the batch of a rejected call can be looked at: several processes have parts."""
-        is_alone = isinstance(self.step, TrainStep) and processes.current().sees_whole_batches
+        is_alone = isinstance(self.step, TrainStep) and processes.current().sees_everything
         return is_alone and self._is_known(info)
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
@@ -110,7 +110,7 @@ class Rejections:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
         state, before = self.run.state, self.calls
         self.calls += len(verdicts)
-        has_batch = self._is_known(infos) and processes.current().sees_whole_batches
+        has_batch = self._is_known(infos) and processes.current().sees_everything
         if not has_batch or not np.any(verdicts > 0):
             return  # of several processes none has the whole batch
         from tsunax._step import step_errors

@@ -195,7 +195,7 @@ class Saving(Part):
         if best is None or best.metric in run.taken:
             return False
         # what callbacks log may differ between processes, and all of them save together
-        is_alike = processes.current().logs_alike or best.metric in run.evaluated_names
+        is_alike = processes.current().sees_everything or best.metric in run.evaluated_names
         if not is_alike or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
         known = zip(*run.history.series(best.metric), strict=True)
