@@ -248,27 +248,39 @@ def update_unchecked(
             new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
         return _changed_fields(new, state), updates, emitted
 
-    verdict = update_norm = is_certain = None
-    if is_judged and norms != "update" and trees.is_tracing():
-        is_certain = certainty(state, grads, loss.weight)[0]
-    if is_certain is None:
+    def judged_late() -> tuple[Any, ...]:
+        """The fields, whether they move params, the verdict and the norm of the update."""
         fields, updates, emitted = applied()
+        verdict = update_norm = None
         if is_judged or norms == "update":
             update_norm = _update_norm(fields, _without_frozen(updates, thawed))
         if is_judged:
             verdict = _verdict(state, value, grad_norm, fields, update_norm, loss)
             fields = guard.choose(verdict == 0, fields, _fields_like(fields, state))
-    else:
-        applied = jax.jit(applied)  # It is traced once, although several branches call it.
-        shapes, _, emits = jax.eval_shape(applied)
+        return fields, emitted, verdict, update_norm
+
+    def judged_early() -> tuple[Any, ...]:
+        """As `judged_late`, but the rule runs after the verdict, and nothing has the norm."""
         excess = lambda: guard.excess(_without_frozen(applied()[1], thawed))
-        norm = None if is_certain is True else guard.unless(is_certain, excess, grads)
+        norm = None if is_certain is True else guard.unless(is_certain, excess)
         fields = applied()[0] if guard.reports(state.opt_state) else {}
         verdict = _verdict(state, value, grad_norm, fields, norm, loss)
+        shapes, _, emits = jax.eval_shape(applied)
         old = _fields_like(shapes, state), None if emits is None else jnp.bool_(False)
         # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
         decide = guard.decide if loss.overwritten is None else guard.select
-        fields, emitted = decide(verdict == 0, lambda: applied()[::2], old)
+        return *decide(verdict == 0, lambda: applied()[::2], old), verdict, None
+
+    is_certain: Any = None
+    if is_judged and norms != "update" and trees.is_tracing():
+        is_certain = certainty(state, grads, loss.weight)[0]
+    if is_certain is None:
+        fields, emitted, verdict, update_norm = judged_late()
+    else:
+        applied = jax.jit(applied)  # It is traced once, although several branches call it.
+        late = lambda: (*judged_late()[:3], None)
+        either = lambda: guard.early_or_late(judged_early, late, grads)
+        fields, emitted, verdict, update_norm = judged_early() if is_certain is True else either()
     new = _recorded(state, _with_fields(state, fields), verdict, emitted, loss)
     shown = grad_norm if norms else None, update_norm if norms == "update" else None
     new = trees.offloaded_like(new, given)
