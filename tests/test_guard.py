@@ -344,6 +344,25 @@ def test_both_ways_to_choose_have_the_same_bits():
         assert_trees_equal(cond, judged)
 
 
+def test_a_step_for_other_devices_has_the_same_bits(monkeypatch):
+    """A TPU, and a GPU for few leaves, judge the update of live rules in any case."""
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+
+    def run():
+        step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]))
+        state, verdicts = ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(3)}), []
+        for batch, eps in ((x, 1e-8), (np.nan * x, 1e-8), (0 * x, 0.0), (x, 0.0)):
+            state, info = step(ts.adjust(state, eps=eps), batch)
+            verdicts.append(int(info.verdict))
+        return state, verdicts, "case" in step.lower(state, x).as_text()
+
+    *early, has_cond = run()
+    monkeypatch.setattr(guard, "early_or_late", lambda early, late, grads: late())
+    *late, late_has_cond = run()
+    assert has_cond and not late_has_cond
+    assert_trees_equal(early, late)
+
+
 def test_unknown_rules_run_once_and_are_judged_by_their_update():
     def callback(updates, state, params=None):
         calls.append(1)

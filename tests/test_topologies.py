@@ -211,16 +211,16 @@ def test_without_the_plugin(monkeypatch):
 # What the default step moves over the bare step by hand, its kernels and megabytes of temporary memory, in a program
 # for an H100 (`python -m benchmarks compiled`): as they are today, and a little room for other versions of XLA.
 CEILINGS = {  # of an H100
-    "tiny MLP": (1.60, 22, 0.04),  # 0.4 MB: a second look at its updates takes less time than a condition
+    "tiny MLP": (1.50, 22, 0.05),  # 0.4 MB: its few updates are judged in any case, without a condition
     "wide MLP": (1.11, 41, 52.0),
     "200 leaves": (1.05, 480, 0.15),
     "tables under Adagrad": (1.10, 15, 23.5),
     "GPT of 2 layers": (1.10, 165, 445.0),
 }
 CEILINGS_OF_TPU = {  # of a v5e
-    "tiny MLP": (1.60, 150, 2.0),  # 0.9 MB: it looks at its few updates in any case
+    "tiny MLP": (1.60, 108, 2.0),  # 0.9 MB
     "wide MLP": (1.37, 190, 110.0),
-    "tables under Adagrad": (1.17, 105, 320.0),
+    "tables under Adagrad": (1.13, 80, 380.0),
 }
 
 
@@ -232,7 +232,8 @@ def check_ceilings(name, topology, ceilings):
     ours, bare = counts["tsunax"], counts["by hand, bare"]
     ratio, kernels, temporary = ceilings
     assert ours.megabytes <= ratio * bare.megabytes and ours.kernels <= kernels and ours.temporary <= temporary, counts
-    assert ours.copied == ours.callbacks == 0 and ours.conditionals <= 1
+    judges_late = topology.startswith("v5e") or name == "tiny MLP"  # each update, see `guard.early_or_late`
+    assert ours.copied == ours.callbacks == 0 and ours.conditionals <= (not judges_late)
 
 
 @pytest.mark.medium

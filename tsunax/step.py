@@ -15,7 +15,6 @@ up to you.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -253,28 +252,42 @@ def update_unchecked(
             new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
         return Attempt(_changed_fields(new, state), emitted, _without_frozen(updates, thawed))
 
-    is_certain = None  # None: all of the attempt is judged.
+    def judge(attempt: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
+        """The attempt, or the state as it was, and the verdict that decided which."""
+        verdict = _verdict(state, value, grad_norm, attempt, update_norm, loss)
+        step = lambda: attempt()._replace(updates=None)
+        return decide(verdict == 0, step, _rejected(state, jax.eval_shape(step))), verdict
+
+    def judge_early() -> tuple[Attempt, Any]:
+        """The rule runs after the verdict, which looks at the update if it has to."""
+        excess = lambda: guard.excess(attempt().updates)
+        update_norm = None if is_certain is True else guard.unless(is_certain, excess)
+        # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
+        decide = guard.decide if loss.overwritten is None else guard.select
+        return judge(attempt, update_norm, decide)
+
+    def judge_late() -> tuple[Attempt, Any, jax.Array]:
+        """The verdict includes the norm of the update, which is the third result."""
+        finished = attempt()
+        update_norm = _update_norm(finished)
+        return *judge(lambda: finished, update_norm, guard.select), update_norm
+
+    is_certain: Any = None  # None: The rule has to be judged by its update.
+    update_norm = verdict = None
     if is_judged and norms != "update" and trees.is_tracing():
         is_certain = certainty(state, grads, loss.weight)[0]
-    if is_certain is None:
-        attempt = functools.cache(attempt)
-        update_norm = _update_norm(attempt()) if is_judged or norms == "update" else None
-    else:
+    if is_certain is not None:
         attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
-        excess = lambda: guard.excess(attempt().updates)
-        update_norm = None if is_certain is True else guard.unless(is_certain, excess, grads)
-    verdict, step = None, lambda: attempt()._replace(updates=None)
-    if is_judged:
-        verdict = _verdict(state, value, grad_norm, attempt, update_norm, loss)
-        # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
-        selects = is_certain is None or loss.overwritten is not None
-        decide = guard.select if selects else guard.decide
-        rejected = _rejected(state, jax.eval_shape(step))
-        step = functools.partial(decide, verdict == 0, step, rejected)
-    chosen: Attempt = step()
+        either = lambda: guard.early_or_late(judge_early, lambda: judge_late()[:2], grads)
+        chosen, verdict = judge_early() if is_certain is True else either()
+    elif is_judged:
+        chosen, verdict, update_norm = judge_late()
+    else:
+        chosen = attempt()
+        update_norm = _update_norm(chosen) if norms == "update" else None
     new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
-    norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
     verdict = guard.with_gathered(verdict, chosen.emitted)
+    norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
     info = _info(state, loss, value, norms_in_info, verdict)
     return trees.offloaded_like(new, stored_state), info
 

@@ -172,16 +172,20 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
 FEW_LEAVES, FEW_BYTES = 8, 1 << 20
 
 
-def unless(condition: jax.Array, excess: Callable[[], jax.Array], grads: PyTree) -> jax.Array:
-    """0 if the condition holds, else the result of `excess`, a look at the updates of `grads`.
+def early_or_late(early: Callable[[], PyTree], late: Callable[[], PyTree], grads: PyTree) -> PyTree:
+    """`early()`, with a look at updates behind a condition, or `late()`, which judges each update.
+
+    On a TPU the condition takes more kernels and bytes, and on a GPU if `grads` has few leaves.
+    """
+    leaves = jax.tree.leaves(grads)
+    are_few = len(leaves) <= FEW_LEAVES and sum(x.nbytes for x in leaves) <= FEW_BYTES
+    return jax.lax.platform_dependent(cpu=early, tpu=late, default=late if are_few else early)
+
+
+def unless(condition: jax.Array, excess: Callable[[], jax.Array]) -> jax.Array:
+    """0 if the condition holds, else the result of `excess`, a look at updates.
 
     The barrier keeps XLA from computing both, to select.
     """
-    zero = lambda: jnp.zeros((), jnp.float32)
     barred = lambda: jax.lax.optimization_barrier(excess())
-    cond = lambda: jax.lax.cond(condition, zero, barred)
-    leaves = jax.tree.leaves(grads)
-    if len(leaves) > FEW_LEAVES or sum(x.nbytes for x in leaves) > FEW_BYTES:
-        return cond()
-    select = lambda: jnp.where(condition, zero(), excess())
-    return jax.lax.platform_dependent(cpu=cond, default=select)
+    return jax.lax.cond(condition, lambda: jnp.zeros((), jnp.float32), barred)
