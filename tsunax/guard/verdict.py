@@ -178,8 +178,10 @@ def early_or_late(early: Callable[[], PyTree], late: Callable[[], PyTree], grads
     On a TPU the condition takes more kernels and bytes, and on a GPU if `grads` has few leaves.
     """
     leaves = jax.tree.leaves(grads)
-    are_few = len(leaves) <= FEW_LEAVES and sum(x.nbytes for x in leaves) <= FEW_BYTES
-    return jax.lax.platform_dependent(cpu=early, tpu=late, default=late if are_few else early)
+    if len(leaves) > FEW_LEAVES:
+        return early()  # no second branch for other platforms: it would cost tracing time
+    is_small = sum(x.nbytes for x in leaves) <= FEW_BYTES
+    return jax.lax.platform_dependent(cpu=early, tpu=late, default=late if is_small else early)
 
 
 def unless(condition: jax.Array, excess: Callable[[], jax.Array]) -> jax.Array:
