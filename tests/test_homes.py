@@ -599,3 +599,13 @@ def test_links_out_of_a_checkpoint_are_refused(place, tmp_path, home):
         path.unlink()
         shutil.move(tmp_path / "elsewhere", path)
     assert_trees_equal(reader().state, second)
+
+
+def test_numbers_that_do_not_fit_are_no_damage(tmp_path):
+    """Arrays are placed while others are read: an error there skips no checkpoint."""
+    with Checkpoints(tmp_path, store="orbax") as checkpoints:
+        checkpoints.save({"x": jnp.array([1, 2], jnp.int32)}, step=1)
+        checkpoints.save({"x": jnp.array([1000, 2], jnp.int32)}, step=2)
+    reader = Checkpoints(tmp_path, store="orbax", read_only=True)
+    with pytest.raises(CheckpointError, match="1 of 2 numbers that int8 cannot hold"):
+        reader.restore({"x": jnp.zeros(2, jnp.int8)}, cast=True)

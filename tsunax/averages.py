@@ -48,15 +48,19 @@ class Average:
 
         The verdict rejects a step with such a rate. A millionth is left to rounding.
         """
-        # the first update has step 0, as for the rates of a rule
+        rate = self._rate_at(step)
+        return jnp.where((jnp.abs(rate - 0.5) <= 0.5 + 1e-6) | (step <= self.start), rate, jnp.nan)
+
+    def _rate_at(self, step: jax.Array) -> jax.Array:
+        # The first update has step 0, as for the rates of a rule.
         decay = jnp.asarray(self.schedule(step - 1), jnp.float32)  # pyright: ignore[reportOptionalCall]
-        rate = jnp.where(jnp.abs(decay - 0.5) <= 0.5 + 1e-6, 1 - decay, jnp.nan)
-        return jnp.where(step > self.start, rate, 1)
+        return jnp.where(step > self.start, 1 - decay, 1)
 
     def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
-        rate = rate if self.schedule is None else self.scheduled_rate(step)
+        # Out of its range a rate is cut, for steps that nobody judges.
+        rate = rate if self.schedule is None else jnp.clip(self._rate_at(step), 0, 1)
         if self.warmup:
             # decay at most (1 + n) / (10 + n)
             rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))

@@ -173,7 +173,7 @@ class TrainStep(GradientOptions):
     @functools.cached_property
     def row_probe(self) -> FirstLook:
         """What looks before the first call at the state, and whether the loss mixes rows."""
-        return FirstLook(self)
+        return FirstLook(self, judges_updates=self.norms == "update")
 
     @property
     def masks(self) -> bool:

@@ -253,9 +253,18 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
+def _moved_beside(x: Any, like: Any) -> Any:
+    """An array on the devices of another one."""
+    ours, theirs = (getattr(leaf, "sharding", None) for leaf in (x, like))
+    is_elsewhere = ours and theirs and ours.device_set != theirs.device_set
+    return jax.device_put(x, theirs) if is_elsewhere else x
+
+
 def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
     """The masters of rounded leaves; where a number is the old master's, that keeps its bits."""
     masters = trees.on_device(masters)
+    if not trees.is_tracing():
+        masters = jax.tree.map(_moved_beside, masters, trained)
     keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
     return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
 

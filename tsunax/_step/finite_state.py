@@ -5,6 +5,7 @@ are looked at there: in `restore` and `migrate`, and before the first call of a 
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,12 @@ from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError, message, warn
 from tsunax.state import TrainState, base, trained_part
 
-# Finite gradients leave no larger number in a moment unless they have 1e15 themselves, and updates
+# Finite gradients leave no larger number in a moment unless they have 1e30 themselves, and updates
 # of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127. Of float64: 2^900.
 LARGEST = {"float64": 2.0**900, "complex128": 2.0**900}
+# Sums of squares divide an update, so that large ones make it small. They are squares of gradients,
+# which pass 2^100 where gradients have 1e15.
+DIVISOR = re.compile(r"\.(nu|sum_of_squares)\b")
 FIX = (
     "Steps do not look at updates that are made of them: take an older checkpoint, or start the "
     "optimizer anew, restore(..., params_only=True). train_step(on_nonfinite='ignore') goes on."
@@ -40,7 +44,8 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
         for place, x in trees.leaves_at(f"state.{name}", tree):
             if not trees.is_inexact(x) or isinstance(x, jax.ShapeDtypeStruct):
                 continue
-            limit = LARGEST.get(str(x.dtype), 2.0**100) if name == "opt_state" else np.inf
+            is_moment = name == "opt_state" and not DIVISOR.search(place)
+            limit = LARGEST.get(str(x.dtype), 2.0**100) if is_moment else np.inf
             if count := int(checks.count_beyond(x, limit)):
                 got = f"{count} of {np.size(x)} numbers NaN or not below {limit:.0e}"
                 yield "leaf", place, got, "finite numbers", FIX
@@ -55,16 +60,19 @@ def warn_if_not_finite(state: TrainState, where: str) -> None:
 class FirstLook:
     """Before the first call of a step: the state has to be finite, and the loss a mean over rows.
 
-    StateError for a state that is not, and a warning for a loss that mixes rows. The other calls
-    look at `pending` only.
+    StateError for a state that is not, and a warning for a loss that mixes rows. Of a population
+    some members may have failed, so that it gets a warning, too. The other calls look at `pending`
+    only.
     """
 
-    def __init__(self, options: GradientOptions) -> None:
+    def __init__(self, options: GradientOptions, judges_updates: bool) -> None:
         self._row_probe, self.pending = RowProbe(options), True
-        self._judges = options.on_nonfinite != "ignore"
+        self._looks = options.on_nonfinite != "ignore" and not judges_updates
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
-        if self._judges and not trees.is_tracing():
+        if self._looks and np.ndim(state.clock) == 2:
+            warn_if_not_finite(state, "step()")
+        elif self._looks and not trees.is_tracing():
             for fault in _faults(state):
                 raise StateError(*fault)
         self.pending = False

@@ -107,9 +107,20 @@ class OrbaxHome(CheckpointHome):
     ) -> Found:
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
+        errors_of_placing: list[Exception] = []
+
+        def place_or_note(i: int, value: Any) -> Any:
+            try:
+                return place(i, value)
+            except Exception as error:
+                errors_of_placing.append(error)
+                raise
+
         try:
-            return self._read(folder, found, wanted, needed, place)
+            return self._read(folder, found, wanted, needed, place_or_note)
         except (OSError, ValueError) as error:
+            if error in errors_of_placing:  # The checkpoint is good, and does not fit.
+                raise
             raise Damaged(f"arrays: {told(error)}") from None
 
     def _read(self, folder: Path, found: Manifest, wanted, needed, place) -> Found:
