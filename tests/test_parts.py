@@ -78,6 +78,104 @@ def test_a_run_with_a_part_has_the_bits_of_one_without():
     np.testing.assert_array_equal(with_part.params["w"], alone.params["w"])
 
 
+def test_a_part_logs_into_the_row_of_its_step_and_has_its_own_memory():
+    class Logs(ts.callbacks.Part):
+        every = 2
+
+        def at(self, run, events):
+            run.log(**{"my/x": run.step})
+            run.memory["steps"] = [*run.memory.get("steps", []), run.step]
+            self.memory = run.memory
+
+    rows, part, memories = {}, Logs(), []
+    callback = ts.callbacks.every(4, lambda run: memories.append(dict(run.memory)))
+    _, history = fit(steps=8, callbacks=[part, callback], logger=lambda row, step: rows.update({step: row}))
+    assert [x.tolist() for x in history.series("my/x")] == [[2, 4, 6, 8], [2, 4, 6, 8]]
+    assert {step: row.get("my/x") for step, row in rows.items()} == {1: None, 2: 2, 4: 4, 6: 6, 8: 8}
+    assert part.memory == {"steps": [2, 4, 6, 8]} and memories == [{}, {}]
+
+
+def test_a_part_may_say_at_which_steps_it_is_due():
+    class At(Told):
+        def next_step(self, step):
+            return next((n for n in (3, 4, 9) if n > step), step)
+
+    part = At()
+    fit(callbacks=part)
+    assert [step for event, step, *_ in part.calls if event == "step"] == [3, 4, 9]
+    assert not hasattr(part, "is_last")
+
+
+class Ends(ts.callbacks.Part):
+    def __init__(self, name, calls, raises=()):
+        self.name, self.calls, self.raises = name, calls, raises
+
+    def _call(self, event, *about):
+        self.calls.append((self.name, event, *about))
+        if event in self.raises:
+            raise ValueError(f"{event} of {self.name}")
+
+    def begin(self, run):
+        self._call("begin")
+
+    def read(self, run, has_row):
+        self._call("read")
+
+    def end(self, run, error):
+        self._call("end", type(error).__name__)
+
+
+class Logged:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def start(self, settings):
+        self.calls.append(("log", "start"))
+
+    def __call__(self, row, *, step):
+        pass
+
+    def close(self):
+        self.calls.append(("log", "close"))
+
+
+def test_all_parts_end_and_the_error_of_the_run_stays():
+    calls, first = [], KeyError("first")
+
+    def fail(run):
+        raise first
+
+    parts = [Ends("a", calls), Ends("b", calls, ["end"]), fail]
+    with pytest.raises(KeyError) as caught:
+        fit(callbacks=parts)
+    assert caught.value is first and "ValueError('end of b')" in caught.value.__notes__[-1]
+    assert [x for x in calls if x[1] == "end"] == [("b", "end", "KeyError"), ("a", "end", "KeyError")]
+    calls.clear()
+    with pytest.raises(ValueError, match="end of b"):
+        fit(callbacks=parts[:2])
+    assert [x for x in calls if x[1] == "end"] == [("b", "end", "NoneType"), ("a", "end", "ValueError")]
+
+
+def test_only_parts_that_began_end_and_the_loggers_and_the_display_close(monkeypatch):
+    from tsunax.run.progress import Progress
+
+    calls = []
+    monkeypatch.setattr(Progress, "close", lambda self, reason="": calls.append(("bar", "close", reason)))
+    parts = [Ends("a", calls), Ends("b", calls, ["begin"]), Ends("c", calls)]
+    given = {"progress": True, "logger": Logged(calls)}
+    with pytest.raises(ValueError, match="begin of b"):
+        ts.fit(ts.train_step(loss_fn), setup(), ts.batches(ROWS, 3), steps=4, callbacks=parts, **given)
+    ends = [("b", "end", "ValueError"), ("a", "end", "ValueError"), ("log", "close"), ("bar", "close", "ValueError")]
+    assert calls == [("log", "start"), ("a", "begin"), ("b", "begin"), *ends]
+
+
+@pytest.mark.filterwarnings("ignore:step 0")
+def test_a_part_that_raises_does_not_hide_a_run_of_rejected_steps():
+    with pytest.raises(ts.errors.NonFiniteError) as caught:
+        fit(loss=lambda params, x: loss_fn(params, x) * jnp.nan, max_bad=1, callbacks=Ends("a", [], ["read"]))
+    assert "read of a" in str(caught.value.__context__)
+
+
 # ------------------------------------------------------------------------------------ calls do not wait for the host
 
 

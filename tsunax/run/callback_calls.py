@@ -1,12 +1,15 @@
 """Callbacks and parts of the user's: when they are due, and what they may give back."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from tsunax._core import Function, checks, trees
 from tsunax.errors import StateError, WrongTypeError
+from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, is_bare, wants
 from tsunax.run.part import Part, blamed
@@ -16,13 +19,12 @@ from tsunax.states import States, training_states
 
 
 class CallbackCalls(Part):
-    """Calls callbacks at the events that each of them wants, and then the parts of the user."""
+    """Calls callbacks at the events that each of them wants."""
 
     def __init__(self, options: Options, memory: dict[str, Any]) -> None:
         self.options, self.memory = options, memory
-        callbacks, parts = options.callbacks, options.parts
         self.every: float = min(options.callback_intervals, default=float("inf"))
-        self.epochs: bool = any(map(is_bare, callbacks)) or any(part.epochs for part in parts)
+        self.epochs: bool = any(map(is_bare, options.callbacks))
 
     def next_step(self, step: int) -> float:
         places = (place for place in self.options.places if place > step)
@@ -32,23 +34,16 @@ class CallbackCalls(Part):
     def due(self, run: Run, events: Any) -> bool:
         return True
 
-    def begin(self, run: Run) -> None:
-        for part in self.options.parts:
-            with blamed("part", part, run):
-                part.begin(run)
-
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
         for event in self._heard(run.step, events):
             run.event = event
             is_tried = options.dry_run and event == "step"
-            for name, callback in zip(options.names, options.callbacks, strict=True):
+            for name, callback in zip(options.names, options.callbacks, strict=False):
                 if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
-                    self._call(run, name, callback)
-        for part in options.parts:
-            if part.due(run, events):
-                with options.clock("callbacks"), blamed("part", part, run):
-                    part.at(run, events)
+                    run.memory = self.memory.setdefault(name, {})
+                    with blamed("callback", callback, run):
+                        _call(run, options.clock, callback, run)
 
     def _heard(self, step: int, events: list[str]) -> list[str]:
         """What happens at this boundary, in order, as callbacks hear of it."""
@@ -63,27 +58,57 @@ class CallbackCalls(Part):
                 heard.append(event)
         return heard
 
-    def _call(self, run: Run, name: str, callback: Function) -> None:
-        run.memory = self.memory.setdefault(name, {})
-        run.rows.begin_row(run.step)
-        before = dict(run.row)
-        with self.options.clock("callbacks"), blamed("callback", callback, run):
-            state = callback(run)
-            if state is not None:
-                check_returned(state, run)
-                run.state, run.is_changed = state, True
-        if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
-            run.rows.record(logged, run.step)
+
+class UserPart(Part):
+    """A user's part: it has a memory, errors name it, and rows have the numbers that it logs."""
+
+    def __init__(self, part: Part, clock: Clock, memory: dict[str, Any]) -> None:
+        self.part, self.clock, self.memory = part, clock, memory
+        self.every: float = part.every
+        self.epochs: bool = part.epochs
+
+    def next_step(self, step: int) -> float:
+        place = self.part.next_step(step)
+        return place if place > step else float("inf")
+
+    def due(self, run: Run, events: Any) -> bool:
+        with self._blamed(run):
+            return self.part.due(run, events)
+
+    def begin(self, run: Run) -> None:
+        with self._blamed(run):
+            self.part.begin(run)
+
+    def at(self, run: Run, events: list[str]) -> None:
+        with self._blamed(run):
+            _call(run, self.clock, self.part.at, run, events)
 
     def read(self, run: Run, has_row: bool) -> None:
-        for part in self.options.parts:
-            with blamed("part", part, run):
-                part.read(run, has_row)
+        with self._blamed(run):
+            self.part.read(run, has_row)
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        for part in self.options.parts:
-            with blamed("part", part, run):
-                part.end(run, error)
+        with self._blamed(run):
+            self.part.end(run, error)
+
+    @contextlib.contextmanager
+    def _blamed(self, run: Run) -> Iterator[None]:
+        run.memory = self.memory
+        with blamed("part", self.part, run):
+            yield
+
+
+def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
+    """Call it: the run gets the state that it returns, the row of this step gets its numbers."""
+    run.rows.begin_row(run.step)
+    before = dict(run.row)
+    with clock("callbacks"):
+        state = callback(*args)
+        if state is not None:
+            check_returned(state, run)
+            run.state, run.is_changed = state, True
+    if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
+        run.rows.record(logged, run.step)
 
 
 def check_returned(new: Any, run: Run) -> None:

@@ -64,6 +64,7 @@ class Fit:
         feed: feed.Feed,
         run: Run,
         parts: tuple[Part, ...],
+        begin_order: tuple[Part, ...],
         alike: agreement.Alike,
         beginning: Beginning,
     ) -> None:
@@ -71,7 +72,8 @@ class Fit:
         self.options: Options = options
         self.feed = feed
         self.run: Run = run
-        self.parts: tuple[Part, ...] = parts
+        self.parts: tuple[Part, ...] = parts  # in the order of a boundary
+        self.begin_order: tuple[Part, ...] = begin_order
         self.alike: agreement.Alike = alike
         self.beginning: Beginning = beginning
         donates = not isinstance(step, TrainStep) or step.donate
@@ -247,13 +249,21 @@ class Fit:
 
     @contextlib.contextmanager
     def parts_begun(self) -> Iterator[None]:
-        """A block between the beginning and the end of the parts."""
+        """A block between the beginning and the end of the parts: they end in reverse order.
+
+        The display and the loggers begin first, so that an error of any other part closes them.
+        """
 
         def end(part: Part, kind: Any, error: BaseException | None, trace: Any) -> None:
-            part.end(self.run, error)
+            try:
+                part.end(self.run, error)
+            except Exception as failure:
+                if error is None:
+                    raise
+                error.add_note(f"then the end of the run raised {failure!r}")
 
         with contextlib.ExitStack() as stack:
-            for part in self.parts:
+            for part in self.begin_order:
                 stack.push(functools.partial(end, part))
                 part.begin(self.run)
             try:
@@ -343,10 +353,12 @@ class Fit:
                 got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
         rejections.by_member = rejected[n - 1]
-        for part in self.parts:
-            part.read(run, len(due) > 0)
-        if fatal is not None:
-            rejections.give_up(fatal, chunks, self.caller.extra)
+        try:
+            for part in self.parts:
+                part.read(run, len(due) > 0)
+        finally:  # an error of a part is the context of this one
+            if fatal is not None:
+                rejections.give_up(fatal, chunks, self.caller.extra)
 
     def rates(self, columns: dict[str, Any], infos: PyTree) -> dict[str, float]:
         """The steps and examples of a second. Takes the weights of steps out of the columns."""

@@ -50,8 +50,8 @@ def begin(
     if restart is not None:
         beginning = restart.beginning(history, memory, start, options)
     alike = Alike("fit()", state, data)
-    parts = _parts(options, restart, memory, alike)
-    feed = _feed(step, state, data, options, start, parts)
+    parts, saving = _parts(options, restart, memory, alike)
+    feed = _feed(step, state, data, options, start, [*parts, *saving])
     if restart is not None and restart.step is not None:
         with options.clock("data"):
             feed.go_to(restart.restored.data, options.fast_forward)
@@ -67,7 +67,10 @@ def begin(
         stopped=beginning.stopped,
     )
     _check_last_batch(step, options, feed, start)
-    fit = Fit(step, options, feed, run, _in_order(parts, run.rows, progress), alike, beginning)
+    display = [] if progress is None else [progress]
+    in_order = (*parts, run.rows, *display, *saving)
+    begin_order = (*display, run.rows, *parts, *saving)
+    fit = Fit(step, options, feed, run, in_order, begin_order, alike, beginning)
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -77,8 +80,10 @@ def begin(
     return fit
 
 
-def _parts(options: Options, restart: Any, memory: dict[str, Any], alike: Alike) -> list[Part]:
-    """The parts that this run has beside rows and progress, in the order of a boundary."""
+def _parts(
+    options: Options, restart: Any, memory: dict[str, Any], alike: Alike
+) -> tuple[list[Part], list[Part]]:
+    """The parts before rows and progress, and those after them, in the order of a boundary."""
     parts: list[Part] = []
     best = None if restart is None else restart.saver.keep_best
     watched = options.watched | ({} if best is None else {best.metric: "keep_best"})
@@ -87,9 +92,12 @@ def _parts(options: Options, restart: Any, memory: dict[str, Any], alike: Alike)
 
         parts.append(Evaluations(options, watched, alike))
     if options.callbacks or options.parts:
-        from tsunax.run.callback_calls import CallbackCalls
+        from tsunax.run.callback_calls import CallbackCalls, UserPart
 
         parts.append(CallbackCalls(options, memory))
+        names = options.names[len(options.callbacks) :]
+        for name, part in zip(names, options.parts, strict=True):
+            parts.append(UserPart(part, options.clock, memory.setdefault(name, {})))
     if watched:
         from tsunax.run.awaited import Awaited
 
@@ -98,18 +106,11 @@ def _parts(options: Options, restart: Any, memory: dict[str, Any], alike: Alike)
         from tsunax.run.agreed import Agreed
 
         parts.append(Agreed(alike))
-    if restart is not None:
-        from tsunax.run.saving import Saving
+    if restart is None:
+        return parts, []
+    from tsunax.run.saving import Saving
 
-        parts.append(Saving(options, restart, memory))
-    return parts
-
-
-def _in_order(parts: list[Part], rows: Part, progress: Part | None) -> tuple[Part, ...]:
-    """Evaluation, callbacks, loggers, progress, checkpoint: the order at a boundary."""
-    saving = [part for part in parts if part.is_last]
-    others = [part for part in parts if not part.is_last]
-    return (*others, rows, *([] if progress is None else [progress]), *saving)
+    return parts, [Saving(options, restart, memory)]
 
 
 def _feed(

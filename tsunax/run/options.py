@@ -126,17 +126,16 @@ class Options:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The key of each callback's memory, wherever it stands among the others."""
-        names = [_name(f) for f in self.callbacks]
+        """The key of the memory of each callback, then of each part, whatever their order."""
+        names = [_name(f) for f in (*self.callbacks, *self.parts)]
         before = [names[:i].count(name) for i, name in enumerate(names)]
         return [f"{name} #{n}" if n else name for name, n in zip(names, before, strict=True)]
 
     @functools.cached_property
     def callback_intervals(self) -> list[int]:
-        """Callbacks and parts need a boundary at every multiple of these, and at `places`."""
+        """Callbacks need a boundary at every multiple of these, and at `places`."""
         found = [f.every for f in self.callbacks if is_every(f)]
-        found += [self.log_every] if any(map(is_bare, self.callbacks)) else []
-        return found + [int(part.every) for part in self.parts if part.every < float("inf")]
+        return found + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
 
     @functools.cached_property
     def places(self) -> list[int]:

@@ -26,41 +26,49 @@ from tsunax._core import Function, trees
 class Part:
     """A part of a run of `fit`. This one does nothing: write the methods that yours needs.
 
-    `run` is what callbacks get: its step, state, metrics, history, `log` and `stop`.
+    `run` is what callbacks get: its step, state, metrics, history, `log` and `stop`. Each part has
+    its own `run.memory`, which is saved with the run.
     """
 
     #: The part needs a boundary at every multiple of so many steps; inf for none.
     every: float = float("inf")
     #: Whether it needs a boundary at the end of every epoch.
     epochs: bool = False
-    #: Whether it comes after loggers and progress, as checkpoints do.
-    is_last: bool = False
 
     def next_step(self, step: int) -> float:
-        """The first step beyond this one at which the part needs a boundary; inf for none."""
+        """The first step beyond this one at which the part needs a boundary; inf for none.
+
+        These are the multiples of `every`. Processes of one run return the same.
+        """
         return float("inf") if self.every == float("inf") else (step // self.every + 1) * self.every
 
     def due(self, run: Any, events: Sequence[str]) -> bool:
-        """Whether `at` is called at this boundary: at multiples of `every`, and ends of epochs.
+        """Whether `at` is called at this boundary: at `next_step`, and at ends of epochs.
 
         Events are "start" (before the first step), "step" (a part asked for it), "evaluate" (an
         evaluation was done), "epoch" (one has ended) and "end" (of the run).
         """
-        return ("step" in events and run.step % self.every == 0) or (
-            self.epochs and "epoch" in events
-        )
+        is_step = "step" in events and self.next_step(run.step - 1) == run.step
+        return is_step or (self.epochs and "epoch" in events)
 
     def begin(self, run: Any) -> None:
         """Called once, before the first boundary."""
 
-    def at(self, run: Any, events: list[str]) -> None:
-        """Called at a boundary, if the part is due there. The state of `run` is of its step."""
+    def at(self, run: Any, events: list[str]) -> Any:
+        """Called at a boundary, if the part is due there. The state of `run` is of its step.
+
+        It may return a new state, as callbacks may. Only here does `run.log` add to the rows.
+        """
 
     def read(self, run: Any, has_row: bool) -> None:
         """Called when the numbers of further steps are read, between boundaries, too."""
 
     def end(self, run: Any, error: BaseException | None) -> None:
-        """Called once at the end of the run; with the error, if one ends it."""
+        """Called once at the end of the run if `begin` was called; with the error that ends it.
+
+        Parts end in the reverse order of their beginning. An error that `end` raises is a note of
+        the error that ends the run. `run.log` has no effect here.
+        """
 
 
 @contextlib.contextmanager

@@ -130,8 +130,6 @@ class Restart:
 class Saving(Part):
     """Saves a run: every so many steps or every epoch, where a metric is best, and at the end."""
 
-    is_last = True
-
     def __init__(self, options: Options, restart: Restart, memory: dict[str, Any]) -> None:
         self.options, self.saver, self.memory = options, restart.saver, memory
         self.every: float = self.saver.every or float("inf")
