@@ -176,6 +176,32 @@ def test_a_part_that_raises_does_not_hide_a_run_of_rejected_steps():
     assert "read of a" in str(caught.value.__context__)
 
 
+@pytest.mark.parametrize(
+    ("every", "error"),
+    [(0, ts.errors.HyperparameterError), (None, ts.errors.WrongTypeError), (2.5, ts.errors.WrongTypeError)],
+)
+def test_a_part_needs_a_number_of_steps(every, error):
+    with pytest.raises(error, match=r"every at Told: got .*, expected an int ≥ 1"):
+        fit(callbacks=Told(every=every))
+
+
+def test_a_part_is_no_logger():
+    with pytest.raises(ts.errors.WrongTypeError, match=r"logger at fit.*Give it to callbacks="):
+        fit(logger=Told())
+
+
+def test_a_callback_may_have_an_attribute_of_any_name():
+    class Callback:
+        watches, calls = "x", 0
+
+        def __call__(self, run):
+            self.calls += 1
+
+    callback = Callback()
+    fit(callbacks=callback)
+    assert callback.calls > 1
+
+
 # ------------------------------------------------------------------------------------ calls do not wait for the host
 
 
