@@ -176,6 +176,32 @@ def test_a_part_that_raises_does_not_hide_a_run_of_rejected_steps():
     assert "read of a" in str(caught.value.__context__)
 
 
+@pytest.mark.parametrize(
+    ("every", "error"),
+    [(0, ts.errors.HyperparameterError), (None, ts.errors.WrongTypeError), (2.5, ts.errors.WrongTypeError)],
+)
+def test_a_part_needs_a_number_of_steps(every, error):
+    with pytest.raises(error, match=r"every at Told: got .*, expected an int ≥ 1"):
+        fit(callbacks=Told(every=every))
+
+
+def test_a_part_is_no_logger():
+    with pytest.raises(ts.errors.WrongTypeError, match=r"logger at fit.*Give it to callbacks="):
+        fit(logger=Told())
+
+
+def test_a_callback_may_have_an_attribute_of_any_name():
+    class Callback:
+        watches, calls = "x", 0
+
+        def __call__(self, run):
+            self.calls += 1
+
+    callback = Callback()
+    fit(callbacks=callback)
+    assert callback.calls > 1
+
+
 # ------------------------------------------------------------------------------------ calls do not wait for the host
 
 
@@ -200,6 +226,49 @@ def test_each_call_but_the_first_of_its_form_is_dispatched_under_the_guard(monke
         settings.clear(), calls.clear()
         ts.fit(step, setup(), ts.batches(ROWS, 3), steps=12, steps_per_call=3, progress=False)
         assert len(calls) >= 4 and settings == ["disallow"] * (len(calls) - new)
+
+
+def _settings_of_traces(run):
+    """What the guard was whenever the loss function was traced in a run."""
+    seen = []
+
+    def noting(params, x):
+        seen.append(jax.config.jax_transfer_guard_device_to_host)
+        return loss_fn(params, x)
+
+    run(ts.train_step(noting))
+    return seen
+
+
+def _two_leaves(n):
+    return ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2), "v": jnp.zeros(n)})
+
+
+def _of_other_shapes(step):
+    for n in (2, 3, 2):
+        ts.fit(step, _two_leaves(n), ts.batches(ROWS, 3), steps=8, steps_per_call=4, progress=False)
+
+
+def _adjusted(step):
+    def adjust(run):
+        return ts.adjust(run.state, "w", learning_rate=0.5) if run.step == 4 else None
+
+    callback = ts.callbacks.every(4, adjust)
+    given = {"steps": 12, "steps_per_call": 4, "progress": False}
+    ts.fit(step, _two_leaves(2), ts.batches(ROWS, 3), callbacks=callback, **given)
+
+
+def _cleared(step):
+    for _ in range(2):
+        ts.fit(step, setup(), ts.batches(ROWS, 3), steps=8, steps_per_call=4, progress=False)
+        jax.clear_caches()
+
+
+@pytest.mark.parametrize("run", [_of_other_shapes, _adjusted, _cleared])
+def test_a_program_is_traced_under_the_users_setting_again(run):
+    with jax.transfer_guard_device_to_host("log"):
+        seen = _settings_of_traces(run)
+    assert len(seen) >= 2 and set(seen) == {"log"}
 
 
 def test_users_code_runs_under_the_users_setting():

@@ -18,7 +18,7 @@ from tsunax._core import PyTree, Where, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.rules import number_checks
-from tsunax.run.part import Part
+from tsunax.run.part import Part, Watcher
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
@@ -54,7 +54,7 @@ def _function(where: str, name: str, fn) -> None:
 
 
 @_value
-class Watching:
+class Watching(Watcher):
     """What looks at each new value of a metric, and counts those that are no better."""
 
     metric: str = "val/loss"

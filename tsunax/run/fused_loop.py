@@ -23,6 +23,7 @@ On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
 It knows nothing of epochs.
 """
 
+import collections
 import functools
 import inspect
 from dataclasses import dataclass, field
@@ -114,6 +115,19 @@ class Stacked:
         return jax.tree.map(row, self.batches)
 
 
+class Compiled(dict[Any, Any]):
+    """The calls that a program was compiled for: forms of the batches, and types of the states."""
+
+    size: int = 0  # the cache of the program had so many entries; `jax.clear_caches` empties it
+
+    def known_types(self, form: Any, program: Any) -> list[Any]:
+        """The types of states of calls with this form; none if programs were dropped since."""
+        if program._cache_size() < self.size:
+            self.clear()
+            self.size = 0
+        return self.setdefault(form, [])
+
+
 @dataclass(frozen=True)
 class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
@@ -131,9 +145,9 @@ class Fused:
         return Programs(self._compiled_on)
 
     @functools.cached_property
-    def dispatched(self) -> set[Any]:
-        """The forms of the arguments of calls that were compiled."""
-        return set()
+    def compiled(self) -> dict[Any, Compiled]:
+        """The calls that each program was compiled for."""
+        return collections.defaultdict(Compiled)
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, bool]) -> Any:
         (shardings, is_on_gpu), step = place, self.step
@@ -259,7 +273,8 @@ class Calls:
         shardings, self._moving, self._still = placed
         is_on_gpu = shardings is None and _is_on_gpu(self._moving)
         self._program = loop.programs[shardings, is_on_gpu]
-        self._dispatched = loop.dispatched
+        self._compiled = loop.compiled[self._program]
+        self._types: Any = None  # None if the next call has to look at the state
 
     def _given(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
         return self._kind, self._moving, self._still, feed, n, self._extra
@@ -269,7 +284,9 @@ class Calls:
 
     def __call__(self, feed: PyTree, n: Any) -> Infos:
         if self._row_probe is not None and self._row_probe.pending:
-            self._row_probe(self.state, feed.at(0), self._extra)
+            with _SENDS("allow"):
+                first = feed.at(0)
+            self._row_probe(self.state, first, self._extra)
         try:
             self._moving, more, infos = self._dispatch(feed, n)
         except Exception as error:
@@ -290,14 +307,19 @@ class Calls:
         user's code under the user's guard, and compiled, which reads constants.
         """
         given = self._given(feed, n)
-        form = self._program, self._kind, _form(feed), _form(self._extra)
-        if form in self._dispatched:
+        form = self._kind, _form(feed), _form(self._extra)
+        known_types = self._compiled.known_types(form, self._program)
+        if self._types is None:
+            self._types = _types((self._moving, self._still))
+        if self._types in known_types:
             with _SENDS("allow"), _READS("disallow"):
                 return self._program(*given)
         self._program.trace(*given)
         with _SENDS("allow"):
             out = self._program(*given)
-        self._dispatched.add(form)
+        known_types.append(self._types)
+        self._compiled.size = self._program._cache_size()
+        self._types = None  # the first call makes weak types strong
         return out
 
     @property
@@ -332,6 +354,16 @@ def _form(tree: PyTree) -> Any:
     """The structure of a small tree, and the types of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+
+
+def _types(tree: PyTree) -> Any:
+    """The structure of a state, the types of its arrays, and where they are, to be compared.
+
+    A program returns the same objects each time, which are compared faster than they are hashed.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    types = [(getattr(x, "aval", None) or jax.typeof(x)) for x in leaves]
+    return treedef, types, [getattr(x, "sharding", None) for x in leaves[:1]]
 
 
 def lowerable(step: Any, state: PyTree) -> Any:

@@ -14,7 +14,7 @@ from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
-from tsunax.run.part import Part
+from tsunax.run.part import Part, Watcher
 from tsunax.state import TrainState, check_state
 
 
@@ -112,6 +112,9 @@ class Options:
         self.parts = tuple(f for f in given if isinstance(f, Part))
         self.callbacks = tuple(f for f in given if not isinstance(f, Part))
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
+        for part in self.parts:
+            if part.every != float("inf"):
+                checks.check_count(part.every, type(part).__name__, "every")
         for f in self.callbacks:
             checks.check_takes("callback", where, f, "f(run)", None)
         paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
@@ -151,7 +154,7 @@ class Options:
     @property
     def watched(self) -> dict[str, str]:
         """The metrics that callbacks wait for, and who."""
-        found = [getattr(f, "watches", {}) for f in self.callbacks]
+        found = [f.watches for f in self.callbacks if isinstance(f, Watcher)]
         return {name: who for watches in found for name, who in watches.items()}
 
     @property
@@ -191,8 +194,10 @@ def _functions(name: str, given) -> tuple[Any, ...]:
     """One function or several. Raises WrongTypeError for what is none."""
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     for f in found:
-        if not (callable(f) or isinstance(f, Part)) or isinstance(f, type):
+        is_part = isinstance(f, Part) and name == "callback"
+        if not (callable(f) or is_part) or isinstance(f, type):
             fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
+            fix = "Give it to callbacks=." if isinstance(f, Part) else fix
             if name == "logger" and isinstance(f, str):
                 fix = f"For example ts.loggers.csv({f!r})."
             raise WrongTypeError(name, "fit()", trees.describe(f), "a function", fix)

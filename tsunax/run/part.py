@@ -71,6 +71,15 @@ class Part:
         """
 
 
+class Watcher:
+    """A callback that waits for a metric."""
+
+    @property
+    def watches(self) -> dict[str, str]:
+        """{the metric: a name of the callback for messages}."""
+        return {}
+
+
 @contextlib.contextmanager
 def blamed(what: str, fn: Function | Part, run: Any) -> Iterator[None]:
     """Say of an exception which function raised it, and when."""
