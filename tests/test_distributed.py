@@ -446,6 +446,8 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
 )
 def test_arguments_that_make_no_sense(environment, monkeypatch, arguments, text):
     environment({})
+    # other tests of this process have started a backend, of which JAX speaks first
+    monkeypatch.setattr(_jax_private.xla_bridge, "backends_are_initialized", lambda: False)
     given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0} | arguments
     with pytest.raises(ProcessError) as caught:
         distributed.start(**given)
