@@ -153,7 +153,7 @@ def test_flags_come_before_the_backend(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     ts.reproduce.reproducible(0)
     flags = os.environ["XLA_FLAGS"].split()
-    assert flags == ["--xla_dump_to=x", *reproduce._FLAGS]
+    assert flags == ["--xla_dump_to=x", *reproduce._DETERMINISTIC_FLAGS]
     ts.reproduce.reproducible(0)
     assert os.environ["XLA_FLAGS"].split() == flags
     monkeypatch.setattr(reproduce.xla_bridge, "backends_are_initialized", lambda: True)

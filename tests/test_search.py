@@ -447,6 +447,13 @@ def test_a_loss_scale_does_not_hide_divergence():
 
 
 @pytest.mark.slow
+def test_a_number_among_the_extra_arguments_of_a_range_test():
+    step = ts.train_step(lambda params, x, temperature: temperature * jnp.mean((x @ params["w"]) ** 2))
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones(2, np.float32)})
+    _, report = find_learning_rate(step, state, [np.ones((4, 2), np.float32)] * 8, points=20, temperature=2.0)
+    assert report.losses[0] == 8.0
+
+
 def test_a_learning_rate_of_a_part():
     rule = ts.rules.partition({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
     step = ts.train_step(lambda params, x: jnp.mean((x * params["a"] * params["b"] - 2) ** 2))

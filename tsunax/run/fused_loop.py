@@ -351,9 +351,10 @@ def _check_same(old, new) -> None:
 
 
 def _form(tree: PyTree) -> Any:
-    """The structure of a small tree, and the types of its arrays."""
+    """The structure of a small tree, and the types of its arrays and numbers."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+    type_of = lambda x: (getattr(x, "dtype", type(x)), getattr(x, "weak_type", False))
+    return treedef, tuple((np.shape(x), *type_of(x)) for x in leaves)
 
 
 def _types(tree: PyTree) -> Any:
