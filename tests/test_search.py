@@ -446,7 +446,6 @@ def test_a_loss_scale_does_not_hide_divergence():
     assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
 
 
-@pytest.mark.slow
 def test_a_number_among_the_extra_arguments_of_a_range_test():
     step = ts.train_step(lambda params, x, temperature: temperature * jnp.mean((x @ params["w"]) ** 2))
     state = ts.setup(ts.rules.sgd(0.1), {"w": np.ones(2, np.float32)})
@@ -454,6 +453,7 @@ def test_a_number_among_the_extra_arguments_of_a_range_test():
     assert report.losses[0] == 8.0
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_a_part():
     rule = ts.rules.partition({"a": ts.rules.sgd(0.5), "b": ts.rules.sgd(0.0)})
     step = ts.train_step(lambda params, x: jnp.mean((x * params["a"] * params["b"] - 2) ** 2))
