@@ -34,11 +34,11 @@ FIX = (
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
     """The parts of a message for each leaf that makes NaN of finite gradients."""
-    judges: list[Any] = []
-    look = lambda s: judges.append(certainty(s, trained_part(s), None)[0])
+    judges: list[bool] = []  # whether a step judges the gradient alone
+    look = lambda s: judges.append(certainty(s, trained_part(s), None)[0] is not None)
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
     looked_at = {name: average.params for name, average in averages_of(state).items()}
-    if judges[0] is not None:
+    if judges[0]:
         looked_at |= {"params": base(state), "opt_state": state.opt_state}
     for name, tree in looked_at.items():
         for place, x in trees.leaves_at(f"state.{name}", tree):
