@@ -7,7 +7,6 @@ are looked at there: in `restore` and `migrate`, and before the first call of a 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
