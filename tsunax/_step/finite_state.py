@@ -5,6 +5,7 @@ are looked at there: in `restore` and `migrate`, and before the first call of a 
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+import functools
 import re
 from collections.abc import Iterator
 
@@ -31,21 +32,27 @@ FIX = (
 )
 
 
+def _judges_gradient_alone(state: TrainState) -> bool:
+    """Whether a step of this state applies updates that it did not look at."""
+    answers: list[bool] = []
+    look = lambda s: answers.append(certainty(s, trained_part(s), None)[0] is not None)
+    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
+    return answers[0]
+
+
 def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
     """The parts of a message for each leaf that makes NaN of finite gradients."""
-    judges: list[bool] = []  # whether a step judges the gradient alone
-    look = lambda s: judges.append(certainty(s, trained_part(s), None)[0] is not None)
-    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
-    looked_at = {name: average.params for name, average in averages_of(state).items()}
-    if judges[0]:
-        looked_at |= {"params": base(state), "opt_state": state.opt_state}
-    for name, tree in looked_at.items():
+    averages = {name: average.params for name, average in averages_of(state).items()}
+    inputs_of_rule = {"params": base(state), "opt_state": state.opt_state}
+    is_unseen = functools.cache(lambda: _judges_gradient_alone(state))  # a trace, for faults only
+    for name, tree in (averages | inputs_of_rule).items():
         for place, x in trees.leaves_at(f"state.{name}", tree):
             if not trees.is_inexact(x) or isinstance(x, jax.ShapeDtypeStruct):
                 continue
             is_moment = name == "opt_state" and not DIVISOR.search(place)
             limit = LARGEST.get(str(x.dtype), 2.0**100) if is_moment else np.inf
-            if count := int(checks.count_beyond(x, limit)):
+            count = int(checks.count_beyond(x, limit))
+            if count and (name in averages or is_unseen()):
                 got = f"{count} of {np.size(x)} numbers NaN or not below {limit:.0e}"
                 yield "leaf", place, got, "finite numbers", FIX
 
