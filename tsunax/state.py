@@ -253,11 +253,11 @@ def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     return trained if policy is None else policy.wide(trained)
 
 
-def _moved_beside(x: Any, like: Any) -> Any:
-    """An array on the devices of another one."""
-    ours, theirs = (getattr(leaf, "sharding", None) for leaf in (x, like))
-    is_elsewhere = ours and theirs and ours.device_set != theirs.device_set
-    return jax.device_put(x, theirs) if is_elsewhere else x
+def _moved_beside(master: Any, param: Any) -> Any:
+    """The master on the devices of its parameter."""
+    current, target = (getattr(x, "sharding", None) for x in (master, param))
+    is_elsewhere = current and target and current.device_set != target.device_set
+    return jax.device_put(master, target) if is_elsewhere else master
 
 
 def masters_of(trained: PyTree, masters: PyTree) -> PyTree:

@@ -293,11 +293,11 @@ def update_unchecked(
 
 
 class Attempt(NamedTuple):
-    """What a step makes of a state if its verdict lets it pass."""
+    """The result of a step on a state if its verdict is to apply it."""
 
     fields: dict[str, Any]  # those that it changes, of params the part that moves
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
-    updates: PyTree = None  # what the rule adds to params, zero for frozen leaves
+    updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
 
 
 def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
@@ -515,7 +515,7 @@ def _recorded(
     overflowed = guard.overflowed(verdict)
     if loss.weight is not None:  # a mean over nothing is NaN, and no overflow
         overflowed &= loss.weight != 0
-    if loss.dropped is not None:  # what was dropped instead
+    if loss.dropped is not None:  # micro-batches were dropped instead
         overflowed |= jnp.any(loss.dropped != 0)
     scale = old.loss_scale.grown(applied & ~overflowed, overflowed)
     return dataclasses.replace(new, loss_scale=scale)
