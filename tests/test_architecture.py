@@ -256,7 +256,7 @@ def probe(package: Path, folder: Path) -> dict:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=120,
     )
     if run.returncode:
         raise AssertionError(f"import tsunax failed in a fresh interpreter:\n{run.stderr}")

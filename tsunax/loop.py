@@ -105,15 +105,15 @@ def run_epoch(
     feed = _feed.Feed(step, data, state, "auto", float("inf"))
     alike = agreement.Alike("run_epoch()", state, data)
     alike.start(step=agreement.outline(step), place=feed.source.state())
-    trainee, parts, done = Trainee(state), [], 0
+    trainee, parts, steps_done = Trainee(state), [], 0
     caller = Caller(_loop_of(step), feed, alike, trainee, extra)
 
     def next_chunks() -> list[_feed.Chunk] | None:
-        return caller.take(_feed.RESIDENT, done) or None  # none at the end of the epoch
+        return caller.take(_feed.RESIDENT, steps_done) or None  # none at the end of the epoch
 
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
-            done += chunk.steps
+            steps_done += chunk.steps
             parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return trainee.state, infos.stacked(trainee.state)
@@ -150,21 +150,21 @@ def iterate(
     alike = agreement.Alike("iterate()", state, data)
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     alike.start(**settings, step=agreement.outline(step), place=feed.source.state())
-    trainee, done = Trainee(state), 0
+    trainee, steps_done = Trainee(state), 0
     caller = Caller(_loop_of(step), feed, alike, trainee, extra)
 
     def next_chunks() -> list[_feed.Chunk] | None:
-        if goal.reached(done, feed.epoch):
+        if goal.reached(steps_done, feed.epoch):
             return None
-        return caller.take(int(min(steps_per_call, goal.left(done))), done)
+        return caller.take(int(min(steps_per_call, goal.left(steps_done))), steps_done)
 
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
-            done += chunk.steps
-            sent = yield trainee.state, infos.stacked(trainee.state, chunk.steps - 1)
-            if sent is not None:
-                check_step("iterate()", step, sent)
-                trainee.state = sent
+            steps_done += chunk.steps
+            sent_state = yield trainee.state, infos.stacked(trainee.state, chunk.steps - 1)
+            if sent_state is not None:
+                check_step("iterate()", step, sent_state)
+                trainee.state = sent_state
 
 
 @functools.partial(checks.naming_arguments, fix="Give the goal by name: steps=1000, or epochs=10.")

@@ -283,11 +283,11 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    mine = jax.tree.map(own, trees.rounded_like(mean, trained_part(state)))  # the average lives on
+    params = jax.tree.map(own, trees.rounded_like(mean, trained_part(state)))  # copies
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
-    return dataclasses.replace(state, params=with_rest(state, mine), masters=masters)
+    return dataclasses.replace(state, params=with_rest(state, params), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
