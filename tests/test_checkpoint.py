@@ -1363,6 +1363,32 @@ def test_readers_while_a_run_rotates(tmp_path):
     assert reader.latest() == 29  # the writer came to its end, too
 
 
+@pytest.mark.parametrize("store", ["files", "orbax"])
+@pytest.mark.parametrize("asked", ["restore", "latest"])
+def test_a_run_rotates_within_a_listing(tmp_path, store, asked):
+    """The writer replaces the only step after a reader listed it, and before the reader looks at it."""
+    with Checkpoints(tmp_path, keep_last=1, store=store) as writer:
+
+        def save(step):
+            writer.save({"w": jnp.full(3, float(step))}, step=step)
+            writer.wait()
+
+        for moment in range(1, 5):  # the listing after which it happens
+            save(10 * moment)
+            reader = Checkpoints(tmp_path, read_only=True, store=store)
+            listing, count = reader.home.names, itertools.count(1)
+
+            def names(path, moment=moment, listing=listing, count=count):
+                listed = listing(path)
+                if next(count) == moment:
+                    save(10 * moment + 1)
+                return listed
+
+            reader.home.names = names
+            step = reader.restore({"w": jnp.zeros(3)}).step if asked == "restore" else reader.latest()
+            assert step in (10 * moment, 10 * moment + 1)
+
+
 # ---------------------------------------------------------------------------------------------------- hostile files
 
 

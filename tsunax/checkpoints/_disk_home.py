@@ -31,7 +31,7 @@ KNOWN = (MANIFEST, SUM, ARRAYS)
 
 
 class DiskHome(CheckpointHome):
-    def steps(self) -> list[int]:
+    def listed_steps(self) -> list[int]:
         found = map(durable_files.step_in_name, self.names(self.path))
         return sorted(step for step in found if step is not None and self.directory_of(step))
 

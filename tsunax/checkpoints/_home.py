@@ -57,8 +57,8 @@ class CheckpointHome:
 
     # --------------------------------------------------------------- each home has its own of these
 
-    def steps(self) -> list[int]:
-        """Steps that a directory is named after, in order."""
+    def listed_steps(self) -> list[int]:
+        """Steps that a directory is named after, in order, in one listing."""
         ...
 
     def directory_of(self, step: int) -> Path | None: ...
@@ -147,15 +147,31 @@ class CheckpointHome:
             raise Damaged(f"manifest: of step {found.step}")
         return found
 
-    def manifests(self) -> Iterator[tuple[int, Manifest]]:
-        for step in self.steps():
-            with contextlib.suppress(Damaged, TooNew):
-                yield step, self.manifest(step)
+    def steps(self) -> list[int]:
+        """Steps that a directory is named after, in order.
+
+        A writer that keeps one step may rename the next one too late for a listing, and delete the
+        only one listed before it is looked at. So no step at all counts when two listings agree.
+        """
+        names = self.names(self.path)
+        while not (steps := self.listed_steps()) and names != (names := self.names(self.path)):
+            pass
+        return steps
+
+    def manifests(self) -> dict[int, Manifest]:
+        """The manifests of complete steps; read again if a writer deletes the newest meanwhile."""
+        while True:
+            steps, manifests = self.steps(), {}
+            for step in steps:
+                with contextlib.suppress(Damaged, TooNew):
+                    manifests[step] = self.manifest(step)
+            if all(step in manifests or self.directory_of(step) for step in steps[-1:]):
+                return manifests
 
     def known(self) -> dict[int, dict[str, float]]:
         """The complete steps, with their metrics: read once, for no other process writes here."""
         if self._known is None:
-            self._known = {step: found.metrics for step, found in self.manifests()}
+            self._known = {step: found.metrics for step, found in self.manifests().items()}
         for step in self.bad:
             self._known.pop(step, None)
         return self._known

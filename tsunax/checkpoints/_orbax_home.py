@@ -89,7 +89,7 @@ class OrbaxHome(CheckpointHome):
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
         return {step: [name for _, name in sorted(several)] for step, several in found.items()}
 
-    def steps(self) -> list[int]:
+    def listed_steps(self) -> list[int]:
         return sorted(self._directories())
 
     def directory_of(self, step: int) -> Path | None:

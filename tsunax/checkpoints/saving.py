@@ -357,7 +357,11 @@ class Checkpoints:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The `metrics` that were saved with each of `steps()`."""
-        return {step: x.metrics for step, x in self.home.manifests() if step not in self.home.bad}
+        return {
+            step: x.metrics
+            for step, x in self.home.manifests().items()
+            if step not in self.home.bad
+        }
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""

@@ -61,6 +61,7 @@ class Positioned(Data):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._place: tuple[int, int] = (0, 0)
+        self.is_placed: bool = False
         #: Everything that the order of an epoch depends on, except its number.
         self.settings: dict[str, Any] = settings
 

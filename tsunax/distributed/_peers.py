@@ -38,7 +38,10 @@ class Peers:
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
-        self.node, self.count, self.patience, self.timeout = node, count, LONG * TICKS, timeout
+        self.node: int = node
+        self.count: int = count
+        self.patience: float = LONG * TICKS
+        self.timeout: float = timeout
         self._store, self._is_watched, self._is_failing = Store(client, run), False, False
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node

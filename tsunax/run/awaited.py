@@ -13,7 +13,8 @@ class Awaited(Part):
     """Raises RowError for a metric that nobody can give any more; warns of it at the end."""
 
     def __init__(self, options: Options, watched: dict[str, str]) -> None:
-        self.options, self.watched = options, watched
+        self.options: Options = options
+        self.watched: dict[str, str] = watched
 
     def due(self, run: Run, events: Any) -> bool:
         return True

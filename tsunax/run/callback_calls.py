@@ -22,7 +22,8 @@ class CallbackCalls(Part):
     """Calls callbacks at the events that each of them wants."""
 
     def __init__(self, options: Options, memory: dict[str, Any]) -> None:
-        self.options, self.memory = options, memory
+        self.options: Options = options
+        self.memory: dict[str, Any] = memory
         self.every: float = min(options.callback_intervals, default=float("inf"))
         self.epochs: bool = any(map(is_bare, options.callbacks))
 
@@ -63,7 +64,9 @@ class UserPart(Part):
     """A user's part: it has a memory, errors name it, and rows have the numbers that it logs."""
 
     def __init__(self, part: Part, clock: Clock, memory: dict[str, Any]) -> None:
-        self.part, self.clock, self.memory = part, clock, memory
+        self.part: Part = part
+        self.clock: Clock = clock
+        self.memory: dict[str, Any] = memory
         self.every: float = part.every
         self.epochs: bool = part.epochs
 

@@ -17,7 +17,9 @@ class Evaluations(Part):
     """Calls `evaluate` every so many steps or epochs, and at the end of a run."""
 
     def __init__(self, options: Options, watched: dict[str, str], alike: Alike) -> None:
-        self.options, self.watched, self.alike = options, watched, alike
+        self.options: Options = options
+        self.watched: dict[str, str] = watched
+        self.alike: Alike = alike
         self.every: float = options.evaluate_steps or float("inf")
         self.epochs: bool = bool(options.evaluate_epochs)
 

@@ -131,7 +131,9 @@ class Saving(Part):
     """Saves a run: every so many steps or every epoch, where a metric is best, and at the end."""
 
     def __init__(self, options: Options, restart: Restart, memory: dict[str, Any]) -> None:
-        self.options, self.saver, self.memory = options, restart.saver, memory
+        self.options: Options = options
+        self.saver: Checkpoints = restart.saver
+        self.memory: dict[str, Any] = memory
         self.every: float = self.saver.every or float("inf")
         self.epochs: bool = not self.saver.every  # where nobody said when
         script, before = restart.script, restart.before
