@@ -21,6 +21,9 @@ from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
+MANIFEST_FOLDER = "tsunax"  # of orbax's home, in the directory of a step
+# Directories of a step: orbax's home writes a step that is there already to "4.1", beside "4".
+STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 # A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
 # and small files of scripts, such as their settings. None of them can be a lost checkpoint.
 _EARLY_NAMES = re.compile(
@@ -38,6 +41,17 @@ def names_in(path: Path) -> list[str]:
         return sorted(entry.name for entry in path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def store_of(folder: Path) -> str | None:
+    """How the checkpoints of a directory are stored: "orbax", "files", or None for an empty one."""
+    with contextlib.suppress(OSError):  # `prepare` and readers report it
+        for name in filter(STEP_NAME.fullmatch, names_in(folder)):
+            if (folder / name / MANIFEST_FOLDER).is_dir():
+                return "orbax"
+            if (folder / name / MANIFEST).exists():
+                return "files"
+    return None
 
 
 class CheckpointHome:
@@ -120,7 +134,9 @@ class CheckpointHome:
 
     def check_is_no_checkpoint(self) -> None:
         """Raise CheckpointError within a checkpoint of either home, before a lock is written."""
-        folders = (x / name for x in (self.path, self.path.parent) for name in ("", "tsunax"))
+        folders = (
+            x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
+        )
         if any((folder / SUM).exists() for folder in folders):
             got, fix = (
                 "one checkpoint, or a part of it",

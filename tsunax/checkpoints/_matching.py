@@ -21,6 +21,7 @@ from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
+from tsunax.checkpoints.state_facts import Kept, NumberTable
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, base
 
@@ -58,36 +59,23 @@ class RestoreRequest:
 
         like = _map_states(self.like, mine, layout)
         mine = leaves.tree_of(like)
-        columns, alone, found = {}, {}, []
-        given = state_facts.given_in(manifest)
+        merges: dict[Keys, NumberTable | Kept] = {}
+        differences: list[str] = []
+        numbers_at_start = state_facts.given_in(manifest)
         for path, s in mine.states.items():
-            if path not in manifest.states:
-                found.append(f"{show('state', path)}: saved no TrainState, expected one")
+            if (saved_facts := manifest.states.get(path)) is None:
+                differences.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
-            facts, handed = state_facts.facts_of(s), given.get(path)
-            columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
-            for name, average in averages_of(s).items():
-                if not average.uniform and average.schedule is None:
-                    title = "ema decay" + (f" of {name}" if name != "average" else "")
-                    then = handed and handed["rates"].get(name)
-                    # after a schedule the settings of `fit` tell
-                    title = title if not handed or then is not None else ""
-                    alone[(*path, f".{name}", ".rate")] = title, then
-            if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
-                alone[(*path, ".loss_scale", ".scale")] = "loss scale", handed and handed["scale"]
-            for below, _ in state_facts.injected_numbers(s):
-                name = show("", below)
-                # without the value of the script's start, nobody can tell an edit from a change
-                if handed and name in handed["injected"]:
-                    title = show("", (*path, *below)).lstrip(".")
-                    alone[(*path, *below)] = title, handed["injected"][name]
-            found += _fact_differences(manifest.states[path], facts, path)
+            facts, at_start = state_facts.facts_of(s), numbers_at_start.get(path)
+            merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
+            merges |= state_facts.kept_numbers(s, path, at_start)
+            differences += _fact_differences(saved_facts, facts, path)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in mine.states} - saved.keys()
         wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
-        more, pairs = _differences(wanted, saved, self.cast, skip=columns)
-        found += more + _extra_leaves(wanted, saved)
-        return RestorePlan(like, mine, pairs, found, columns, alone, [])
+        leaf_differences, pairs = _differences(wanted, saved, self.cast, merges)
+        differences += leaf_differences + _extra_leaves(wanted, saved)
+        return RestorePlan(like, mine, pairs, differences, merges)
 
     def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree, from those of a saved one."""
@@ -115,8 +103,8 @@ class RestoreRequest:
         masters = ((*top, ".masters", *path[len(top) + 1 :])
                    for top in mine.states for path, *_ in wanted if within(top, path))  # fmt: skip
         wanted += [(path, path, known[path]) for path in masters if path in known.keys() & saved]
-        found, pairs = _differences(wanted, saved, self.cast)
-        return RestorePlan(self.like, mine, pairs, found + extra, {}, {}, [])
+        found, pairs = _differences(wanted, saved, self.cast, {})
+        return RestorePlan(self.like, mine, pairs, found + extra, restarts=bool(mine.states))
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ class Clocks:
         like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
         mine = leaves.tree_of(like)
         pairs = [Pair(at, x, leaf) for (at, x), leaf in zip(mine.leaves, saved, strict=True)]
-        return RestorePlan(like, mine, pairs, [], {}, {}, [])
+        return RestorePlan(like, mine, pairs, [])
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
@@ -165,16 +153,15 @@ class RestorePlan:
     mine: Tree
     pairs: list[Pair]
     differences: list[str]
-    columns: dict
-    alone: dict  # other numbers, by path: (name, what the script gave at the start, if known)
-    edited: list[str]
+    merges: Mapping[Keys, NumberTable | Kept] = dataclasses.field(default_factory=dict)
+    restarts: bool = False  # whether optimizers start anew, at the restored params
+    edited: list[str] = dataclasses.field(default_factory=list)
 
     def parts(self, pair: Pair) -> dict[int, tuple[Bounds, ...]] | None:
         """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
-        is_merged = pair.path in self.columns or pair.path in self.alone
         is_local = sharding is None or sharding.is_fully_addressable
-        if is_local or is_merged or pair.saved.kind != "array":
+        if is_local or pair.path in self.merges or pair.saved.kind != "array":
             return None
         holders = holders_of(sharding, pair.saved.shape)
         found: dict[int, tuple[Bounds, ...]] = {}
@@ -212,7 +199,7 @@ class RestorePlan:
         new = {pair.path: self._placed(pair, value) for pair, value in both}
         treedef = jax.tree.structure(self.like)
         out = treedef.unflatten([new.get(path, x) for path, x in self.mine.leaves])
-        if self.columns or not self.mine.states:
+        if not self.restarts:
             return out
         fresh = iter(leaves.tree_of(out).states.values())
         names = "params", "model_state", "masters"
@@ -228,7 +215,7 @@ class RestorePlan:
 
         def place(i: int, value: Any) -> Any:
             pair = self.pairs[i] if i < len(self.pairs) else None
-            if pair is None or pair.path in self.columns or pair.path in self.alone:
+            if pair is None or pair.path in self.merges:
                 return value
             like, is_array = pair.leaf, pair.saved.kind == "array"
             is_early = is_array and isinstance(like, jax.Array) and like.is_fully_addressable
@@ -241,22 +228,11 @@ class RestorePlan:
         return place
 
     def _placed(self, pair: Pair, value):
-        is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
-        if pair.path in self.columns:
-            theirs, mine, given = self.columns[pair.path]
+        if (merge := self.merges.get(pair.path)) is not None:
             value = np.asarray(value)
-            if is_concrete:
-                here = np.asarray(pair.leaf)
-                value, edited = state_facts.merged_numbers(value, theirs, here, mine, given)
-                self.edited.extend(edited)
-        elif pair.path in self.alone and is_concrete:
-            name, then = self.alone[pair.path]
-            then, mine = value if then is None else then, np.asarray(pair.leaf)
-            if not np.array_equal(then, mine):
-                turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
-                note = f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}"
-                self.edited.extend([note] * bool(name))
-                value = mine
+            if isinstance(pair.leaf, (jax.Array, np.ndarray)):
+                value, notes = merge.merged(value, np.asarray(pair.leaf))
+                self.edited.extend(notes.values())
         return placed(value, pair.leaf, pair.saved.kind)
 
 
@@ -295,14 +271,16 @@ def placed(value, like, kind: str):
 Wanted = list[tuple[Keys, Keys, Any]]  # path here, path there, leaf
 
 
-def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[list[str], list]:
+def _differences(
+    wanted: Wanted, saved: Mapping, cast: bool, merges: Mapping[Keys, NumberTable | Kept]
+) -> tuple[list[str], list]:
     """Compare what is wanted with what is there: (both sides of each difference, pairs)."""
     found, pairs = [], []
     for here, there, x in wanted:
         mine, theirs = leaves.leaf_of(here, x), saved.get(there)
         if theirs is None:
             found.append(f"{show('state', here)}: nothing saved, expected {mine}")
-        elif here not in skip and not fits(mine, theirs, cast):
+        elif not isinstance(merges.get(here), NumberTable) and not fits(mine, theirs, cast):
             found.append(f"{show('state', here)}: saved {theirs}, expected {mine}")
         else:
             pairs.append(Pair(here, x, theirs))

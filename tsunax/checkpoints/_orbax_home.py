@@ -21,7 +21,6 @@ import importlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -38,15 +37,20 @@ from tsunax._core import Function, durable_files, processes, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
 from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
-from tsunax.checkpoints._home import MANIFEST, UNFINISHED, CheckpointHome, names_in
+from tsunax.checkpoints._home import (
+    MANIFEST_FOLDER,
+    STEP_NAME,
+    UNFINISHED,
+    CheckpointHome,
+    names_in,
+)
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import SaveError, told
 
-STATE, OURS = "state", "tsunax"
-KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
-_STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
+STATE = "state"
+KNOWN = {STATE, MANIFEST_FOLDER, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
 _AT_ONCE = 32  # reads: a bucket answers late
 
@@ -72,7 +76,7 @@ class _Save:
 
 
 class OrbaxHome(CheckpointHome):
-    inside = OURS
+    inside = MANIFEST_FOLDER
 
     def __init__(self, path: Path, timeout: float = 600.0):
         super().__init__(path, timeout)
@@ -85,7 +89,7 @@ class OrbaxHome(CheckpointHome):
         for name in names:
             if self.is_local and not durable_files.is_real_directory(self.path / name):
                 continue
-            if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
+            if (match := STEP_NAME.fullmatch(name)) and name + UNFINISHED not in names:
                 found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
         return {step: [name for _, name in sorted(several)] for step, several in found.items()}
 
@@ -98,8 +102,8 @@ class OrbaxHome(CheckpointHome):
 
     def manifest(self, step: int) -> Manifest:
         folder = self.directory_of(step)
-        if self.is_local and folder is not None and (folder / OURS).is_symlink():
-            raise Damaged(f"manifest: {OURS} is a link")
+        if self.is_local and folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
+            raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
         return super().manifest(step)
 
     def read(
@@ -134,7 +138,7 @@ class OrbaxHome(CheckpointHome):
             for file in files:
                 most = 2 * declared + (64 << 20)  # a header is small
                 with contextlib.suppress(FileNotFoundError):
-                    file.write_bytes(self.load(folder / OURS / file.name, most))
+                    file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, most))
             beside = _blocks.stored_in(files)
 
             def one(leaf: Leaf, parts):
@@ -145,7 +149,7 @@ class OrbaxHome(CheckpointHome):
             return _blocks.read_all(one, wanted, needed, place, _AT_ONCE)
 
     def begin(self, step: int) -> str:
-        taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]
+        taken = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
         used = [int(match[2] or 0) for match in taken if int(match[1]) == step]
         name = f"{step}.{max(used) + 1}" if used else str(step)
         self._mark(name)
@@ -169,7 +173,7 @@ class OrbaxHome(CheckpointHome):
         if not processes.current().is_first:
             save.done.set_result(None)
         by_keys = {keys: arrays[name] for name, keys in _keys_of(arrays).items()}
-        items: dict[str, Any] = {OURS: save}
+        items: dict[str, Any] = {MANIFEST_FOLDER: save}
         if arrays:
             items[STATE] = traverse_util.unflatten_dict(by_keys)
         ocp = _orbax.library()
@@ -198,7 +202,7 @@ class OrbaxHome(CheckpointHome):
             with tempfile.TemporaryDirectory() as here:
                 file = Path(here, f"{process}.safetensors")
                 _blocks.write_arrays(file, beside)
-                self.write_file(self.path / name / OURS / file.name, file.read_bytes())
+                self.write_file(self.path / name / MANIFEST_FOLDER / file.name, file.read_bytes())
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
@@ -264,12 +268,12 @@ class OrbaxHome(CheckpointHome):
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
-            if {OURS} <= set(self.names(self.path / name)) <= KNOWN:  # no one else's
+            if {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= KNOWN:  # no one else's
                 self._remove(name)
 
     def tidy(self) -> None:
         for name in self.names(self.path):
-            if _STEP.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
+            if STEP_NAME.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
                 with self.deleting(name):
                     self._remove(name.removesuffix(UNFINISHED))
 
@@ -286,17 +290,6 @@ class OrbaxHome(CheckpointHome):
             folder.rmtree()  # type: ignore[attr-defined]
         if not folder.exists():
             mark.unlink()
-
-
-def kind_of(folder: Path) -> str | None:
-    """Whose checkpoints a directory has: "orbax", "files", or None if there are none."""
-    with contextlib.suppress(OSError):  # told by `prepare`, and by those who read
-        for name in filter(_STEP.fullmatch, names_in(folder)):
-            if (folder / name / OURS).is_dir():
-                return "orbax"
-            if (folder / name / MANIFEST).exists():
-                return "files"
-    return None
 
 
 def _is_of_orbax(leaf: Leaf) -> bool:

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
-from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing
+from tsunax.checkpoints import _background, _matching, _reading, _writing
 from tsunax.checkpoints._disk_home import DiskHome
-from tsunax.checkpoints._home import CheckpointHome
+from tsunax.checkpoints._home import CheckpointHome, store_of
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import (
@@ -376,17 +376,22 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None and not checks.is_one_of(store, ("files", "orbax")):
         raise WrongTypeError("store", where, trees.describe(store), "'files', 'orbax' or None")
+    # Each import of orbax's home is where a path needs it: a directory of files needs none of it.
     if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
         if store == "files":
             got = f"store='files' for {str(path)!r:.80}"
             raise CheckpointError("store", where, got, "store='orbax' in a bucket")
-        return _orbax_home.BucketHome.at(str(path), timeout)
+        from tsunax.checkpoints._orbax_home import BucketHome
+
+        return BucketHome.at(str(path), timeout)
     folder = durable_files.folder_of(path, "path", where)
-    existing_store = _orbax_home.kind_of(folder)
+    existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
         got = f"store={store!r} in {folder}"
         expected = f"store={existing_store!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
-    return (_orbax_home.OrbaxHome if "orbax" in (store, existing_store) else DiskHome)(
-        folder, timeout
-    )
+    if "orbax" not in (store, existing_store):
+        return DiskHome(folder, timeout)
+    from tsunax.checkpoints._orbax_home import OrbaxHome
+
+    return OrbaxHome(folder, timeout)

@@ -5,13 +5,14 @@ the table of live numbers, the groups that `adjust` cut, the schedules.
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, placement, stable_text, trees
+from tsunax._core import Function, PyTree, placement, stable_text, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
@@ -153,53 +154,97 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
         return {}
 
 
-def merged_numbers(
-    saved: np.ndarray,
-    saved_facts: Mapping[str, Any],
-    my_values: np.ndarray,
-    my_facts: Mapping[str, Any],
-    given_numbers: Mapping[str, Any] | None = None,
-) -> tuple[np.ndarray, list[str]]:
-    """The live numbers of a restored state, (..., 4, n), and the edits of the script in words.
+@dataclass(frozen=True)
+class Kept:
+    """A saved number that stays, unless the script gives another one than at the run's start."""
 
-    A number keeps its saved live value if the script gives the same number as before, at `setup`
-    and, if that is known, to `fit`. For an edited number the script's value is used.
-    """
-    if (
-        saved.shape != (*my_values.shape[:-1], len(saved_facts["columns"]))
-        or saved.dtype != my_values.dtype
-    ):
-        raise Damaged("manifest: live numbers that are no table of its names")
-    saved_columns, my_columns = _by_name(saved_facts["columns"]), _by_name(my_facts["columns"])
-    merged, edited = np.array(my_values), []
-    for name, my_places in my_columns.items():
-        saved_places = saved_columns.get(name, [])
-        schedules = saved_facts["schedules"].get(name, ""), my_facts["schedules"].get(name, "")
-        if schedules[0] != schedules[1] or len(saved_places) != len(my_places):
-            word_for = lambda text: "a schedule" if text else "a number"
-            edited.append(f"{name}: {word_for(schedules[0])} then, {word_for(schedules[1])} now")
-            continue
-        pairs = [(saved[..., 3, saved_places], my_values[..., 3, my_places])]
-        if given_numbers is not None and given_numbers["values"].shape[:-1] == my_values.shape[:-1]:
-            given_places = _by_name(given_numbers["columns"]).get(name, [])
-            table = given_numbers["values"][..., given_places]
-            pairs += [
-                (table[..., i, :], my_values[..., i, my_places]) for i in range(3) if given_places
-            ]
-        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
-            merged[..., my_places] = saved[..., saved_places]
-        else:
-            is_different = np.any(edit[0] != edit[1], axis=tuple(range(my_values.ndim - 2)))
+    title: str | None  # in the note of an edit; None if the settings of `fit` report the edit
+    at_start: Any  # the number that the script gave when the run was set up; None: the saved number
+    shown: Function = np.asarray  # returns the number that users give for the stored number
+
+    def merged(self, saved: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
+        """The number of a restored state, and a note of the script's edit, if there is one."""
+        at_start = saved if self.at_start is None else self.at_start
+        if np.array_equal(at_start, given):
+            return saved, {}
+        change = then_and_now(self.shown(at_start), self.shown(given))
+        return given, {} if self.title is None else {self.title: f"{self.title}: {change}"}
+
+
+def kept_numbers(
+    state: TrainState, path: Keys, at_start: Mapping[str, Any] | None
+) -> dict[Keys, Kept]:
+    """The numbers that a script may edit outside of the table of live numbers, by their path."""
+    numbers = {}
+    for name, average in averages_of(state).items():
+        if not average.uniform and average.schedule is None:
+            rate = None if at_start is None else at_start["rates"].get(name)
+            title = "ema decay" + (f" of {name}" if name != "average" else "")
+            if at_start is not None and rate is None:  # the average had a schedule
+                title = None
+            numbers[(*path, f".{name}", ".rate")] = Kept(title, rate, _decay_of_rate)
+    scale = state.loss_scale
+    if scale is not None and (at_start is not None or not scale.dynamic):
+        scale_at_start = None if at_start is None else at_start["scale"]
+        numbers[(*path, ".loss_scale", ".scale")] = Kept("loss scale", scale_at_start)
+    # Without the numbers of the script's start, an edit looks like a change by the rule.
+    injected = {} if at_start is None else at_start["injected"]
+    for keys, _ in injected_numbers(state) if injected else ():
+        if (name := leaves.show("", keys)) in injected:
+            title = leaves.show("", (*path, *keys)).lstrip(".")
+            numbers[(*path, *keys)] = Kept(title, injected[name])
+    return numbers
+
+
+def _decay_of_rate(rate: Any) -> np.float64:
+    """The decay that a user gave to an average, which stores the complement."""
+    return 1 - np.float64(rate)
+
+
+@dataclass(frozen=True)
+class NumberTable:
+    """The live numbers of a state, (..., 4, n): a name is kept, unless the script has edited it."""
+
+    saved_facts: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    at_start: Mapping[str, Any] | None  # see `given_of`; None if unknown
+
+    def merged(self, saved: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
+        """The table of a restored state, and notes of the script's edits by the number's name.
+
+        A number keeps its saved live value if the script gives the same number as before, at
+        `setup` and, if that is known, to `fit`. An edited number is the script's.
+        """
+        saved_columns = _by_name(self.saved_facts["columns"])
+        width = len(self.saved_facts["columns"])
+        if saved.shape != (*given.shape[:-1], width) or saved.dtype != given.dtype:
+            raise Damaged("manifest: live numbers that are no table of its names")
+        at_start = self.at_start
+        if at_start is not None and at_start["values"].shape[:-1] != given.shape[:-1]:
+            at_start = None
+        merged, edits = np.array(given), {}
+        for name, columns in _by_name(self.facts["columns"]).items():
+            places = saved_columns.get(name, [])
+            saved_schedule = self.saved_facts["schedules"].get(name, "")
+            schedule = self.facts["schedules"].get(name, "")
+            if saved_schedule != schedule or len(places) != len(columns):
+                word_for = lambda text: "a schedule" if text else "a number"
+                edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
+                continue
+            pairs = [(saved[..., 3, places], given[..., 3, columns])]
+            if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
+                table = at_start["values"][..., start_columns]
+                pairs += [(table[..., i, :], given[..., i, columns]) for i in range(3)]
+            if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
+                merged[..., columns] = saved[..., places]
+                continue
+            is_different = np.any(edit[0] != edit[1], axis=tuple(range(given.ndim - 2)))
             # Numbers of a schedule follow the number that may be held against it.
-            titles = ["", *re.findall(r"'(\w+)': \*", schedules[1])]
-            titles_of_edits = ", ".join(
-                x for x, d in zip(titles, is_different, strict=False) if x and d
-            )
-            titles_of_edits = (
-                f" ({titles_of_edits})" if titles_of_edits and len(titles) == len(my_places) else ""
-            )
-            edited.append(f"{name}{titles_of_edits}: {then_and_now(*edit)}")
-    return merged, edited
+            titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
+            changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
+            detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
+            edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
+        return merged, edits
 
 
 def _by_name(columns) -> dict[str, list[int]]:
