@@ -67,7 +67,7 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     """Every leaf, and the blocks that this process saves, copied to the host.
 
     A block that several processes hold is written by the process with the fewest bytes to write.
-    All processes choose the same writer, because all know all shardings.
+    All processes choose the same writer, because each has all shardings.
     """
     described = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
@@ -90,11 +90,11 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     return described, {name: _on_host(*source) for name, source in source_of_block.items()}
 
 
-def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
+def _shards_of(data, bounds: Bounds, is_whole: bool) -> list:
     if not isinstance(data, jax.Array):
         return []
     shards = data.addressable_shards
-    if is_all:
+    if is_whole:
         return [s for s in shards if s.replica_id == 0]
     return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
 

@@ -27,7 +27,7 @@ _MAX_VALUES = 200  # values that are saved by name, so that a warning can name t
 
 
 class Kind(enum.Enum):
-    """What a setting is. This decides how its edit is noted, and which other note names it."""
+    """The kind of a setting, which decides how its edit is noted, and which note may replace it."""
 
     NUMBER = enum.auto()  # also a word or a rule, as a text that a note shows if it is short
     VALUE_OF_LOSS = enum.auto()
@@ -75,7 +75,7 @@ def script_of(
         settings[f"extra{jax.tree_util.keystr(path)}"] = Setting(stable_text.value_text(x))
     if (rows := _some_rows(data)) is not None:
         settings["data"] = Setting(rows, Kind.DATA)
-    numbers_of_states = [state_facts.given_of(s) for s in states]
+    numbers_of_states = [state_facts.script_numbers(s) for s in states]
     return {
         "calls": state_facts.total_calls(state),
         "states": numbers_of_states,

@@ -104,7 +104,7 @@ def total_calls(tree: PyTree) -> int:
     return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if are_readable else 0
 
 
-def given_of(state: TrainState) -> dict[str, Any]:
+def script_numbers(state: TrainState) -> dict[str, Any]:
     """The numbers that a script gives: its rule's, the rates of its averages, its loss scale."""
     numbers, as_list = state.numbers, lambda x: np.asarray(x).tolist()
     if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
@@ -128,8 +128,8 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
             yield (".opt_state", *path), x
 
 
-def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
-    """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
+def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
+    """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
         script_facts: Any = _user_values.decode(manifest.parts[0].values["script"], [])
         given_by_state = {}
@@ -155,25 +155,27 @@ def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A saved number that stays, unless the script gives another one than at the run's start."""
+class KeptNumber:
+    """A saved number that stays, unless the script has changed it since the run's start."""
 
     title: str | None  # in the note of an edit; None if the settings of `fit` report the edit
     at_start: Any  # the number that the script gave when the run was set up; None: the saved number
-    shown: Function = np.asarray  # returns the number that users give for the stored number
+    user_number: Function = np.asarray  # returns the number that users give for the stored number
 
-    def merged(self, saved: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
+    def merged(
+        self, saved: np.ndarray, script_value: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, str]]:
         """The number of a restored state, and a note of the script's edit, if there is one."""
         at_start = saved if self.at_start is None else self.at_start
-        if np.array_equal(at_start, given):
+        if np.array_equal(at_start, script_value):
             return saved, {}
-        change = then_and_now(self.shown(at_start), self.shown(given))
-        return given, {} if self.title is None else {self.title: f"{self.title}: {change}"}
+        change = then_and_now(self.user_number(at_start), self.user_number(script_value))
+        return script_value, {} if self.title is None else {self.title: f"{self.title}: {change}"}
 
 
 def kept_numbers(
     state: TrainState, path: Keys, at_start: Mapping[str, Any] | None
-) -> dict[Keys, Kept]:
+) -> dict[Keys, KeptNumber]:
     """The numbers that a script may edit outside of the table of live numbers, by their path."""
     numbers = {}
     for name, average in averages_of(state).items():
@@ -182,17 +184,17 @@ def kept_numbers(
             title = "ema decay" + (f" of {name}" if name != "average" else "")
             if at_start is not None and rate is None:  # the average had a schedule
                 title = None
-            numbers[(*path, f".{name}", ".rate")] = Kept(title, rate, _decay_of_rate)
+            numbers[(*path, f".{name}", ".rate")] = KeptNumber(title, rate, _decay_of_rate)
     scale = state.loss_scale
     if scale is not None and (at_start is not None or not scale.dynamic):
         scale_at_start = None if at_start is None else at_start["scale"]
-        numbers[(*path, ".loss_scale", ".scale")] = Kept("loss scale", scale_at_start)
+        numbers[(*path, ".loss_scale", ".scale")] = KeptNumber("loss scale", scale_at_start)
     # Without the numbers of the script's start, an edit looks like a change by the rule.
     injected = {} if at_start is None else at_start["injected"]
     for keys, _ in injected_numbers(state) if injected else ():
         if (name := leaves.show("", keys)) in injected:
             title = leaves.show("", (*path, *keys)).lstrip(".")
-            numbers[(*path, *keys)] = Kept(title, injected[name])
+            numbers[(*path, *keys)] = KeptNumber(title, injected[name])
     return numbers
 
 
@@ -207,9 +209,11 @@ class NumberTable:
 
     saved_facts: Mapping[str, Any]
     facts: Mapping[str, Any]
-    at_start: Mapping[str, Any] | None  # see `given_of`; None if unknown
+    at_start: Mapping[str, Any] | None  # see `script_numbers`; None if unknown
 
-    def merged(self, saved: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, dict[str, str]]:
+    def merged(
+        self, saved: np.ndarray, script_values: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, str]]:
         """The table of a restored state, and notes of the script's edits by the number's name.
 
         A number keeps its saved live value if the script gives the same number as before, at
@@ -217,12 +221,12 @@ class NumberTable:
         """
         saved_columns = _by_name(self.saved_facts["columns"])
         width = len(self.saved_facts["columns"])
-        if saved.shape != (*given.shape[:-1], width) or saved.dtype != given.dtype:
+        if saved.shape != (*script_values.shape[:-1], width) or saved.dtype != script_values.dtype:
             raise Damaged("manifest: live numbers that are no table of its names")
         at_start = self.at_start
-        if at_start is not None and at_start["values"].shape[:-1] != given.shape[:-1]:
+        if at_start is not None and at_start["values"].shape[:-1] != script_values.shape[:-1]:
             at_start = None
-        merged, edits = np.array(given), {}
+        merged, edits = np.array(script_values), {}
         for name, columns in _by_name(self.facts["columns"]).items():
             places = saved_columns.get(name, [])
             saved_schedule = self.saved_facts["schedules"].get(name, "")
@@ -231,14 +235,14 @@ class NumberTable:
                 word_for = lambda text: "a schedule" if text else "a number"
                 edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
                 continue
-            pairs = [(saved[..., 3, places], given[..., 3, columns])]
+            pairs = [(saved[..., 3, places], script_values[..., 3, columns])]
             if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
                 table = at_start["values"][..., start_columns]
-                pairs += [(table[..., i, :], given[..., i, columns]) for i in range(3)]
+                pairs += [(table[..., i, :], script_values[..., i, columns]) for i in range(3)]
             if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
                 merged[..., columns] = saved[..., places]
                 continue
-            is_different = np.any(edit[0] != edit[1], axis=tuple(range(given.ndim - 2)))
+            is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
             # Numbers of a schedule follow the number that may be held against it.
             titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
             changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
