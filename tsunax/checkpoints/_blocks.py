@@ -221,6 +221,4 @@ def other_bytes(leaf: Leaf) -> str:
 
 
 def _title(leaf: Leaf) -> str:
-    if leaf.name.startswith("@"):
-        return "history, data or callbacks"
-    return leaves.show("state", leaf.path)
+    return "history, data or callbacks" if leaf.is_user_value else leaves.show("state", leaf.path)

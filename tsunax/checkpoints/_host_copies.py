@@ -11,7 +11,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
-from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
+from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, parse_name, whole
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, Tree
 from tsunax.checkpoints.manifest import Parts
@@ -155,7 +155,7 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
     """The first leaf in `names` that is not finite; "" if all are finite."""
     chunk = 1 << 18  # elements: 7 ms for 100 MB; hashing takes 150 ms
     for name, block in blocks.items():
-        if (title := names.get(name.partition("[")[0])) is not None:
+        if (title := names.get(parse_name(name)[0])) is not None:
             flat = block.reshape(-1)
             if not all(np.isfinite(flat[i : i + chunk]).all() for i in range(0, flat.size, chunk)):
                 return title

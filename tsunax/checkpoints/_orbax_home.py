@@ -306,7 +306,7 @@ class OrbaxHome(CheckpointHome):
 
 def _is_of_orbax(leaf: Leaf) -> bool:
     """Whether orbax stores it: no value of a user's, none without elements, no dtype it lacks."""
-    is_in_our_file = leaf.name.startswith("@") or leaf.dtype in _BYTES
+    is_in_our_file = leaf.is_user_value or leaf.dtype in _BYTES
     return bool(leaf.dtype and math.prod(leaf.shape)) and not is_in_our_file
 
 

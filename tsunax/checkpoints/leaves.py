@@ -53,6 +53,11 @@ class Leaf:
     name: str = ""  # in files
     hash: int = 0  # hash of the whole array, see `checksums`
 
+    @property
+    def is_user_value(self) -> bool:
+        """Whether it is an array of data, history or callbacks; names of a state escape the "@"."""
+        return self.name.startswith("@")
+
     def __str__(self) -> str:
         if self.dtype:
             kind = self.kind if generator_of(self.kind) else self.dtype

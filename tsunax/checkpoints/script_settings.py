@@ -75,10 +75,9 @@ def script_of(
         settings[f"extra{jax.tree_util.keystr(path)}"] = Setting(stable_text.value_text(x))
     if (rows := _some_rows(data)) is not None:
         settings["data"] = Setting(rows, Kind.DATA)
-    numbers_of_states = [state_facts.script_numbers(s) for s in states]
     return {
         "calls": state_facts.total_calls(state),
-        "states": numbers_of_states,
+        "states": [state_facts.script_numbers(s) for s in states],
         "settings": settings,
     }
 

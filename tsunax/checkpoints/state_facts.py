@@ -132,24 +132,22 @@ def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
         script_facts: Any = _user_values.decode(manifest.parts[0].values["script"], [])
-        given_by_state = {}
+        numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
             values = np.asarray(x["values"], np.float32)
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")
             as_float32 = lambda y: None if y is None else np.asarray(y, np.float32)
-            rates = {name: as_float32(rate) for name, rate in x["rates"].items()}
-            scale = as_float32(x["scale"])
-            injected = {name: np.asarray(y) for name, y in x.get("injected", {}).items()}
-            given_by_state[path] = {
+            injected = x.get("injected", {}).items()  # earlier versions did not save it
+            numbers_by_state[path] = {
                 "columns": columns,
                 "values": values,
-                "rates": rates,
-                "scale": scale,
+                "rates": {name: as_float32(rate) for name, rate in x["rates"].items()},
+                "scale": as_float32(x["scale"]),
+                "injected": {name: np.asarray(y) for name, y in injected},
             }
-            given_by_state[path]["injected"] = injected
-        return given_by_state
+        return numbers_by_state
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}
 
