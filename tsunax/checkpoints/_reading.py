@@ -61,7 +61,6 @@ def newest(
         raise WrongTypeError("resume", "restore()", got, expected)
     settings = {"resume": resume, **options}
     run.everyone.compare("restore()", lambda: settings, run.timeout + 10)
-    where = str(run.path)
 
     def look():
         run.wait()
@@ -74,26 +73,15 @@ def newest(
     if resume == "never":
         if steps:
             got, fix = f"steps {_brief(steps)}", "Give another path, or delete them yourself."
-            raise CheckpointError("checkpoints", where, got, "none: resume='never'", fix)
+            raise CheckpointError("checkpoints", str(run.path), got, "none: resume='never'", fix)
         return Restored(like)
     candidates = _candidates(run, step, steps)
     restored, problems = _first_good(run, candidates, read, may_be_replaced=step is None)
     if restored is not None:
         return restored
-    if problems:
-        fix = "restore() without step= takes an older one."
-        fix = "To start afresh, give another path." if step is None else fix
-        got = trees.listed(problems, 10, "; ")
-        raise CheckpointError("checkpoints", where, got, "a good one", fix)
-    if run.read_only and candidates:  # the writer deleted all that were listed
+    if run.read_only and candidates and not problems:  # the writer deleted all that were listed
         return newest(run, like, step, resume, options, read)
-    if strangers or resume == "must":
-        names = trees.listed([*map(repr, strangers)], 10)
-        got = f"none among {names}" if strangers else "none"
-        expected = "at least one" + ": resume='must'" * (resume == "must")
-        fix = "Give the directory that has the steps in it; to start afresh, an empty one, "
-        fix += "or once resume='never'."
-        raise CheckpointError("checkpoints", where, got, expected, fix * bool(strangers))
+    _check_nothing_is_lost(run, step, resume, problems, strangers)
     return Restored(like)
 
 
@@ -131,6 +119,24 @@ def _first_good(
             warn(f"checkpoint skipped in {run.path}, {problem}.")
         return restored, problems
     return None, problems
+
+
+def _check_nothing_is_lost(
+    run, step: int | str | None, resume: str, problems: list[str], strangers: list[str]
+) -> None:
+    """Raise CheckpointError if no checkpoint is good, or if a wrong path is likelier than none."""
+    if problems:
+        fix = "restore() without step= takes an older one."
+        fix = "To start afresh, give another path." if step is None else fix
+        got = trees.listed(problems, 10, "; ")
+        raise CheckpointError("checkpoints", str(run.path), got, "a good one", fix)
+    if strangers or resume == "must":
+        names = trees.listed([*map(repr, strangers)], 10)
+        got = f"none among {names}" if strangers else "none"
+        expected = "at least one" + ": resume='must'" * (resume == "must")
+        fix = "Give the directory that has the steps in it; to start afresh, an empty one, "
+        fix += "or once resume='never'."
+        raise CheckpointError("checkpoints", str(run.path), got, expected, fix * bool(strangers))
 
 
 def _by_metric(run) -> list[int]:
