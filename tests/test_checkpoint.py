@@ -1051,7 +1051,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
         monkeypatch.setattr(_blocks, "write_arrays", full_disk)
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(updated(state))
-        checkpoints._job.done.wait(20)
+        checkpoints._job.completion.wait(20)
         monkeypatch.undo()
         arguments = (state,) if call in ("save", "restore") else ()
         with pytest.raises(SaveError) as told:
@@ -1182,8 +1182,8 @@ def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path
         checkpoints.wait(0.0)
     _background.release(checkpoints)
     go.set()
-    assert job.done.wait(30) and "closed before it was written" in str(job.error)
-    job.told = True
+    assert job.completion.wait(30) and "closed before it was written" in str(job.error)
+    job.is_reported = True
     assert os.listdir(tmp_path) == ["tsunax.lock"]
 
 

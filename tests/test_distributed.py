@@ -113,7 +113,7 @@ def test_all_hear_all(group):
     peers = group(3)
     found = together(3, lambda i: [peers[i].gather("a", str(i)), peers[i].gather("b", f"{i}!")])
     assert found == [[["0", "1", "2"], ["0!", "1!", "2!"]]] * 3
-    assert len(peers[0]._store.under("say//1")) == 0  # what all have read is deleted
+    assert len(peers[0]._store.texts_below("say//1")) == 0  # what all have read is deleted
     long = together(3, lambda i: peers[i].gather("long", str(i) * 1_000_000))
     assert [len(text) for text in long[1]] == [1_000_000] * 3
 
@@ -288,7 +288,7 @@ def test_a_process_that_was_stopped_itself_ends_nobody(group, left, monkeypatch)
     """A laptop that slept: time has passed, and nobody was asked."""
     peers = group(2, patience=1.5)
     get = peers[1]._store.get
-    until(lambda: peers[0]._store.under("answer").keys() == {"0", "1"})
+    until(lambda: peers[0]._store.texts_below("answer").keys() == {"0", "1"})
     now, offset = time.monotonic, []
     monkeypatch.setattr(_peers.time, "monotonic", lambda: now() + sum(offset))
     monkeypatch.setattr(peers[1]._store, "get", lambda *given: offset.append(100.0) or get(*given))
@@ -329,7 +329,7 @@ def test_who_fails_because_another_one_died_does_not_take_the_blame(group, left,
 def test_who_gives_up_stays(group, left):
     peers = group(3)
     peers[0].fail("caught", stay=True)  # and has the service: all have been told, it may exit now
-    assert peers[0]._store.under("heard").keys() >= {"1", "2"}
+    assert peers[0]._store.texts_below("heard").keys() >= {"1", "2"}
     until(lambda: len(left) == 2)
     assert left == dict.fromkeys((1, 2), "process 0 (host h, pid 100) ended: caught")
 

@@ -9,7 +9,6 @@ encoder/kernel`, not by place.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -364,12 +363,12 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> Tr
         return new
     old_facts, new_facts = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, edited = state_facts.merged_numbers(values[0], old_facts, values[1], new_facts)
+    merged, notes = state_facts.NumberTable(old_facts, new_facts, None).merged(*values)
     old_names, new_names = (
         [name for name, _ in facts["columns"]] for facts in (old_facts, new_facts)
     )
     numbers, known_names = hyperparams(old), {*new_names, *old_facts["schedules"]}
-    report["notes"] += [note for note in edited if re.split(r":| \(", note)[0] in old_names]
+    report["notes"] += [note for name, note in notes.items() if name in old_names]
     for name, setup_value in zip(old_names, values[0][3], strict=True):
         if name not in known_names and (x := numbers[name]) != setup_value:
             report["notes"].append(f"{name}: {x:.6g} by adjust then, no such number now")

@@ -6,11 +6,11 @@ libraries (`exchange`). The package deals with states and the place in data, nev
     _home            the interface of a home of checkpoints; _disk_home: on a disk, safetensors;
                      _orbax_home: kept by orbax, on a disk or in a bucket
     _blocks          named arrays in files, hashed by `checksums`; _safetensors reads and writes
-    _foreign         the gate for files that others wrote: their memory and kinds, by their bytes
+    _foreign         the gate for foreign files: their memory and kinds, by their bytes
     leaves           describes a tree, `manifest` a checkpoint, _user_values the values of users
     _host_copies     the way to the host; _matching the way back, compared first
     state_facts      which numbers win; script_settings a script's settings and their later edits
-    exchange         one file for others, and theirs; _orbax: the library, kept quiet
+    exchange         single files for and of other programs; _orbax: the library, kept quiet
 """
 
 from tsunax.checkpoints.saving import Best, Checkpoints, Restored

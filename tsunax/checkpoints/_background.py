@@ -27,7 +27,7 @@ class Task:
     def __init__(self, f: Callable[[], Any], name: str):
         self.value: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Event()
+        self.completion = threading.Event()
         threading.Thread(target=self._run, args=(f,), name=f"tsunax-{name}", daemon=True).start()
 
     def _run(self, f) -> None:
@@ -36,7 +36,7 @@ class Task:
         except BaseException as error:
             self.error = error
         finally:
-            self.done.set()
+            self.completion.set()
 
 
 class Job(Task):
@@ -44,10 +44,10 @@ class Job(Task):
 
     def __init__(self, work: Callable[[], None], path: Path, step: int, timeout: float):
         self.path, self.step, self.timeout, self.pid = path, step, timeout, os.getpid()
-        self.told, self.given_up = False, False
+        self.is_reported, self.given_up = False, False
         super().__init__(work, f"save-{step}")
         with _LOCK:
-            _JOBS[:] = [job for job in _JOBS if not job.told]
+            _JOBS[:] = [job for job in _JOBS if not job.is_reported]
             _JOBS.append(self)
             if not _EXIT_HOOKS:
                 _EXIT_HOOKS.append(True)
@@ -60,14 +60,16 @@ def _finish() -> None:
     """Wait for saves at the exit. The status is 1 if a save hangs, or failed without a report."""
     is_failed, own_jobs = False, [job for job in _JOBS if job.pid == os.getpid()]
     for job in own_jobs:
-        if job.told or (job.done.wait(0.0 if job.given_up else job.timeout) and not job.error):
+        if job.is_reported or (
+            job.completion.wait(0.0 if job.given_up else job.timeout) and not job.error
+        ):
             continue
         reason = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
         title, where = f"save of step {job.step}", str(job.path / str(job.step))
         fix = "Call close() in time, or write `with Checkpoints(...)`."
         print("tsunax: " + message(title, where, reason, "a finished save", fix), file=sys.stderr)
         is_failed = True
-    if is_failed or not all(job.done.is_set() for job in own_jobs):
+    if is_failed or not all(job.completion.is_set() for job in own_jobs):
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -77,7 +79,7 @@ def _finish() -> None:
 def bounded(f: Callable[[], Any], limit: float, title: str):
     """`f()` in a thread that is given up after `limit` seconds."""
     task = Task(f, "restore")
-    if not task.done.wait(limit):
+    if not task.completion.wait(limit):
         raise CheckpointError(title, "restore()", f"nothing after {limit:g} s", "an answer")
     if task.error is not None:
         raise task.error

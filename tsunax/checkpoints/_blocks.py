@@ -1,7 +1,7 @@
 """Blocks in files: named, written, hashed, and the parts of leaves that are read from them.
 
-A *block* is what a file holds under one name: an array, or one process's part of an array that is
-spread over several, whose name ends in the bounds of the part: "params/w[0:128,0:64]".
+A *block* is an array in a file, under a name: a leaf, or the part of a process of a leaf that is
+spread over several. The name of a part ends in its bounds: "params/w[0:128,0:64]".
 """
 
 import collections
@@ -24,8 +24,8 @@ from tsunax.checkpoints.leaves import Damaged, Leaf
 
 Blocks = dict[str, np.ndarray]
 Saved = Mapping[str, Leaf]
-Needed = list[tuple[Bounds, ...] | None]  # of each leaf; None for all of it
-Found = tuple[list[Any], dict[str, int]]  # arrays, and what the parts of a leaf add to its hash
+Needed = list[tuple[Bounds, ...] | None]  # bounds in each leaf; None for the whole leaf
+ReadResult = tuple[list[Any], dict[str, int]]  # arrays; by leaf, the sum of the hashes of parts
 
 
 def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
@@ -39,7 +39,7 @@ def whole(shape) -> Bounds:
 
 
 def bounds_of(index, shape) -> Bounds:
-    """(start, stop) of each axis of what an index selects."""
+    """(start, stop) of each axis for an index into an array of this shape."""
     return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
 
 
@@ -67,7 +67,7 @@ def hashes_of(
 ) -> Callable[[], dict[str, int]]:
     """Start hashing blocks in threads; the result waits for {block: its part of its leaf's}."""
 
-    def one(block: str) -> int:
+    def hash_of_block(block: str) -> int:
         name, bounds = parse_name(block)
         leaf = saved[name]
         return checksums.block_hash(get(block, leaf), bounds, leaf.shape)
@@ -75,9 +75,9 @@ def hashes_of(
     names = list(blocks)
     pool = concurrent.futures.ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1))
     try:
-        jobs = {name: pool.submit(one, name) for name in names}
+        jobs = {name: pool.submit(hash_of_block, name) for name in names}
     except RuntimeError:  # Python 3.12 allows no new thread at its end
-        return lambda: {name: one(name) for name in names}
+        return lambda: {name: hash_of_block(name) for name in names}
     finally:
         pool.shutdown(wait=False)
     return lambda: {name: job.result() for name, job in jobs.items()}
@@ -85,7 +85,7 @@ def hashes_of(
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """The parts of an array that one process needs, if that is not all: `pieces[index]`."""
+    """The parts of an array that a process needs: `pieces[index]`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -95,13 +95,13 @@ class Pieces:
         return self.parts[bounds_of(index, self.shape)]
 
     def astype(self, dtype, copy: bool = True) -> "Pieces":
-        cast = {at: leaves.in_dtype(x, dtype, "restore()") for at, x in self.parts.items()}
+        cast = {bounds: leaves.in_dtype(x, dtype, "restore()") for bounds, x in self.parts.items()}
         return Pieces(self.shape, dtype, cast)
 
 
 def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entry]]]:
     """The blocks of each leaf, over the files of all processes."""
-    found: dict[str, list] = {}
+    blocks_of_leaf: dict[str, list] = {}
     spent = 0
     for file in files:
         if file.is_symlink():
@@ -111,8 +111,8 @@ def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entr
             spent += max(0, 1000 * len(entries) - 4 * file.stat().st_size)
             for block, entry in entries.items():
                 name, bounds = parse_name(block)
-                found.setdefault(name, []).append((bounds, entry))
-    return found
+                blocks_of_leaf.setdefault(name, []).append((bounds, entry))
+    return blocks_of_leaf
 
 
 def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
@@ -123,12 +123,12 @@ def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
 
 
 def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[Any, int | None]:
-    """A whole leaf, verified, and None; of parts the `Pieces`, and what they add to its hash."""
+    """A whole leaf, verified, and None; or the `Pieces` of parts, and the sum of their hashes."""
     if parts is None:
-        found = read(whole(leaf.shape))
-        if checksums.block_hash(found) != leaf.hash:
+        array = read(whole(leaf.shape))
+        if checksums.block_hash(array) != leaf.hash:
             raise Damaged(other_bytes(leaf))
-        return found, None
+        return array, None
     pieces = {bounds: read(bounds) for bounds in parts}
     total = sum(checksums.block_hash(x, bounds, leaf.shape) for bounds, x in pieces.items())
     return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
@@ -136,30 +136,34 @@ def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[A
 
 def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
     size = lambda cut: math.prod(b - a for a, b in cut)
-    found = []
+    overlaps = []
     for cut, entry in stored:
-        at = whole(leaf.shape) if cut is None else cut
-        if len(at) != len(leaf.shape) or not _is_of(entry, leaf, tuple(b - a for a, b in at)):
+        block_bounds = whole(leaf.shape) if cut is None else cut
+        if len(block_bounds) != len(leaf.shape) or not _matches(
+            entry, leaf, tuple(b - a for a, b in block_bounds)
+        ):
             raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
-        both = tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(at, bounds, strict=True))
-        if all(start < stop for start, stop in both):
-            found.append((at, both, entry))
-    if sum(size(both) for _, both, _ in found) != size(bounds):
-        raise Damaged(f"{_shown(leaf)}: not all of it is there")
-    if len(found) == 1:
-        return read_entry(found[0][2], leaf, _inside(found[0][1], found[0][0]))
+        overlap = tuple(
+            (max(i, k), min(j, n)) for (i, j), (k, n) in zip(block_bounds, bounds, strict=True)
+        )
+        if all(start < stop for start, stop in overlap):
+            overlaps.append((block_bounds, overlap, entry))
+    if sum(size(overlap) for _, overlap, _ in overlaps) != size(bounds):
+        raise Damaged(f"{_title(leaf)}: not all of it is there")
+    if len(overlaps) == 1:
+        return read_entry(overlaps[0][2], leaf, _relative(overlaps[0][1], overlaps[0][0]))
     out = np.zeros([b - a for a, b in bounds], leaves.dtype_of(leaf.dtype))
-    for at, both, entry in found:
-        cut = tuple(slice(a, b) for a, b in _inside(both, bounds))
-        out[cut] = read_entry(entry, leaf, _inside(both, at))
+    for block_bounds, overlap, entry in overlaps:
+        cut = tuple(slice(a, b) for a, b in _relative(overlap, bounds))
+        out[cut] = read_entry(entry, leaf, _relative(overlap, block_bounds))
     return out
 
 
-def _inside(part: Bounds, of: Bounds) -> Bounds:
-    return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, of, strict=True))
+def _relative(part: Bounds, outer: Bounds) -> Bounds:
+    return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, outer, strict=True))
 
 
-def _is_of(entry: Entry, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+def _matches(entry: Entry, leaf: Leaf, shape: tuple[int, ...]) -> bool:
     """Whether a block has the dtype of its leaf and this shape, as `write_arrays` stores them."""
     if leaf.dtype in _safetensors.DTYPES:
         return (entry.dtype, entry.shape) == (leaf.dtype, shape)
@@ -176,7 +180,7 @@ def read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.nda
 
 
 def leaf_sums(hashes: Mapping[str, int]) -> dict[str, int]:
-    """What blocks have together in the hashes of their leaves."""
+    """The sum of the hashes of blocks, by leaf."""
     sums = collections.Counter()
     for block, value in hashes.items():
         sums[parse_name(block)[0]] += value
@@ -187,36 +191,34 @@ def check_same(
     saved: Saved, hashes: Mapping[str, int], get: Callable[[str, Leaf], np.ndarray], threads=0
 ) -> None:
     """Raise Damaged for a block that reads back as other bytes than were written."""
-    again = hashes_of(saved, hashes, get, threads)()
+    hashes_read_back = hashes_of(saved, hashes, get, threads)()
     for block, value in hashes.items():
-        if again[block] != value:
+        if hashes_read_back[block] != value:
             raise Damaged(other_bytes(saved[parse_name(block)[0]]))
 
 
 def read_all(
     read: Callable[[Leaf, Any], Any],
-    wanted: list[Leaf],
+    requested: list[Leaf],
     needed: Needed,
     place: Function,
     threads: int,
-) -> Found:
+) -> ReadResult:
     """The results of `read`, which is as `read_leaf`, in the form of `CheckpointHome.read`."""
 
     def read_and_place(i: int) -> Any:
-        value, part_of_hash = read(wanted[i], needed[i])
+        value, part_of_hash = read(requested[i], needed[i])
         return place(i, value), part_of_hash
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        answers = list(pool.map(read_and_place, range(len(wanted))))
-    sums = zip(wanted, answers, strict=True)
+        answers = list(pool.map(read_and_place, range(len(requested))))
+    sums = zip(requested, answers, strict=True)
     return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
 
 
 def other_bytes(leaf: Leaf) -> str:
-    return f"{_shown(leaf)}: other bytes than were saved (hash)"
+    return f"{_title(leaf)}: other bytes than were saved (hash)"
 
 
-def _shown(leaf: Leaf) -> str:
-    if leaf.name.startswith("@"):
-        return "history, data or callbacks"
-    return leaves.show("state", leaf.path)
+def _title(leaf: Leaf) -> str:
+    return "history, data or callbacks" if leaf.is_user_value else leaves.show("state", leaf.path)

@@ -20,35 +20,41 @@ from pathlib import Path
 
 from tsunax._core import Function, durable_files
 from tsunax.checkpoints import _blocks, _safetensors
-from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
+from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
 from tsunax.checkpoints._home import MANIFEST, SUM, CheckpointHome
 from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import told
 
 ARRAYS = "arrays"
-KNOWN = (MANIFEST, SUM, ARRAYS)
+OUR_NAMES = (MANIFEST, SUM, ARRAYS)
 
 
 class DiskHome(CheckpointHome):
     def listed_steps(self) -> list[int]:
-        found = map(durable_files.step_in_name, self.names(self.path))
-        return sorted(step for step in found if step is not None and self.directory_of(step))
+        steps = map(durable_files.step_in_name, self.names(self.path))
+        return sorted(step for step in steps if step is not None and self.directory_of(step))
 
     def directory_of(self, step: int) -> Path | None:
         folder = self.path / str(step)
         return folder if durable_files.is_real_directory(folder) else None
 
     def read(
-        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
-    ) -> Found:
+        self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
+    ) -> ReadResult:
         arrays = self.path / str(step) / ARRAYS
-        if any(leaf.dtype for leaf in wanted) and not durable_files.is_real_directory(arrays):
+        if any(leaf.dtype for leaf in requested) and not durable_files.is_real_directory(arrays):
             raise Damaged("arrays: missing")
         try:
-            stored = _blocks.stored_in(arrays / f"{i}.safetensors" for i in range(len(found.parts)))
-            one = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-            return _blocks.read_all(one, wanted, needed, place, min(8, os.cpu_count() or 1))
+            stored = _blocks.stored_in(
+                arrays / f"{i}.safetensors" for i in range(len(manifest.parts))
+            )
+            read_leaf = lambda leaf, parts: _blocks.read_leaf(
+                leaf, parts, stored.get(leaf.name, [])
+            )
+            return _blocks.read_all(
+                read_leaf, requested, needed, place, min(8, os.cpu_count() or 1)
+            )
         except OSError as error:
             raise Damaged(f"arrays: {told(error)}") from None
 
@@ -76,49 +82,50 @@ class DiskHome(CheckpointHome):
         step, folder = whole.step, self.path / name
         self.put_manifest(name, whole)
         durable_files.sync(folder)
-        self.known()
+        self.metrics_by_step()
         final, old = self.path / str(step), None
         if os.path.lexists(final):
-            if not self._is_ours(final):
+            if not self._is_deletable(final):
                 raise FileExistsError(f"{final} holds what is not tsunax's")
             old = durable_files.aside(self.path, "old", step)
             os.rename(final, old)
         try:
             os.rename(folder, final)
-        except OSError as error:  # as on a mounted bucket
+        except OSError as error:  # a mounted bucket raises it
             fix = "a directory could not be renamed: store='orbax' renames none"
             raise OSError(error.errno, f"{error.strerror}, {fix}") from error
         durable_files.sync(self.path)
-        self.known()[step] = whole.metrics
+        self.metrics_by_step()[step] = whole.metrics
         self.bad.pop(step, None)
         if old is not None:
             with self.deleting(step):
-                durable_files.remove(old, KNOWN)
+                durable_files.remove(old, OUR_NAMES)
 
     def discard(self, name: str) -> None:
         shutil.rmtree(self.path / name, ignore_errors=True)
 
     @staticmethod
-    def _is_ours(folder: Path) -> bool:
-        return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(KNOWN)
+    def _is_deletable(folder: Path) -> bool:
+        return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(OUR_NAMES)
 
     def drop(self, steps: Iterable[int]) -> None:
         for step in steps:
             with self.deleting(step):
-                is_ours = self._is_ours(folder := self.path / str(step))
+                is_deletable = self._is_deletable(folder := self.path / str(step))
                 old = durable_files.aside(self.path, "old", step)
-                if is_ours:
+                if is_deletable:
                     os.rename(folder, old)
-                self.known().pop(step, None)  # it has gone, even if its files cannot be removed
-                if is_ours:
-                    durable_files.remove(old, KNOWN)
+                # the step has gone, even if its files cannot be removed
+                self.metrics_by_step().pop(step, None)
+                if is_deletable:
+                    durable_files.remove(old, OUR_NAMES)
 
     def tidy(self) -> None:
         for name in sorted(os.listdir(self.path)):
-            mine, folder = durable_files.ours(name), self.path / name
-            if mine is None or not durable_files.is_real_directory(folder):
+            kind_and_step, folder = durable_files.ours(name), self.path / name
+            if kind_and_step is None or not durable_files.is_real_directory(folder):
                 continue
-            kind, step = mine
+            kind, step = kind_and_step
             final = self.path / str(step)
             if kind == "tmp":
                 self.discard(name)
@@ -126,4 +133,4 @@ class DiskHome(CheckpointHome):
                 os.rename(folder, final)
             else:
                 with self.deleting(step):
-                    durable_files.remove(folder, KNOWN)
+                    durable_files.remove(folder, OUR_NAMES)

@@ -2,7 +2,7 @@
 
 A home is the place of a run's checkpoints: `_disk_home` on a disk, `_orbax_home` by orbax, on a
 disk or in a bucket. Leaves are compared and verified by the callers, with the hashes of the
-manifest. One run writes, others read.
+manifest. One run writes, and any number of processes read.
 """
 
 import contextlib
@@ -15,14 +15,17 @@ from typing import Any
 from tsunax._core import Function, durable_files, processes
 from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
+from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
+MANIFEST_FOLDER = "tsunax"  # in the directory of a step, if orbax wrote it
+# Directories of a step: orbax's home writes a step that is there already to "4.1".
+STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 # A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
-# and small files of scripts, such as their settings. None of them can be a lost checkpoint.
+# and small files of scripts, such as their settings. No such name can be a lost checkpoint.
 _EARLY_NAMES = re.compile(
     r"\.|tsunax\.lock$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished"
     r"|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
@@ -40,10 +43,21 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-class CheckpointHome:
-    """The directory of a run; `bad` and `known()` are the steps seen so far."""
+def store_of(folder: Path) -> str | None:
+    """How the checkpoints of a directory are stored: "orbax", "files", or None for an empty one."""
+    with contextlib.suppress(OSError):  # `prepare` and readers report it
+        for name in filter(STEP_NAME.fullmatch, names_in(folder)):
+            if (folder / name / MANIFEST_FOLDER).is_dir():
+                return "orbax"
+            if (folder / name / MANIFEST).exists():
+                return "files"
+    return None
 
-    inside: str = ""  # the folder of the manifest, in the directory of a checkpoint
+
+class CheckpointHome:
+    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read."""
+
+    manifest_folder: str = ""  # the folder of the manifest, in the directory of a checkpoint
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
@@ -51,9 +65,9 @@ class CheckpointHome:
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path: Any = path
         self.timeout: float = timeout
-        self.bad: dict[int, str] = {}  # steps that did not stand their verification, and why
+        self.bad: dict[int, str] = {}  # why a step failed its verification
         self.deletion_warnings: list[str] = []  # warnings of steps that could not be deleted
-        self._known: dict[int, dict[str, float]] | None = None
+        self._metrics: dict[int, dict[str, float]] | None = None
 
     # --------------------------------------------------------------- each home has its own of these
 
@@ -64,11 +78,11 @@ class CheckpointHome:
     def directory_of(self, step: int) -> Path | None: ...
 
     def read(
-        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
-    ) -> Found:
+        self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
+    ) -> ReadResult:
         """The saved leaves, or the needed parts of each; whole ones are verified, or Damaged.
 
-        `place(i, value)` returns what goes on in the place of a value, as soon as that is verified.
+        `place(i, value)` is called once a value is verified, and returns its replacement.
         """
         ...
 
@@ -76,16 +90,16 @@ class CheckpointHome:
         """The name under which a checkpoint of this step is written by all processes."""
         ...
 
-    def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
+    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """The part of a save that must run in the thread that calls `save`."""
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None: ...
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
-        """Read back what this process wrote, here or in `commit`. Raises Damaged."""
+        """Read back the files of this process, here or in `commit`. Raises Damaged."""
 
     def commit(self, name: str, whole: Manifest | None) -> None:
-        """Add the manifest, which the first process knows, and make it the checkpoint."""
+        """Add the manifest, which the first process has, and give the checkpoint its name."""
 
     def discard(self, name: str) -> None: ...
 
@@ -98,20 +112,20 @@ class CheckpointHome:
 
     @contextlib.contextmanager
     def deleting(self, step: int | str) -> Iterator[None]:
-        """A deletion beside a save. If it fails, the save has not: this adds a deletion warning."""
+        """A context for a deletion, in which a failure is a warning: the save has not failed."""
         try:
             yield
-        except Exception as error:  # OSError, and those of libraries for buckets
+        except Exception as error:  # OSError, or an exception of a library for buckets
             text = f"step {step} in {self.path} could not be deleted: {told(error)}"
             self.deletion_warnings.append(text)
 
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
         names = self.names(self.path)
-        is_known = lambda x: (
+        is_expected = lambda x: (
             _EARLY_NAMES.match(x) or x + UNFINISHED in names or self._has_early_names(x)
         )
-        return [x for x in names if not is_known(x)]
+        return [x for x in names if not is_expected(x)]
 
     def _has_early_names(self, name: str) -> bool:
         """Whether it is a directory in which all files have such names, and there is one."""
@@ -120,7 +134,9 @@ class CheckpointHome:
 
     def check_is_no_checkpoint(self) -> None:
         """Raise CheckpointError within a checkpoint of either home, before a lock is written."""
-        folders = (x / name for x in (self.path, self.path.parent) for name in ("", "tsunax"))
+        folders = (
+            x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
+        )
         if any((folder / SUM).exists() for folder in folders):
             got, fix = (
                 "one checkpoint, or a part of it",
@@ -129,23 +145,23 @@ class CheckpointHome:
             raise CheckpointError("path", str(self.path), got, "the directory of a run", fix)
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint says of itself. Raises Damaged, or TooNew."""
+        """The manifest of a checkpoint. Raises Damaged, or TooNew."""
         folder = self.directory_of(step)
         if folder is None:
             raise Damaged("not a directory")
         try:
-            expected = self.load(folder / self.inside / SUM, 200)
-            body = self.load(folder / self.inside / MANIFEST, LIMIT)
+            expected = self.load(folder / self.manifest_folder / SUM, 200)
+            body = self.load(folder / self.manifest_folder / MANIFEST, LIMIT)
         except FileNotFoundError:
             raise Damaged("no manifest") from None
         except (OSError, ValueError) as error:
             raise Damaged(f"manifest: {told(error)}") from None
         if expected != sum_of(body):
             raise Damaged("manifest: other bytes than were saved (sha256)")
-        found = Manifest.parse(body)
-        if found.step != step:
-            raise Damaged(f"manifest: of step {found.step}")
-        return found
+        manifest = Manifest.parse(body)
+        if manifest.step != step:
+            raise Damaged(f"manifest: of step {manifest.step}")
+        return manifest
 
     def steps(self) -> list[int]:
         """Steps that a directory is named after, in order.
@@ -168,13 +184,13 @@ class CheckpointHome:
             if all(step in manifests or self.directory_of(step) for step in steps[-1:]):
                 return manifests
 
-    def known(self) -> dict[int, dict[str, float]]:
+    def metrics_by_step(self) -> dict[int, dict[str, float]]:
         """The complete steps, with their metrics: read once, for no other process writes here."""
-        if self._known is None:
-            self._known = {step: found.metrics for step, found in self.manifests().items()}
+        if self._metrics is None:
+            self._metrics = {step: manifest.metrics for step, manifest in self.manifests().items()}
         for step in self.bad:
-            self._known.pop(step, None)
-        return self._known
+            self._metrics.pop(step, None)
+        return self._metrics
 
     def write(
         self, name: str, process: int, part: Manifest, blocks: Blocks, prove: bool
@@ -183,31 +199,31 @@ class CheckpointHome:
         saved = {leaf.name: leaf for leaf in part.arrays()}
         hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
         self.write_blocks(name, process, saved, blocks)
-        found = hashes()
+        hashes_of_blocks = hashes()
         if prove:
-            self.prove(name, process, saved, found)
-        part = part.with_hashes(_blocks.leaf_sums(found))
+            self.prove(name, process, saved, hashes_of_blocks)
+        part = part.with_hashes(_blocks.leaf_sums(hashes_of_blocks))
         if process:  # for the first one
             self.write_file(self._part(name, process), part.dump())
         return part
 
     def _part(self, name: str, process: int) -> Path:
-        return self.path / name / self.inside / f"part-{process}.json"
+        return self.path / name / self.manifest_folder / f"part-{process}.json"
 
-    def together(self, name: str, first: Manifest, count: int) -> Manifest:
-        """The manifest of a checkpoint whose parts all processes have written."""
-        found = [first]
+    def merged_manifest(self, name: str, first: Manifest, count: int) -> Manifest:
+        """The manifest of a checkpoint, merged from the parts of all processes."""
+        manifests = [first]
         for i in range(1, count):
             path = self._part(name, i)
             try:
-                found.append(Manifest.parse(self.load(path, LIMIT)))
+                manifests.append(Manifest.parse(self.load(path, LIMIT)))
             except (OSError, ValueError) as error:
                 raise Damaged(f"part of {processes.current().name_of(i)}: {told(error)}") from None
             path.unlink()
-        return _manifest.merged(found)
+        return _manifest.merged(manifests)
 
     def put_manifest(self, name: str, whole: Manifest) -> None:
-        body, folder = whole.dump(), self.path / name / self.inside
+        body, folder = whole.dump(), self.path / name / self.manifest_folder
         Manifest.parse(body)  # not one that is too long, for example
         self.write_file(folder / MANIFEST, body)
         self.write_file(folder / SUM, sum_of(body))
@@ -226,7 +242,7 @@ class CheckpointHome:
         return durable_files.Lock(self.path, is_mine=is_first)
 
     def lock_text(self) -> str:
-        """What the first process wrote into its lock; "" if it cannot be seen here."""
+        """The text of the first process's lock; "" if this process cannot see the file."""
         with contextlib.suppress(OSError, ValueError):
             return self.load(self.path / durable_files.LOCK, 400).decode()
         return ""

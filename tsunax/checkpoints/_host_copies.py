@@ -11,7 +11,7 @@ import numpy as np
 from tsunax._core import checks, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
-from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, whole
+from tsunax.checkpoints._blocks import Blocks, block_name, bounds_of, parse_name, whole
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Leaf, Tree
 from tsunax.checkpoints.manifest import Parts
@@ -67,7 +67,7 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     """Every leaf, and the blocks that this process saves, copied to the host.
 
     A block that several processes hold is written by the process with the fewest bytes to write.
-    All processes choose the same writer, because all know all shardings.
+    All processes choose the same writer, because each has all shardings.
     """
     described = [leaves.leaf_of(path, x, name)
              for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
@@ -90,11 +90,11 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
     return described, {name: _on_host(*source) for name, source in source_of_block.items()}
 
 
-def _shards_of(data, bounds: Bounds, is_all: bool) -> list:
+def _shards_of(data, bounds: Bounds, is_whole: bool) -> list:
     if not isinstance(data, jax.Array):
         return []
     shards = data.addressable_shards
-    if is_all:
+    if is_whole:
         return [s for s in shards if s.replica_id == 0]
     return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
 
@@ -155,7 +155,7 @@ def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
     """The first leaf in `names` that is not finite; "" if all are finite."""
     chunk = 1 << 18  # elements: 7 ms for 100 MB; hashing takes 150 ms
     for name, block in blocks.items():
-        if (title := names.get(name.partition("[")[0])) is not None:
+        if (title := names.get(parse_name(name)[0])) is not None:
             flat = block.reshape(-1)
             if not all(np.isfinite(flat[i : i + chunk]).all() for i in range(0, flat.size, chunk)):
                 return title

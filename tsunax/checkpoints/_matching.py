@@ -1,4 +1,4 @@
-"""Where saved leaves go: comparing a checkpoint with what a script expects, and filling that in.
+"""Where saved leaves go: comparing a checkpoint with the tree of a script, and filling the tree.
 
 It gets manifests and host arrays, and opens no file.
 """
@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,19 @@ from tsunax.checkpoints._host_copies import holders_of
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
+from tsunax.checkpoints.state_facts import KeptNumber, NumberTable
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, base
+
+SavedLeaves = Mapping[Keys, Leaf]
+
+
+class Target(NamedTuple):
+    """A leaf to fill, and the path of the saved leaf for it."""
+
+    path: Keys
+    saved_path: Keys
+    leaf: Any
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class RestoreRequest:
     partial: Any = None
     cast: bool = False
     params_only: bool = False
-    is_fit: bool = False  # which has none of these options
+    is_fit: bool = False  # `fit` has none of these options
 
     @property
     def skips_optimizer(self) -> bool:
@@ -40,8 +51,8 @@ class RestoreRequest:
     def plan(self, manifest: Manifest, folder: Path) -> "RestorePlan":
         """The plan for a manifest. Raises CheckpointError with ten differences, both sides."""
         saved = {leaf.path: leaf for leaf in manifest.leaves}
-        of = self._params if self.skips_optimizer else self._whole
-        plan = of(leaves.tree_of(self.like), manifest, saved)
+        make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
+        plan = make_plan(leaves.tree_of(self.like), manifest, saved)
         fix = "params alone: params_only=True or partial='pattern'; other dtypes: cast=True."
         if self.is_fit:
             fix = "another model or rule is another run: give it another path."
@@ -51,72 +62,63 @@ class RestoreRequest:
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
-    def _whole(self, mine: Tree, manifest: Manifest, saved: dict) -> "RestorePlan":
+    def _plan_of_all(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         def layout(path, s: TrainState) -> TrainState:
             facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
             return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
 
-        like = _map_states(self.like, mine, layout)
-        mine = leaves.tree_of(like)
-        columns, alone, found = {}, {}, []
-        given = state_facts.given_in(manifest)
-        for path, s in mine.states.items():
-            if path not in manifest.states:
-                found.append(f"{show('state', path)}: saved no TrainState, expected one")
+        like = _map_states(self.like, tree, layout)
+        tree = leaves.tree_of(like)
+        merges: dict[Keys, NumberTable | KeptNumber] = {}
+        differences: list[str] = []
+        numbers_at_start = state_facts.script_numbers_in(manifest)
+        for path, s in tree.states.items():
+            if (saved_facts := manifest.states.get(path)) is None:
+                differences.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
-            facts, handed = state_facts.facts_of(s), given.get(path)
-            columns[(*path, ".numbers", ".values")] = manifest.states[path], facts, handed
-            for name, average in averages_of(s).items():
-                if not average.uniform and average.schedule is None:
-                    title = "ema decay" + (f" of {name}" if name != "average" else "")
-                    then = handed and handed["rates"].get(name)
-                    # after a schedule the settings of `fit` tell
-                    title = title if not handed or then is not None else ""
-                    alone[(*path, f".{name}", ".rate")] = title, then
-            if s.loss_scale is not None and (handed is not None or not s.loss_scale.dynamic):
-                alone[(*path, ".loss_scale", ".scale")] = "loss scale", handed and handed["scale"]
-            for below, _ in state_facts.injected_numbers(s):
-                name = show("", below)
-                # without the value of the script's start, nobody can tell an edit from a change
-                if handed and name in handed["injected"]:
-                    title = show("", (*path, *below)).lstrip(".")
-                    alone[(*path, *below)] = title, handed["injected"][name]
-            found += _fact_differences(manifest.states[path], facts, path)
+            facts, at_start = state_facts.facts_of(s), numbers_at_start.get(path)
+            merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
+            merges |= state_facts.kept_numbers(s, path, at_start)
+            differences += _fact_differences(saved_facts, facts, path)
         # nothing was frozen where the flags were not saved
-        absent = {(*path, ".frozen") for path in mine.states} - saved.keys()
-        wanted = [(path, path, x) for path, x in mine.leaves if path not in absent]
-        more, pairs = _differences(wanted, saved, self.cast, skip=columns)
-        found += more + _extra_leaves(wanted, saved)
-        return RestorePlan(like, mine, pairs, found, columns, alone, [])
+        absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
+        targets = [Target(path, path, x) for path, x in tree.leaves if path not in absent]
+        leaf_differences, pairs = _compared(targets, saved, self.cast, merges)
+        differences += leaf_differences + _extra_leaves(targets, saved)
+        return RestorePlan(like, tree, pairs, differences, merges)
 
-    def _params(self, mine: Tree, manifest: Manifest, saved: dict) -> "RestorePlan":
-        """Params and model state of each TrainState; a bare tree, from those of a saved one."""
+    def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
+        """Params and model state of each TrainState; a bare tree takes params of a saved state."""
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
-        roots: dict = {(*path, field): (*path, field) for path in mine.states for field in fields}
-        if not mine.states:
-            one = len(manifest.states) == 1
-            roots = {(): (*next(iter(manifest.states)), ".params") if one else ()}
-        wanted = []
-        for path, x in mine.leaves:
+        roots: dict = {(*path, field): (*path, field) for path in tree.states for field in fields}
+        if not tree.states:
+            is_single = len(manifest.states) == 1
+            roots = {(): (*next(iter(manifest.states)), ".params") if is_single else ()}
+        targets = []
+        for path, x in tree.leaves:
             root = next((root for root in roots if path[: len(root)] == root), None)
             if root is not None:
-                wanted.append((path, roots[root] + path[len(root) :], x))
+                targets.append(Target(path, roots[root] + path[len(root) :], x))
         if self.partial is None:
-            under = lambda path: any(path[: len(top)] == top for top in roots.values())
-            extra = _extra_leaves(wanted, saved, under)
+            is_under_root = lambda path: any(path[: len(top)] == top for top in roots.values())
+            extra = _extra_leaves(targets, saved, is_under_root)
         else:
-            params = [s.params for s in mine.states.values()] or [self.like]
+            params = [s.params for s in tree.states.values()] or [self.like]
             call = "restore(partial=)"
-            flags = [on for tree in params for on in patterns.select(self.partial, tree, call)]
-            wanted, extra = [w for w, on in zip(wanted, flags, strict=True) if on], []
+            flags = [flag for tree in params for flag in patterns.select(self.partial, tree, call)]
+            targets = [target for target, flag in zip(targets, flags, strict=True) if flag]
+            extra = []
         # the master copies of restored params, which hold more digits
-        known = dict(mine.leaves)
-        within = lambda top, path: path[: len(top) + 1] == (*top, ".params")
-        masters = ((*top, ".masters", *path[len(top) + 1 :])
-                   for top in mine.states for path, *_ in wanted if within(top, path))  # fmt: skip
-        wanted += [(path, path, known[path]) for path in masters if path in known.keys() & saved]
-        found, pairs = _differences(wanted, saved, self.cast)
-        return RestorePlan(self.like, mine, pairs, found + extra, {}, {}, [])
+        leaf_at = dict(tree.leaves)
+        is_param = lambda top, path: path[: len(top) + 1] == (*top, ".params")
+        paths = [target.path for target in targets]
+        masters = [(*top, ".masters", *path[len(top) + 1 :])
+                   for top in tree.states for path in paths if is_param(top, path)]  # fmt: skip
+        targets += [Target(path, path, leaf_at[path]) for path in masters
+                    if path in leaf_at.keys() & saved]  # fmt: skip
+        differences, pairs = _compared(targets, saved, self.cast, {})
+        differences += extra
+        return RestorePlan(self.like, tree, pairs, differences, restarts=bool(tree.states))
 
 
 @dataclass(frozen=True)
@@ -130,27 +132,27 @@ class Clocks:
         clocks = {(*path, ".clock") for path in manifest.states}
         saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
         like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
-        mine = leaves.tree_of(like)
-        pairs = [Pair(at, x, leaf) for (at, x), leaf in zip(mine.leaves, saved, strict=True)]
-        return RestorePlan(like, mine, pairs, [], {}, {}, [])
+        tree = leaves.tree_of(like)
+        pairs = [Pair(path, x, leaf) for (path, x), leaf in zip(tree.leaves, saved, strict=True)]
+        return RestorePlan(like, tree, pairs, [])
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
     if differences:
-        shown = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences]
-        raise CheckpointError("\n  ".join([head + ":", trees.listed(shown, 10, "\n  "), fix]))
+        lines = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences]
+        raise CheckpointError("\n  ".join([head + ":", trees.listed(lines, 10, "\n  "), fix]))
 
 
-def _map_states(tree, known: Tree, f: Callable[[tuple, TrainState], Any]):
-    """`f(path, state)` on every TrainState of a tree, in the order of `tree_of`."""
+def _map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
+    """`f(path, state)` on every TrainState of `like`, which `tree` describes."""
     is_state = lambda x: isinstance(x, TrainState)
-    paths = iter(known.states)
-    return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, tree, is_leaf=is_state)
+    paths = iter(tree.states)
+    return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, like, is_leaf=is_state)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A leaf of the target, and the saved one that goes there."""
+    """A leaf to fill, and the saved leaf that fills it."""
 
     path: Keys
     leaf: Any
@@ -159,76 +161,76 @@ class Pair:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a restore does: which leaf goes where, what does not fit, which numbers are merged."""
+    """The leaves to fill, differences that forbid it, and the numbers that are merged."""
 
     like: Any
-    mine: Tree
+    tree: Tree
     pairs: list[Pair]
     differences: list[str]
-    columns: dict
-    alone: dict  # other numbers, by path: (name, what the script gave at the start, if known)
-    edited: list[str]
+    merges: Mapping[Keys, NumberTable | KeptNumber] = dataclasses.field(default_factory=dict)
+    restarts: bool = False  # whether optimizers start anew, at the restored params
+    edited: list[str] = dataclasses.field(default_factory=list)
 
     def parts(self, pair: Pair) -> dict[int, tuple[Bounds, ...]] | None:
         """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
-        is_merged = pair.path in self.columns or pair.path in self.alone
         is_local = sharding is None or sharding.is_fully_addressable
-        if is_local or is_merged or pair.saved.kind != "array":
+        if is_local or pair.path in self.merges or pair.saved.kind != "array":
             return None
         holders = holders_of(sharding, pair.saved.shape)
-        found: dict[int, tuple[Bounds, ...]] = {}
+        parts: dict[int, tuple[Bounds, ...]] = {}
         for bounds, indices in holders.items():
             for i in indices:
-                found[i] = (*found.get(i, ()), bounds)
-        distinct = set(found.values())  # else two processes share some of their parts but not all
-        are_apart = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
-        return found if are_apart else None
+                parts[i] = (*parts.get(i, ()), bounds)
+        distinct = set(parts.values())  # else two processes share some of their parts but not all
+        are_disjoint = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
+        return parts if are_disjoint else None
 
     def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
-        """What this process needs of a saved leaf; None for all of it."""
+        """The parts of a saved leaf that this process needs; None for all of it."""
         return (self.parts(pair) or {}).get(processes.current().index)
 
     def word(self, sums: Mapping[str, int]) -> str:
-        """The hashes of what this process read in parts, 16 digits each, for the other ones."""
-        read = [pair.saved.name for pair in self.pairs if self.parts(pair)]
-        return "".join(f"{sums.get(name, 0):016x}" for name in read)
+        """The hashes of the parts that this process read, 16 digits each, for other processes."""
+        names = [pair.saved.name for pair in self.pairs if self.parts(pair)]
+        return "".join(f"{sums.get(name, 0):016x}" for name in names)
 
     def check(self, words: list[str]) -> None:
         """Verify the leaves that no process has read whole, by the `word` of each; or Damaged."""
-        at = 0
+        position = 0
         for pair in self.pairs:
             if parts := self.parts(pair):
-                said = {i: int(words[i][at : at + 16], 16) for i in parts}
-                found = {parts[i]: x for i, x in said.items()}
-                same = all(found[parts[i]] == x for i, x in said.items())  # replicas agree
-                if not same or sum(found.values()) % MODULUS != pair.saved.hash:
+                hash_of = {i: int(words[i][position : position + 16], 16) for i in parts}
+                hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
+                replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
+                if not replicas_agree or sum(hash_of_parts.values()) % MODULUS != pair.saved.hash:
                     raise Damaged(other_bytes(pair.saved))
-                at += 16
+                position += 16
 
     def filled(self, values: list):
-        """The target with these verified values in place of its own."""
-        both = zip(self.pairs, values, strict=True)
-        new = {pair.path: self._placed(pair, value) for pair, value in both}
+        """The target with these verified values."""
+        pairs = zip(self.pairs, values, strict=True)
+        new_leaves = {pair.path: self._placed(pair, value) for pair, value in pairs}
         treedef = jax.tree.structure(self.like)
-        out = treedef.unflatten([new.get(path, x) for path, x in self.mine.leaves])
-        if self.columns or not self.mine.states:
-            return out
-        fresh = iter(leaves.tree_of(out).states.values())
-        names = "params", "model_state", "masters"
-        parts = ({name: getattr(s, name) for name in names} for s in fresh)
-        return _map_states(self.like, self.mine, lambda _, old: restarted(old, **next(parts)))
+        restored = treedef.unflatten([new_leaves.get(path, x) for path, x in self.tree.leaves])
+        if not self.restarts:
+            return restored
+        states = leaves.tree_of(restored).states
+        fields = "params", "model_state", "masters"
+        parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
+        restart = lambda path, s: restarted(s, **parts[path])
+        return _map_states(self.like, self.tree, restart)
 
     def placing(self) -> Callable[[int, Any], Any]:
-        """A function of threads: it begins the copy of value `i` to its device, if nobody edits it.
+        """A function for threads that begins the copy of value `i` to its device.
 
-        Others, and arrays of which other processes have a part, wait for `filled`.
+        Numbers that may be edited, and arrays that other processes share, wait for `filled`.
         """
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
 
         def place(i: int, value: Any) -> Any:
             pair = self.pairs[i] if i < len(self.pairs) else None
-            if pair is None or pair.path in self.columns or pair.path in self.alone:
+            if pair is None or pair.path in self.merges:
                 return value
             like, is_array = pair.leaf, pair.saved.kind == "array"
             is_early = is_array and isinstance(like, jax.Array) and like.is_fully_addressable
@@ -241,35 +243,26 @@ class RestorePlan:
         return place
 
     def _placed(self, pair: Pair, value):
-        is_concrete = isinstance(pair.leaf, (jax.Array, np.ndarray))
-        if pair.path in self.columns:
-            theirs, mine, given = self.columns[pair.path]
+        if (merge := self.merges.get(pair.path)) is not None:
             value = np.asarray(value)
-            if is_concrete:
-                here = np.asarray(pair.leaf)
-                value, edited = state_facts.merged_numbers(value, theirs, here, mine, given)
-                self.edited.extend(edited)
-        elif pair.path in self.alone and is_concrete:
-            name, then = self.alone[pair.path]
-            then, mine = value if then is None else then, np.asarray(pair.leaf)
-            if not np.array_equal(then, mine):
-                turn = (lambda x: 1 - np.float64(x)) if name.startswith("ema") else np.asarray
-                note = f"{name}: {state_facts.then_and_now(turn(then), turn(mine))}"
-                self.edited.extend([note] * bool(name))
-                value = mine
+            if isinstance(pair.leaf, (jax.Array, np.ndarray)):
+                value, notes = merge.merged(value, np.asarray(pair.leaf))
+                self.edited.extend(notes.values())
         return placed(value, pair.leaf, pair.saved.kind)
 
 
 def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
-    """A state whose optimizer starts at restored params. Raises StateError for shapes."""
+    """The state with a new optimizer, at restored params. Raises StateError for shapes."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         fix = "Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh)."
         raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
     masters = state.masters if masters is None else masters
     state = dataclasses.replace(state, masters=masters).replace(**parts)
-    old = averages_of(state)
-    anew = {name: trees.offloaded_like(x.of(base(state)), x) for name, x in old.items()}
-    return dataclasses.replace(state, **anew)
+    averages = averages_of(state)
+    new_averages = {
+        name: trees.offloaded_like(x.of(base(state)), x) for name, x in averages.items()
+    }
+    return dataclasses.replace(state, **new_averages)
 
 
 def placed(value, like, kind: str):
@@ -280,55 +273,59 @@ def placed(value, like, kind: str):
         return leaves.in_dtype(value, like.dtype, "restore()")[()]
     if isinstance(like, np.ndarray):
         return leaves.in_dtype(value, like.dtype, "restore()")
-    sharding, of_key = like.sharding, kind.removeprefix("key:") if kind.startswith("key:") else ""
-    value = value if of_key else leaves.in_dtype(value, like.dtype, "restore()")
+    sharding, generator = like.sharding, leaves.generator_of(kind)
+    value = value if generator else leaves.in_dtype(value, like.dtype, "restore()")
     if sharding is not None and not sharding.is_fully_addressable:
-        # each process makes its part, and nobody waits
-        made = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-        return leaves.wrap_key(made, of_key) if of_key else made
-    value = leaves.wrap_key(value, of_key) if of_key else value
+        # each process makes its part, without a wait
+        array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+        return leaves.wrap_key(array, generator) if generator else array
+    value = leaves.wrap_key(value, generator) if generator else value
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jax.device_put(value)
     return jax.device_put(value, sharding)
 
 
-Wanted = list[tuple[Keys, Keys, Any]]  # path here, path there, leaf
-
-
-def _differences(wanted: Wanted, saved: Mapping, cast: bool, skip=()) -> tuple[list[str], list]:
-    """Compare what is wanted with what is there: (both sides of each difference, pairs)."""
-    found, pairs = [], []
-    for here, there, x in wanted:
-        mine, theirs = leaves.leaf_of(here, x), saved.get(there)
-        if theirs is None:
-            found.append(f"{show('state', here)}: nothing saved, expected {mine}")
-        elif here not in skip and not fits(mine, theirs, cast):
-            found.append(f"{show('state', here)}: saved {theirs}, expected {mine}")
+def _compared(
+    targets: list[Target],
+    saved: SavedLeaves,
+    cast: bool,
+    merges: Mapping[Keys, NumberTable | KeptNumber],
+) -> tuple[list[str], list[Pair]]:
+    """(both sides of each difference, pairs) of the leaves to fill and the saved leaves."""
+    differences, pairs = [], []
+    for path, saved_path, x in targets:
+        leaf, saved_leaf = leaves.leaf_of(path, x), saved.get(saved_path)
+        if saved_leaf is None:
+            differences.append(f"{show('state', path)}: nothing saved, expected {leaf}")
+        elif isinstance(merges.get(path), NumberTable) or fits(leaf, saved_leaf, cast):
+            pairs.append(Pair(path, x, saved_leaf))
         else:
-            pairs.append(Pair(here, x, theirs))
-    return found, pairs
+            differences.append(f"{show('state', path)}: saved {saved_leaf}, expected {leaf}")
+    return differences, pairs
 
 
-def fits(mine: Leaf, theirs: Leaf, cast: bool) -> bool:
-    """Whether a saved leaf can be restored into this one: `placed` follows our sharding."""
-    if (mine.kind, mine.shape) != (theirs.kind, theirs.shape):
+def fits(leaf: Leaf, saved: Leaf, cast: bool) -> bool:
+    """Whether a saved leaf can be restored into a leaf, in the sharding of the latter."""
+    if (leaf.kind, leaf.shape) != (saved.kind, saved.shape):
         return False
-    both = mine.dtype, theirs.dtype
-    is_both = lambda kind: all(name and jnp.issubdtype(np.dtype(name), kind) for name in both)
-    return both[0] == both[1] or (cast and (is_both(np.floating) or is_both(np.integer)))
+    dtypes = leaf.dtype, saved.dtype
+    have_kind = lambda kind: all(name and jnp.issubdtype(np.dtype(name), kind) for name in dtypes)
+    return leaf.dtype == saved.dtype or (cast and (have_kind(np.floating) or have_kind(np.integer)))
 
 
-def _extra_leaves(wanted: Wanted, saved: Mapping, under=lambda _: True) -> list[str]:
-    known = {there for _, there, _ in wanted}
+def _extra_leaves(
+    targets: list[Target], saved: SavedLeaves, is_under_root=lambda _: True
+) -> list[str]:
+    paths = {target.saved_path for target in targets}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
-            if path not in known and under(path)]  # fmt: skip
+            if path not in paths and is_under_root(path)]  # fmt: skip
 
 
-def _fact_differences(saved: Mapping, mine: Mapping, path: Keys) -> Iterator[str]:
+def _fact_differences(saved: Mapping, facts: Mapping, path: Keys) -> Iterator[str]:
     for name in ("rule", "trained", "precision", "averages"):
-        if saved[name] != mine[name]:
+        if saved[name] != facts[name]:
             absent = "everything" if name == "trained" else "none"
-            a, b = (_brief(x[name], absent) for x in (saved, mine))
+            a, b = (_brief(x[name], absent) for x in (saved, facts))
             yield f"{name} of {show('state', path)}: saved {a}, expected {b}"
 
 

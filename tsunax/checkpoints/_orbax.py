@@ -53,7 +53,7 @@ def _check_texts(folder: Path, size: int) -> None:
     for file in folder.rglob("*"):
         if (file.name in _TEXTS or file.parent.name == "array_metadatas") and file.is_file():
             text = file.read_bytes()
-            spent += 2 * _foreign.check_json(text, size)  # orbax copies what it has parsed
+            spent += 2 * _foreign.check_json(text, size)  # orbax copies the parsed text
             _foreign.check_cost(spent, size)
             if file.name == "_METADATA":
                 arrays = json.loads(text).get("tree_metadata", {}).values()
@@ -120,12 +120,12 @@ def library() -> Any:
 @contextlib.contextmanager
 def quiet():
     """A context without the logs of orbax and asyncio on damaged bytes and full disks."""
-    is_kept = lambda record: record.name == "absl" and "orbax" not in record.pathname
+    is_of_other_library = lambda record: record.name == "absl" and "orbax" not in record.pathname
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:
-        logger.addFilter(is_kept)
+        logger.addFilter(is_of_other_library)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(is_kept)
+            logger.removeFilter(is_of_other_library)

@@ -5,13 +5,13 @@
     4/state/                                  the arrays, under nested readable names
     4/tsunax/manifest.json, manifest.sha256   what is in it, and that all of it is there
     4/tsunax/0.safetensors                    arrays of data, history and callbacks of process 0
-    6.unfinished                              beside 6: it is being written, or deleted
+    6.unfinished                              directory 6 is being written, or deleted
 
 orbax commits the arrays together with the manifest, an item of its tree that waits in its
 background for the hashes. The file "6.unfinished" is made before the directory, and deleted when
 all of it has been read back (if older ones go for it) and synced: in one instant on any file
 system, and no directory is renamed, which buckets cannot do. A step that is there already is
-written to "4.1" beside it. Slices are read by TensorStore.
+written to "4.1". Slices are read by TensorStore.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import importlib
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -37,27 +36,38 @@ from tsunax import errors
 from tsunax._core import Function, durable_files, processes, trees
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _host_copies, _orbax
-from tsunax.checkpoints._blocks import Blocks, Found, Needed, Saved
-from tsunax.checkpoints._home import MANIFEST, UNFINISHED, CheckpointHome, names_in
+from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
+from tsunax.checkpoints._home import (
+    MANIFEST_FOLDER,
+    STEP_NAME,
+    UNFINISHED,
+    CheckpointHome,
+    names_in,
+)
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import SaveError, told
 
-STATE, OURS = "state", "tsunax"
-KNOWN = {STATE, OURS, "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
-_STEP = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
+STATE = "state"
+OUR_NAMES = {
+    STATE,
+    MANIFEST_FOLDER,
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "orbax.checkpoint",
+}
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
-_AT_ONCE = 32  # reads: a bucket answers late
+_PARALLEL_READS = 32  # reads: a bucket answers late
 
 
 class _Save:
     """A save under way. To orbax it is one more item of the checkpoint, done with the manifest."""
 
     def __init__(self):
-        self.done: concurrent.futures.Future = concurrent.futures.Future()
-        self.response: Any = None  # of orbax
-        self.saved: Saved = {}  # what has to read back as it was
+        self.manifest_written: concurrent.futures.Future = concurrent.futures.Future()
+        self.response: Any = None  # orbax's
+        self.saved: Saved = {}  # leaves that `commit` reads back and compares
         self.hashes: Mapping[str, int] = {}
         self.quiet = contextlib.ExitStack()  # until orbax has ended
 
@@ -65,14 +75,14 @@ class _Save:
         return self._wait()
 
     async def _wait(self) -> None:
-        await asyncio.wrap_future(self.done)
+        await asyncio.wrap_future(self.manifest_written)
 
     async def load(self, directory):
         raise NotImplementedError
 
 
 class OrbaxHome(CheckpointHome):
-    inside = OURS
+    manifest_folder = MANIFEST_FOLDER
 
     def __init__(self, path: Path, timeout: float = 600.0):
         super().__init__(path, timeout)
@@ -81,13 +91,15 @@ class OrbaxHome(CheckpointHome):
 
     def _directories(self) -> dict[int, list[str]]:
         """The directories of each step, the newest last; no links, and none that is unfinished."""
-        names, found = set(self.names(self.path)), {}
+        names, names_of_step = set(self.names(self.path)), {}
         for name in names:
             if self.is_local and not durable_files.is_real_directory(self.path / name):
                 continue
-            if (match := _STEP.fullmatch(name)) and name + UNFINISHED not in names:
-                found.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
-        return {step: [name for _, name in sorted(several)] for step, several in found.items()}
+            if (match := STEP_NAME.fullmatch(name)) and name + UNFINISHED not in names:
+                names_of_step.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
+        return {
+            step: [name for _, name in sorted(several)] for step, several in names_of_step.items()
+        }
 
     def listed_steps(self) -> list[int]:
         return sorted(self._directories())
@@ -98,13 +110,13 @@ class OrbaxHome(CheckpointHome):
 
     def manifest(self, step: int) -> Manifest:
         folder = self.directory_of(step)
-        if self.is_local and folder is not None and (folder / OURS).is_symlink():
-            raise Damaged(f"manifest: {OURS} is a link")
+        if self.is_local and folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
+            raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
         return super().manifest(step)
 
     def read(
-        self, step: int, found: Manifest, wanted: list[Leaf], needed: Needed, place: Function
-    ) -> Found:
+        self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
+    ) -> ReadResult:
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
         errors_of_placing: list[Exception] = []
@@ -117,46 +129,48 @@ class OrbaxHome(CheckpointHome):
                 raise
 
         try:
-            return self._read(folder, found, wanted, needed, place_or_note)
+            return self._read(folder, manifest, requested, needed, place_or_note)
         except (OSError, ValueError) as error:
             if error in errors_of_placing:  # The checkpoint is good, and does not fit.
                 raise
             raise Damaged(f"arrays: {told(error)}") from None
 
-    def _read(self, folder: Path, found: Manifest, wanted, needed, place) -> Found:
-        sizes = {x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in wanted if x.dtype}
-        declared, open_array = sum(sizes.values()), _opener(folder / STATE, found.leaves)
+    def _read(self, folder: Path, manifest: Manifest, requested, needed, place) -> ReadResult:
+        sizes = {
+            x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in requested if x.dtype
+        }
+        declared, open_array = sum(sizes.values()), _opener(folder / STATE, manifest.leaves)
         # before anything blocks, or takes memory that no file needs
         if self.is_local and declared > (1 << 20) + 2 * durable_files.check_regular(folder):
             raise Damaged(f"{declared} bytes declared, far more than its files have")
-        with tempfile.TemporaryDirectory() as here:
-            files = [Path(here, f"{i}.safetensors") for i in range(len(found.parts))]
+        with tempfile.TemporaryDirectory() as scratch:
+            files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
             for file in files:
-                most = 2 * declared + (64 << 20)  # a header is small
+                limit = 2 * declared + (64 << 20)  # a header is small
                 with contextlib.suppress(FileNotFoundError):
-                    file.write_bytes(self.load(folder / OURS / file.name, most))
-            beside = _blocks.stored_in(files)
+                    file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, limit))
+            stored = _blocks.stored_in(files)
 
-            def one(leaf: Leaf, parts):
+            def read_leaf(leaf: Leaf, parts):
                 if _is_of_orbax(leaf):
                     return _blocks.verified(leaf, parts, open_array(leaf))
-                return _blocks.read_leaf(leaf, parts, beside.get(leaf.name, []))
+                return _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
 
-            return _blocks.read_all(one, wanted, needed, place, _AT_ONCE)
+            return _blocks.read_all(read_leaf, requested, needed, place, _PARALLEL_READS)
 
     def begin(self, step: int) -> str:
-        taken = [match for name in self.names(self.path) if (match := _STEP.match(name))]
-        used = [int(match[2] or 0) for match in taken if int(match[1]) == step]
-        name = f"{step}.{max(used) + 1}" if used else str(step)
+        matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
+        suffixes = [int(match[2] or 0) for match in matches if int(match[1]) == step]
+        name = f"{step}.{max(suffixes) + 1}" if suffixes else str(step)
         self._mark(name)
         return name
 
-    def start(self, name: str, tree: Tree, found: list[Leaf], blocks: Blocks) -> None:
+    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """Let orbax make the directories and write `blocks` and spread arrays in the background."""
         from flax import traverse_util
 
         arrays: dict[str, Any] = {}
-        for leaf, (_, x) in zip(found, tree.leaves, strict=True):
+        for leaf, (_, x) in zip(described, tree.leaves, strict=True):
             if not _is_of_orbax(leaf):
                 continue
             if not _host_copies.is_local(x):
@@ -167,9 +181,9 @@ class OrbaxHome(CheckpointHome):
                 arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
         save = _Save()
         if not processes.current().is_first:
-            save.done.set_result(None)
+            save.manifest_written.set_result(None)
         by_keys = {keys: arrays[name] for name, keys in _keys_of(arrays).items()}
-        items: dict[str, Any] = {OURS: save}
+        items: dict[str, Any] = {MANIFEST_FOLDER: save}
         if arrays:
             items[STATE] = traverse_util.unflatten_dict(by_keys)
         ocp = _orbax.library()
@@ -184,21 +198,21 @@ class OrbaxHome(CheckpointHome):
         with _orbax.ONE_AT_A_TIME, context:
             try:
                 save.response = ocp.save_checkpointables_async(str(self.path / name), items)
-            except Exception as error:  # of orbax, TensorStore and file systems
+            except Exception as error:  # orbax, TensorStore and file systems raise many types
                 save.quiet.close()
-                what, got = f"save of step {name}", told(error)
-                raise SaveError(what, str(self.path), got, "a save that starts") from error
+                title, got = f"save of step {name}", told(error)
+                raise SaveError(title, str(self.path), got, "a save that starts") from error
         self._saves[name] = save
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
-        """Write what orbax does not: it has the other arrays since `start`."""
+        """Write the blocks that orbax does not: it has the other arrays since `start`."""
         is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
-        beside = {name: x for name, x in blocks.items() if not is_of_orbax(name)}
-        if beside:
-            with tempfile.TemporaryDirectory() as here:
-                file = Path(here, f"{process}.safetensors")
-                _blocks.write_arrays(file, beside)
-                self.write_file(self.path / name / OURS / file.name, file.read_bytes())
+        other_blocks = {name: x for name, x in blocks.items() if not is_of_orbax(name)}
+        if other_blocks:
+            with tempfile.TemporaryDirectory() as scratch:
+                file = Path(scratch, f"{process}.safetensors")
+                _blocks.write_arrays(file, other_blocks)
+                self.write_file(self.path / name / MANIFEST_FOLDER / file.name, file.read_bytes())
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
@@ -209,7 +223,7 @@ class OrbaxHome(CheckpointHome):
         save, folder = self._saves[name], self.path / name
         if whole is not None:
             self.put_manifest(name, whole)
-            save.done.set_result(None)
+            save.manifest_written.set_result(None)
         self._finish(save)
         if save.hashes:
             self._prove(folder, save)
@@ -217,12 +231,12 @@ class OrbaxHome(CheckpointHome):
             durable_files.sync_tree(folder)
         del self._saves[name]
         if whole is not None:
-            self.known()
+            self.metrics_by_step()
             old = self._directories().get(whole.step, [])
             (self.path / (name + UNFINISHED)).unlink()
             if self.is_local:
                 durable_files.sync(self.path)
-            self.known()[whole.step] = whole.metrics
+            self.metrics_by_step()[whole.step] = whole.metrics
             with self.deleting(whole.step):
                 self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
@@ -232,7 +246,7 @@ class OrbaxHome(CheckpointHome):
         with save.quiet:
             try:
                 return save.response.result(timeout=self.timeout)
-            except Exception as error:  # of orbax, TensorStore, asyncio and file systems
+            except Exception as error:  # orbax, TensorStore and asyncio raise many types
                 fault = OSError(f"orbax: {told(error)}")
         raise fault
 
@@ -240,36 +254,38 @@ class OrbaxHome(CheckpointHome):
         open_array = _opener(folder / STATE, save.saved.values())
         bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
         read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
-        _blocks.check_same(save.saved, save.hashes, read, _AT_ONCE)
+        _blocks.check_same(save.saved, save.hashes, read, _PARALLEL_READS)
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
-            if not save.done.done():
-                save.done.set_exception(Damaged("another part of the save failed"))
+            if not save.manifest_written.done():
+                save.manifest_written.set_exception(Damaged("another part of the save failed"))
             try:
                 with save.quiet:
                     save.response.result(timeout=self.timeout)
             except TimeoutError:
                 return  # it may still write: unfinished until the next run tidies up
-            except Exception:  # told by what failed first
+            except Exception:  # the first failure is reported
                 pass
         self._remove(name)
 
     def drop(self, steps: Iterable[int]) -> None:
-        there = self._directories()
+        names_of_step = self._directories()
         for step in steps:
             with self.deleting(step):
-                self._delete(there.get(step, []))
-                self.known().pop(step, None)
+                self._delete(names_of_step.get(step, []))
+                self.metrics_by_step().pop(step, None)
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
-            if {OURS} <= set(self.names(self.path / name)) <= KNOWN:  # no one else's
+            if (
+                {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= OUR_NAMES
+            ):  # no file of a user
                 self._remove(name)
 
     def tidy(self) -> None:
         for name in self.names(self.path):
-            if _STEP.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
+            if STEP_NAME.fullmatch(name.removesuffix(UNFINISHED)) and name.endswith(UNFINISHED):
                 with self.deleting(name):
                     self._remove(name.removesuffix(UNFINISHED))
 
@@ -288,33 +304,22 @@ class OrbaxHome(CheckpointHome):
             mark.unlink()
 
 
-def kind_of(folder: Path) -> str | None:
-    """Whose checkpoints a directory has: "orbax", "files", or None if there are none."""
-    with contextlib.suppress(OSError):  # told by `prepare`, and by those who read
-        for name in filter(_STEP.fullmatch, names_in(folder)):
-            if (folder / name / OURS).is_dir():
-                return "orbax"
-            if (folder / name / MANIFEST).exists():
-                return "files"
-    return None
-
-
 def _is_of_orbax(leaf: Leaf) -> bool:
     """Whether orbax stores it: no value of a user's, none without elements, no dtype it lacks."""
-    is_own = leaf.name.startswith("@") or leaf.dtype in _BYTES
-    return bool(leaf.dtype and math.prod(leaf.shape)) and not is_own
+    is_in_our_file = leaf.is_user_value or leaf.dtype in _BYTES
+    return bool(leaf.dtype and math.prod(leaf.shape)) and not is_in_our_file
 
 
-def _keys_of(found: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def _keys_of(leaf_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The keys of each name in nested dicts, without dots, by which orbax joins keys."""
-    names = list(found)
+    names = list(leaf_names)
     above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     keys = {name: name.replace(".", "%2e") or "%" for name in names}
     return {x: (*y.split("/"), *(["%"] if x in above else [])) for x, y in keys.items()}
 
 
 def _opener(
-    folder: Path, found: Iterable[Leaf]
+    folder: Path, saved_leaves: Iterable[Leaf]
 ) -> Callable[[Leaf], Callable[[Bounds], np.ndarray]]:
     """A function that opens arrays of orbax, of which slices are read then."""
     ts = importlib.import_module("tensorstore")
@@ -323,22 +328,25 @@ def _opener(
     base = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
     base = base if text.startswith("gs://") else {"driver": "file", "path": f"{text}/"}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
-    keys = _keys_of(leaf.name for leaf in found if _is_of_orbax(leaf))
+    keys = _keys_of(leaf.name for leaf in saved_leaves if _is_of_orbax(leaf))
 
     def answer(future, leaf: Leaf):
         try:
             return future.result()
-        except Exception as error:  # of TensorStore: OSError, ValueError, NotImplementedError, ...
+        except Exception as error:  # OSError, ValueError, NotImplementedError, ...
             raise Damaged(f"arrays: {leaf.name!r:.80}: {told(error)}") from None
 
     def open_array(leaf: Leaf):
         store = {"driver": "ocdbt", "base": base, "path": ".".join(keys[leaf.name]) + "/"}
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": store}
-        spec |= {"recheck_cached_metadata": False, "recheck_cached_data": False}  # nobody writes
+        spec |= {
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+        }  # it does not change
         array = answer(ts.open(spec, read=True, context=context), leaf)
-        same = (array.dtype.name, array.shape) == (leaf.dtype, leaf.shape)
+        is_as_saved = (array.dtype.name, array.shape) == (leaf.dtype, leaf.shape)
         chunk = math.prod(array.chunk_layout.read_chunk.shape or ())
-        if not same or chunk > math.prod(leaf.shape):
+        if not is_as_saved or chunk > math.prod(leaf.shape):
             raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
         return lambda bounds: answer(array[tuple(slice(*x) for x in bounds)].read(), leaf)
 
@@ -349,7 +357,7 @@ class BucketHome(OrbaxHome):
     """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
 
     @staticmethod
-    def at(text: str, timeout: float) -> "BucketHome":
+    def of_path(text: str, timeout: float) -> "BucketHome":
         library("gcsfs", "Checkpoints()", extra="gcs")
         return BucketHome(importlib.import_module("etils.epath").Path(text), timeout)
 
@@ -381,7 +389,7 @@ class BucketHome(OrbaxHome):
 
 @contextlib.contextmanager
 def _os_errors():
-    """What libraries for buckets raise, as OSError."""
+    """A context that raises exceptions of libraries for buckets as OSError."""
     try:
         yield
     except (OSError, ValueError):
@@ -391,22 +399,24 @@ def _os_errors():
 
 
 class _Mark:
-    """An object in a bucket that names the run whose directory it is: the one that came last."""
+    """An object in a bucket that names the last run that opened the directory."""
 
     def __init__(self, home: BucketHome, is_first: bool):
         self.home, self.pid, self.text, self.run_id = home, os.getpid(), "", str(home.path)
         self.file, self.origin = home.path / durable_files.LOCK, ("", "")
         if is_first:
-            if before := home.lock_text():
+            if earlier_run := home.lock_text():
                 text = "that run, if it goes on, is refused at its next save"
-                errors.warn(f"{home.path} was in use, by {before:.200}: {text}.")
+                errors.warn(f"{home.path} was in use, by {earlier_run:.200}: {text}.")
             about = {"pid": self.pid, "host": socket.gethostname(), "run": secrets.token_hex(4)}
             self.text = json.dumps(about)
             home.write_file(self.file, self.text.encode())
 
     def renew(self, _) -> None:
-        if self.text and (now := self.home.lock_text()) != self.text:
-            raise FileExistsError(f"another run has {self.home.path} now: {now or 'unnamed':.200}")
+        if self.text and (current_text := self.home.lock_text()) != self.text:
+            raise FileExistsError(
+                f"another run has {self.home.path} now: {current_text or 'unnamed':.200}"
+            )
 
     def release(self) -> None:
         if self.text and os.getpid() == self.pid and self.home.lock_text() == self.text:

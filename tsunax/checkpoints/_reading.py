@@ -32,10 +32,11 @@ __all__ = ["Restored"]
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpoints.restore` found: `checkpoints.restore(like).state`.
+    """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
 
-    `step` is None if there was nothing, and `state` is what was given. `data`, `history` and
-    `callbacks` are those of `save`, or None; `script` is a dict of the settings of `fit`, or None.
+    Without a checkpoint, `step` is None and `state` is the given state. `data`, `history` and
+    `callbacks` were given to `save`, or are None; `script` is a dict of the settings of `fit`, or
+    None.
     """
 
     state: Any
@@ -47,15 +48,19 @@ class Restored:
 
 
 def newest(
-    run, like, step: int | str | None, resume: str, alike: Mapping, read: Callable[[int], Restored]
+    run,
+    like,
+    step: int | str | None,
+    resume: str,
+    options: Mapping,
+    read: Callable[[int], Restored],
 ) -> Restored:
-    """`read(step)` of a `Checkpoints`: the newest good one, the best, or that of a given step."""
+    """`read(step)` for the newest good checkpoint of a run, for its best, or for a given step."""
     if not checks.is_one_of(resume, ("auto", "must", "never")):
         got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
         raise WrongTypeError("resume", "restore()", got, expected)
-    settings = {"resume": resume, **alike}
+    settings = {"resume": resume, **options}
     run.everyone.compare("restore()", lambda: settings, run.timeout + 10)
-    where = str(run.path)
 
     def look():
         run.wait()
@@ -64,59 +69,82 @@ def newest(
         steps = _by_metric(run) if step == "best" else run.home.steps()
         return None, json.dumps([steps, [] if steps else strangers])
 
-    found, strangers = json.loads(run.together("restore()", look)[1][0])
+    steps, strangers = json.loads(run.together("restore()", look)[1][0])
     if resume == "never":
-        if found:
-            got, fix = f"steps {_brief(found)}", "Give another path, or delete them yourself."
-            raise CheckpointError("checkpoints", where, got, "none: resume='never'", fix)
+        if steps:
+            got, fix = f"steps {_brief(steps)}", "Give another path, or delete them yourself."
+            raise CheckpointError("checkpoints", str(run.path), got, "none: resume='never'", fix)
         return Restored(like)
+    candidates = _candidates(run, step, steps)
+    restored, problems = _first_good(run, candidates, read, may_be_replaced=step is None)
+    if restored is not None:
+        return restored
+    if run.read_only and candidates and not problems:  # the writer deleted all that were listed
+        return newest(run, like, step, resume, options, read)
+    _check_nothing_is_lost(run, step, resume, problems, strangers)
+    return Restored(like)
+
+
+def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
+    """The steps that `restore(step=)` may take, the first choice last."""
+    if step is None or (step == "best" and steps):
+        return steps
     if isinstance(step, str):
-        if step != "best" or not found:
-            expected = "a step, or 'best' where metrics were saved"
-            fix = f"{run.keep_best} is in none of them." if step == "best" else ""
-            raise CheckpointError("step", "restore()", repr(step), expected, fix)
-    elif step is not None:
-        checks.check_count(step, "restore()", "step", 0)
-        if step not in found:
-            raise CheckpointError("checkpoint", where, f"step {step}", f"one of {_brief(found)}")
-        found = [int(step)]
+        expected = "a step, or 'best' where metrics were saved"
+        fix = f"{run.keep_best} is in none of them." if step == "best" else ""
+        raise CheckpointError("step", "restore()", repr(step), expected, fix)
+    checks.check_count(step, "restore()", "step", 0)
+    if step not in steps:
+        expected = f"one of {_brief(steps)}"
+        raise CheckpointError("checkpoint", str(run.path), f"step {step}", expected)
+    return [int(step)]
+
+
+def _first_good(
+    run, candidates: list[int], read: Callable[[int], Restored], may_be_replaced: bool
+) -> tuple[Restored | None, list[str]]:
+    """The last candidate that is good, and the problems of those after it, which it warns of."""
     problems: list[str] = []
-    for at in reversed(found):
+    for checkpoint_step in reversed(candidates):
         try:
-            restored = read(at)
+            restored = read(checkpoint_step)
         except Damaged as error:
-            there = lambda at=at: (None, str(run.home.directory_of(at) is not None))
-            if step is None and run.together("restore()", there)[1][0] != "True":
+            look = lambda step=checkpoint_step: (None, str(run.home.directory_of(step) is not None))
+            if may_be_replaced and run.together("restore()", look)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
-            run.home.bad[at] = str(error)
-            problems.append(f"step {at}: {error}")
+            run.home.bad[checkpoint_step] = str(error)
+            problems.append(f"step {checkpoint_step}: {error}")
             continue
         for problem in problems:
-            warn(f"checkpoint skipped in {where}, {problem}.")
-        return restored
-    if run.read_only and step is None and found and not problems:
-        return newest(run, like, step, resume, alike, read)
+            warn(f"checkpoint skipped in {run.path}, {problem}.")
+        return restored, problems
+    return None, problems
+
+
+def _check_nothing_is_lost(
+    run, step: int | str | None, resume: str, problems: list[str], strangers: list[str]
+) -> None:
+    """Raise CheckpointError if no checkpoint is good, or if a wrong path is likelier than none."""
     if problems:
         fix = "restore() without step= takes an older one."
         fix = "To start afresh, give another path." if step is None else fix
         got = trees.listed(problems, 10, "; ")
-        raise CheckpointError("checkpoints", where, got, "a good one", fix)
+        raise CheckpointError("checkpoints", str(run.path), got, "a good one", fix)
     if strangers or resume == "must":
         names = trees.listed([*map(repr, strangers)], 10)
         got = f"none among {names}" if strangers else "none"
         expected = "at least one" + ": resume='must'" * (resume == "must")
         fix = "Give the directory that has the steps in it; to start afresh, an empty one, "
         fix += "or once resume='never'."
-        raise CheckpointError("checkpoints", where, got, expected, fix * bool(strangers))
-    return Restored(like)
+        raise CheckpointError("checkpoints", str(run.path), got, expected, fix * bool(strangers))
 
 
 def _by_metric(run) -> list[int]:
     if run.keep_best is None:
         fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
         raise CheckpointError("step", "restore()", "'best' without keep_best=", "a step", fix)
-    known = run.metrics()
-    return dataclasses.replace(run.keep_best, k=len(known) or 1).of(known)[::-1]
+    metrics = run.metrics()
+    return dataclasses.replace(run.keep_best, k=len(metrics) or 1).of(metrics)[::-1]
 
 
 def _brief(steps: list[int]) -> str:
@@ -142,73 +170,75 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
         plan = how.plan(manifest, folder)
         parts = [] if how.skips_optimizer else _parts(run, manifest, len(digests))
         arrays = [x for part in parts for x in part.arrays]
-        wanted = [*(pair.saved for pair in plan.pairs), *arrays]
+        saved_leaves = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         place = plan.placing()  # not in the thread: it has another default device
-        load = lambda: run.home.read(step, manifest, wanted, needed, place)
-        found, sums = bounded(load, run.timeout, name)
-        return (plan, parts, found), plan.word(sums)
+        load = lambda: run.home.read(step, manifest, saved_leaves, needed, place)
+        values, sums = bounded(load, run.timeout, name)
+        return (plan, parts, iter(values)), plan.word(sums)
 
-    # what follows each of these may run programs over all devices: every process has to be there
+    # The code after each of these may run programs over all devices: every process has to be there.
     manifest, digests = run.together(f"{name}: manifest", describe)
     if len(set(digests)) > 1:
         raise Damaged("manifest: processes read different ones; is it one directory?")
-    (plan, parts, found), words = run.together(f"{name}: arrays", read_arrays)
+    (plan, parts, values), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
-    found = iter(found)
-    state = plan.filled(list(itertools.islice(found, len(plan.pairs))))
+    state = plan.filled(list(itertools.islice(values, len(plan.pairs))))
     for x in leaves.tree_of(state).states.values():
         warn_if_not_finite(x, name)
     for note in plan.edited:
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
-    values: dict[str, Any] = {}
+    user_values: dict[str, Any] = {}
     for part in parts:
-        own = list(itertools.islice(found, len(part.arrays)))
-        values |= {key: _user_values.decode(x, own) for key, x in part.values.items()}
+        arrays = list(itertools.islice(values, len(part.arrays)))
+        user_values |= {key: _user_values.decode(x, arrays) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
-    return Restored(state, step=step, **{key: values.get(key) for key in names})
+    return Restored(state, step=step, **{key: user_values.get(key) for key in names})
 
 
-def later(run, at: int, state) -> Restored:
-    """The checkpoint of step `at`, or the state in hand with the checkpoint's other parts.
+def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
+    """The checkpoint of a step, or the given state with the other parts of the checkpoint.
 
-    A state that was never called, or as often as the one that the run began with, takes the
-    checkpoint. Of any other the calls decide; of equal ones the state in hand goes on.
+    A fresh state, or the run's initial state, is replaced by the checkpoint. For any other state
+    the calls decide; with as many calls as the checkpoint has, the run continues from the state.
     """
     whole, calls = _matching.RestoreRequest(state, is_fit=True), state_facts.total_calls(state)
     if not calls:
-        return read(run, at, whole)
-    there = read(run, at, _matching.Clocks())
-    saved = int(sum(np.sum(clock[..., 1]) for clock in there.state))
-    began = there.script.get("calls") if isinstance(there.script, dict) else 0
-    steps = _host_copies.step_to_save(leaves.tree_of(state), None)
-    here = f"fit(): the state given is at step {steps}"
+        return read(run, checkpoint_step, whole)
+    restored = read(run, checkpoint_step, _matching.Clocks())
+    saved_calls = int(sum(np.sum(clock[..., 1]) for clock in restored.state))
+    script = restored.script
+    calls_at_start = script.get("calls") if isinstance(script, dict) else 0
+    step = _host_copies.step_to_save(leaves.tree_of(state), None)
+    given_state = f"fit(): the state given is at step {step}"
     newest = f"the newest checkpoint in {run.path}"
-    if calls < saved or calls == began != saved:
-        if calls != began:
-            text = f"{here}, {newest} at step {at}: the checkpoint's goes on"
+    if calls < saved_calls or calls == calls_at_start != saved_calls:
+        if calls != calls_at_start:
+            text = f"{given_state}, {newest} at step {checkpoint_step}: the checkpoint's goes on"
             warn(f"{text}. For the state given, give another path.")
-        return read(run, at, whole)
-    got = f"step {steps} after {calls} calls"
-    if steps < at:
+        return read(run, checkpoint_step, whole)
+    got = f"step {step} after {calls} calls"
+    if step < checkpoint_step:
         fix = "Give another path; or a fresh state, which takes the checkpoint."
-        raise StateError("state", "fit()", got, f"step {at} or later, as {newest}", fix)
-    if calls > saved:
+        expected = f"step {checkpoint_step} or later, as {newest}"
+        raise StateError("state", "fit()", got, expected, fix)
+    if calls > saved_calls:
         if not isinstance(state, COUNTED):
             fix = "A tree of others has no clock of its own: give another path."
             raise StateError("state", "fit()", got, "a TrainState, or a fresh tree", fix)
-        text = f"{here}, {newest} at step {at}: the state given goes on"
+        text = f"{given_state}, {newest} at step {checkpoint_step}: the state given goes on"
         warn(f"{text}, from where the data is now.")
-        return dataclasses.replace(there, state=state, data=None)
-    if changed_leaves := _changed_leaves(run, at, state):
-        text = f"{here}, as {newest}, and differs from it: {trees.listed(changed_leaves, 4)}"
+        return dataclasses.replace(restored, state=state, data=None)
+    if changed_leaves := _changed_leaves(run, checkpoint_step, state):
+        differences = trees.listed(changed_leaves, 4)
+        text = f"{given_state}, as {newest}, and differs from it: {differences}"
         warn(f"{text}. The state given goes on.")
-    return dataclasses.replace(there, state=state)
+    return dataclasses.replace(restored, state=state)
 
 
-def _changed_leaves(run, at: int, state) -> list[str]:
+def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     """The leaves of a state that differ from the saved ones, by their hashes: no array is read."""
-    tree, name = leaves.tree_of(state), f"restore of step {at}: leaves"
+    tree, name = leaves.tree_of(state), f"restore of step {checkpoint_step}: leaves"
     is_saved = lambda: (None, str(run.has_saved(state)))
     if {*run.together(f"{name}, by identity", is_saved)[1]} == {"True"}:
         return []
@@ -217,11 +247,15 @@ def _changed_leaves(run, at: int, state) -> list[str]:
         described, blocks = _host_copies.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
-        return (described, run.home.manifest(at)), json.dumps(_blocks.leaf_sums(hashes))
+        return (described, run.home.manifest(checkpoint_step)), json.dumps(
+            _blocks.leaf_sums(hashes)
+        )
 
     (described, manifest), words = run.together(name, look)
     sums = [json.loads(word) for word in words]
-    total = lambda leaf: sum(of.get(leaf.name, 0) for of in sums) % checksums.MODULUS
+    total = lambda leaf: (
+        sum(of_process.get(leaf.name, 0) for of_process in sums) % checksums.MODULUS
+    )
     flags = {path for path, x in tree.leaves if path[-1] == ".frozen" and not np.any(np.asarray(x))}
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
@@ -233,11 +267,11 @@ def _changed_leaves(run, at: int, state) -> list[str]:
 
 
 def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
-    """Data, history and callbacks of the first process, then those of this one of `count`."""
+    """Data, history and callbacks of the first of `count` processes, then of this process."""
     first = manifest.parts[:1]
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
-    if any("data" in part.values for part in manifest.parts[1:]):  # each at a place of its own
+    if any("data" in part.values for part in manifest.parts[1:]):  # each has its own place
         got = f"those of {len(manifest.parts)} processes, each at its own"
         where = str(run.path / str(manifest.step))
         fix = "Go on with as many; or take the state, restore(like, params_only=True), "

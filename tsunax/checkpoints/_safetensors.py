@@ -154,7 +154,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -
         safetensors.serialize_file(specs, path, metadata=about or None)
     except safetensors.SafetensorError as error:  # for example a full disk
         raise OSError(told(error)) from None
-    os.chmod(path, stat.S_IMODE(mode))  # the library sets 0600, whatever the umask
+    os.chmod(path, stat.S_IMODE(mode))  # the library sets 0600 and ignores the umask
     durable_files.sync(path)
     try:
         contents(path)

@@ -39,8 +39,10 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     if trees.is_key(x):
         data = inner(trees.on_host(x), "key")
         return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
-    is_here = getattr(x, "is_fully_addressable", True) or getattr(x, "is_fully_replicated", True)
-    if trees.is_array(x) and is_here and leaves.can_be_saved(x):
+    is_readable = getattr(x, "is_fully_addressable", True) or getattr(
+        x, "is_fully_replicated", True
+    )
+    if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
         return {"$array": keep(path, np.array(x, copy=True))}
     expected = "None, numbers, strings, arrays, and lists, tuples and dicts of them"
     raise WrongTypeError("value", where(), trees.describe(x), expected)

@@ -62,7 +62,9 @@ def _copied(run, state, step: int | None, values: Mapping[str, Any], metrics):
     numbers = _numbers(metrics)
     if numbers and values["script"] is None and not run.process:  # `fit` checks this itself
         names = dict.fromkeys(
-            x for saved_metrics in (numbers, *run.home.known().values()) for x in saved_metrics
+            x
+            for saved_metrics in (numbers, *run.home.metrics_by_step().values())
+            for x in saved_metrics
         )
         if run.keep_best is not None and run.keep_best.metric not in names:
             raise RowError(unknown("metric of keep_best", "save()", run.keep_best.metric, names))
@@ -77,7 +79,7 @@ def _copied(run, state, step: int | None, values: Mapping[str, Any], metrics):
     digests = {name: _digest(values[name], name) for name in ("data", "callbacks")}
     words: dict[str, Any] = {"digests": digests}
     if not run.process:
-        saved_metrics = run.home.known()
+        saved_metrics = run.home.metrics_by_step()
         if saved_metrics and checkpoint_step < max(saved_metrics):
             expected = f"≥ {max(saved_metrics)}, the newest in {run.path}"
             call = "Checkpoints(other).save(...)"
@@ -106,7 +108,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
     # missing processes are named before `wait` ends
     deadline = time.monotonic() + 0.9 * run.timeout
 
-    def together(title, f):
+    def gather_results(title, f):
         options = {"thread": run.thread, "kinds": (Damaged,)}
         seconds_left = max(1.0, deadline - time.monotonic())
         return run.together(f"{title} of step {step}", f, timeout=seconds_left, **options)
@@ -120,8 +122,8 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
             blocks.clear()
 
     with _discarding(run, name):
-        own_manifest, words = together("part", write)
-        together("manifest", lambda: (_commit(run, name, own_manifest, len(words)), ""))
+        own_manifest, words = gather_results("part", write)
+        gather_results("manifest", lambda: (_commit(run, name, own_manifest, len(words)), ""))
     if not run.process:
         run.home.drop(drop)
 
@@ -129,7 +131,7 @@ def _write(run, name: str, drop: list[int], manifest, blocks, watched) -> None:
 def _commit(run, name: str, first: _manifest.Manifest, count: int) -> None:
     if run.process:
         return run.home.commit(name, None)
-    whole = run.home.together(name, first, count)
+    whole = run.home.merged_manifest(name, first, count)
     if run._lock is None:
         raise Damaged("closed before it was written")
     run._lock.renew(run.path)

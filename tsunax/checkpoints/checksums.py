@@ -3,7 +3,7 @@
     hash = sum over its elements of mix(bits of the element, its index in the whole array) mod 2**64
 
 A sum has no order: each process hashes the parts that it has, and the sum of their hashes is the
-hash of the array, whatever the sharding: processes verify an array together that no process has
+hash of the array, for any sharding: processes verify an array together that no process has
 read as a whole.
 
 For a fixed index `mix` is a bijection of 64 bits (as in splitmix64), so a change of a single

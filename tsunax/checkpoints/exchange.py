@@ -3,7 +3,7 @@
     save("model.safetensors", state.params)           names are paths: "encoder/0/kernel"
     params = restore("model.safetensors", params)     every name, shape and dtype compared first
 
-No code from a file is run. A run resumes from its `Checkpoints`; these files are for others.
+No code from a file is run. A run resumes from its `Checkpoints`; a file has only arrays.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ __all__ = ["Transform", "cast", "contents", "rearrange", "restore", "save", "tor
 
 Rename = Callable[[str], str] | None
 Transforms = Mapping[str, Transform] | None
-_PARAMS = "params/"  # what the names of a whole state's params begin with
+_PARAMS = "params/"  # the prefix of a whole state's params
 
 
 def save(
@@ -137,8 +137,8 @@ def restore(
     Args:
       path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory
         with "model.safetensors" in one of these forms. For another `format`, see there.
-      where: a pattern over the params: restore only these, everything else stays as in `like`. What
-        the file has beyond them is no matter then; without a pattern it is an error.
+      where: a pattern over the params: restore only these, everything else stays as in `like`. The
+        file may have other arrays then; without a pattern they are an error.
       rename: a function of a name of `like` ("encoder/0/kernel") that returns the name in the file.
         `lambda name: "model." + torch_name(name)` is how torch writes them. Each "{}" in the result
         counts along a leading axis of the leaf: "h.{}.weight" stacks "h.0.weight", "h.1.weight", ….
@@ -149,11 +149,11 @@ def restore(
       format: "safetensors"; or "flax", a msgpack file of `flax.serialization.to_bytes` or
         `flax.training.checkpoints`; or "orbax", the directory of one step that its old or its new
         interface wrote, also in a bucket. Names of the last two are the keys of the saved tree,
-        joined: "params/Dense_0/kernel", "opt_state/0/count". What orbax saved of an `nnx.State` has
-        names that end in "/value"; `restore` finds them without. Nothing is unpickled.
+        joined: "params/Dense_0/kernel", "opt_state/0/count". In an `nnx.State` that orbax saved,
+        names end in "/value"; `restore` finds them without. Nothing is unpickled.
 
     Raises CheckpointError: no such file, or of another format; names, shapes or dtypes that do not
-    fit (ten of them, both sides). All of that is known before an array is read. Leaves of
+    fit (ten are listed, both sides). All of this is raised before an array is read. Leaves of
     safetensors are then read one at a time; if a leaf is spread over processes, each reads only the
     part that it needs. Orbax has no hash of arrays: damaged bytes can be read as numbers. Raises
     MissingLibraryError for a bucket without `gcsfs`.
@@ -334,7 +334,7 @@ def _filled_tree(
     """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
     target_leaves, treedef = jax.tree.flatten(tree)
     differences, missing, fix = [], "", "where= takes a part."
-    # Orbax keeps the wrappers of flax.nnx, whose array is their `value`.
+    # Orbax keeps the wrappers of flax.nnx, with the array in their `value`.
     actual = lambda name: name if name in source.leaves else f"{name}/value"
     known_names = dict.fromkeys(actual(name) for mapped in plan.values() for name in mapped.names)
     for mapped in plan.values():

@@ -1,8 +1,8 @@
 """The description of a saved tree: each leaf by its path and name, with shape, dtype and hash. No
 file is opened.
 
-A *path* tells a list's 0 from a dict's: (".params", "['encoder']", "[0]"); paths are compared. A
-*name* is what files have: "params/encoder/0".
+A *path* distinguishes a list's 0 from a dict's: (".params", "['encoder']", "[0]"); paths are
+compared. A *name* is used in files: "params/encoder/0".
 """
 
 import functools
@@ -53,11 +53,21 @@ class Leaf:
     name: str = ""  # in files
     hash: int = 0  # hash of the whole array, see `checksums`
 
+    @property
+    def is_user_value(self) -> bool:
+        """Whether it is an array of data, history or callbacks; names of a state escape the "@"."""
+        return self.name.startswith("@")
+
     def __str__(self) -> str:
         if self.dtype:
-            kind = self.kind if self.kind.startswith("key") else self.dtype
+            kind = self.kind if generator_of(self.kind) else self.dtype
             return f"{kind}[{','.join(map(str, self.shape))}]"
         return f"{self.kind} {self.value!r:.40}" if self.value is not None else self.kind
+
+
+def generator_of(kind: str) -> str:
+    """The name of the generator of a leaf's kind "key:<name>"; "" for arrays and plain values."""
+    return kind.partition("key:")[2]
 
 
 def dtype_of(name: str) -> np.dtype | None:
@@ -166,8 +176,8 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
         out.states[path] = x
     for key, child in children:
         child_path_and_name = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
-        is_inside = is_box and trees.key_name(key[0]) == "value"
-        _walk(child, *((path, name) if is_inside else child_path_and_name), out, names)
+        is_value_of_box = is_box and trees.key_name(key[0]) == "value"
+        _walk(child, *((path, name) if is_value_of_box else child_path_and_name), out, names)
 
 
 def _entry(entry) -> str:
@@ -198,10 +208,10 @@ def in_dtype(value: Any, dtype: Any, where: str) -> Any:
     if not isinstance(value, np.ndarray) or converted is value:
         return converted
     if trees.is_inexact(converted):
-        is_lost = np.isfinite(value) & ~np.isfinite(converted)
+        cannot_hold = np.isfinite(value) & ~np.isfinite(converted)
     else:  # an integer that wraps around to the other sign comes back as it was
-        is_lost = (converted.astype(value.dtype) != value) | ((converted < 0) != (value < 0))
-    if n_lost := np.count_nonzero(is_lost):
+        cannot_hold = (converted.astype(value.dtype) != value) | ((converted < 0) != (value < 0))
+    if n_lost := np.count_nonzero(cannot_hold):
         got = f"{n_lost} of {value.size} numbers that {converted.dtype} cannot hold"
         raise CheckpointError("array", where, got, "a dtype that has room for them")
     return converted

@@ -42,7 +42,7 @@ class Manifest:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def with_hashes(self, hashes: dict[str, int]) -> "Manifest":
-        """The manifest with these hashes by name. A process may know a part of a hash only."""
+        """The manifest with these hashes by name. A process may have a part of a hash only."""
         hashed = lambda x: dataclasses.replace(x, hash=hashes.get(x.name, 0)) if x.dtype else x
         parts = [Parts(part.values, [*map(hashed, part.arrays)]) for part in self.parts]
         return dataclasses.replace(self, leaves=[*map(hashed, self.leaves)], parts=parts)

@@ -3,8 +3,8 @@
     save:     copy to the host -> (write | hash) -> all processes done -> manifest -> sync -> name
     restore:  newest manifest -> compare with the script's state -> read -> verify -> put on devices
 
-Each of several processes writes a part, and reads what it needs; the first one alone decides what
-is there and commits.
+Each of several processes writes a part, and reads the parts that it needs. The first process alone
+lists the steps and commits.
 """
 
 import json
@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
-from tsunax.checkpoints import _background, _matching, _orbax_home, _reading, _writing
+from tsunax.checkpoints import _background, _matching, _reading, _writing
 from tsunax.checkpoints._disk_home import DiskHome
-from tsunax.checkpoints._home import CheckpointHome
+from tsunax.checkpoints._home import CheckpointHome, store_of
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import (
@@ -50,7 +50,7 @@ class Best:
 
     metric: str
     _: KW_ONLY
-    mode: str | None = None  # "min" or "max": which one is better, no name tells
+    mode: str | None = None  # "min" or "max": which is better does not follow from a name
     k: int = 1
 
     def __post_init__(self) -> None:
@@ -88,24 +88,24 @@ class Checkpoints:
                     checkpoints.save(state)
 
     `save` copies the state to the host, returns, and writes in the background. A checkpoint appears
-    under its step's name when all of it is on the disk, or never. `restore` takes the newest whose
-    every byte is what was saved.
+    under its step's name when all of it is on the disk, or never. `restore` takes the newest that
+    has the saved bytes.
 
     Args:
       path: the directory; made if it is not there. Relative ones are made absolute once. Or
         "gs://bucket/run", with the extra `gcs`.
-      every: what `due` goes by, in steps.
+      every: `due` is True at each multiple of this number of steps.
       keep_last: how many of the newest to keep; None: all.
-      keep_best: `Best("val/accuracy", mode="max")`: those are kept beside the newest.
+      keep_best: `Best("val/accuracy", mode="max")`: the best are kept, too.
       keep_every: keep every step that this divides.
       read_only: only restore. Needs no write access and takes no lock, also while a run writes.
       store: "files", safetensors; or "orbax", orbax's own layout, which its tools load. By default
         orbax in a bucket (`gs://bucket/run`), on a disk files, or as what is there was saved.
       timeout: seconds after which a save or a restore that has not ended counts as failed.
 
-    Over several processes (`distributed`) all of them make one, of the same directory on a disk
-    that they share, and call `save` and `restore` alike. What goes wrong on one is raised by all,
-    and names it.
+    With several processes (`distributed`), each makes a `Checkpoints` of the same directory on a
+    shared disk, and calls `save` and `restore` as the other processes do. All processes raise the
+    error of one, and name the process.
 
     Raises CheckpointError where the path cannot be used: a file, not writable, in use by another
     run, not shared.
@@ -160,12 +160,12 @@ class Checkpoints:
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
         self._saved_arrays: list[weakref.ref[Any]] = []
-        self.thread: str = ""  # its threads speak under a name of their own: there may be others
+        self.thread: str = ""  # the name of its threads: a process may have several savers
         if not read_only:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
 
     def _open(self, settings: Mapping[str, Any]) -> None:
-        """Take the directory in the first process; the others have to see the same one."""
+        """Take the directory in the first process; the other processes have to see it."""
 
         def take():
             if self.process:
@@ -199,11 +199,11 @@ class Checkpoints:
 
     @property
     def run_id(self) -> str:
-        """A name of the run, the same whenever it is resumed; "" for what may not write."""
+        """A name of the run, the same whenever it is resumed; "" if it may not write."""
         return self._lock.run_id if self._lock is not None else ""
 
     def copied_run(self, log: Any) -> dict[str, str]:
-        """`{"copied_run": its name}`, the run whose directory and log were copied for this one."""
+        """`{"copied_run": its name}` if this directory and log were copied from another run."""
         run_id, folder = ("", "") if self._lock is None else self._lock.origin
         if not run_id or not os.path.exists(log):
             return {}
@@ -232,12 +232,12 @@ class Checkpoints:
         Later changes and donations of `state` do not change what is saved. The step is the state's
         own, of the first TrainState in a tree of several; a tree without one needs `step=`. A step
         that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings,
-        arrays, and lists, tuples and dicts of them. Waits for the save before it, if that is not
-        done.
+        arrays, and lists, tuples and dicts with these. Waits for the previous save, if that has
+        not ended.
 
-        Raises SaveError if that one failed (its step, path, cause; what was to be saved now is
-        not), CheckpointError for a step before the newest one, WrongTypeError for leaves that
-        cannot be saved, RowError for metrics without the one of `keep_best`.
+        Raises SaveError if the previous save failed (its step, path, cause; this state is not
+        saved), CheckpointError for a step before the newest, WrongTypeError for leaves that cannot
+        be saved, RowError for metrics without the metric of `keep_best`.
         """
         self._save(state, step, data, history, callbacks, metrics)
 
@@ -253,7 +253,7 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""
-        if self._job is not None and self._job.done.is_set():
+        if self._job is not None and self._job.completion.is_set():
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -261,10 +261,10 @@ class Checkpoints:
         if (job := self._job) is None:
             return
         limit, title = self.timeout if timeout is None else timeout, f"save of step {job.step}"
-        if not job.done.wait(max(0.0, limit)):
+        if not job.completion.wait(max(0.0, limit)):
             job.given_up = True
             raise SaveError(title, str(self.path), f"nothing after {limit:g} s", "a finished save")
-        self._job, job.told = None, True
+        self._job, job.is_reported = None, True
         while self.home.deletion_warnings:
             warn(self.home.deletion_warnings.pop())
         if job.error is not None:
@@ -317,14 +317,14 @@ class Checkpoints:
     ) -> Restored:
         """The newest good checkpoint, as a state with the structure, dtypes and devices of `like`.
 
-        `like` is what the same script's `setup` returns, or any tree of arrays or
+        `like` is the result of the same script's `setup`, or any tree of arrays or
         `jax.ShapeDtypeStruct`. Cuts and frozen flags of the saved state are built anew. A
         hyperparameter that was edited in the script since the run was set up is the script's, with
-        a warning; all others go on with their live values. Damaged checkpoints are skipped with a
-        warning that says why. Nothing is deleted.
+        a warning; all other hyperparameters keep their live values. Damaged checkpoints are skipped
+        with a warning that says why. Nothing is deleted.
 
         Args:
-          step: this one and no other; or "best", by `keep_best` among those that are there.
+          step: only this step; or "best", the best saved step by `keep_best`.
           partial: a pattern over the params: restore only these; everything else stays as in
             `like`.
           cast: let floats be restored in another float dtype, and integers that fit in another.
@@ -348,11 +348,13 @@ class Checkpoints:
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
-        read = lambda checkpoint_step: _reading.later(self, checkpoint_step, state)
+        read = lambda checkpoint_step: _reading.newer_of_checkpoint_and_state(
+            self, checkpoint_step, state
+        )
         return _reading.newest(self, state, None, resume, {}, read)
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint is complete, in order; arrays are verified by `restore`."""
+        """The steps with a complete checkpoint, in order; arrays are verified by `restore`."""
         return list(self.metrics())
 
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -376,17 +378,22 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None and not checks.is_one_of(store, ("files", "orbax")):
         raise WrongTypeError("store", where, trees.describe(store), "'files', 'orbax' or None")
+    # Each import of orbax's home is where a path needs it: a directory of files needs none of it.
     if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
         if store == "files":
             got = f"store='files' for {str(path)!r:.80}"
             raise CheckpointError("store", where, got, "store='orbax' in a bucket")
-        return _orbax_home.BucketHome.at(str(path), timeout)
+        from tsunax.checkpoints._orbax_home import BucketHome
+
+        return BucketHome.of_path(str(path), timeout)
     folder = durable_files.folder_of(path, "path", where)
-    existing_store = _orbax_home.kind_of(folder)
+    existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
         got = f"store={store!r} in {folder}"
         expected = f"store={existing_store!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
-    return (_orbax_home.OrbaxHome if "orbax" in (store, existing_store) else DiskHome)(
-        folder, timeout
-    )
+    if "orbax" not in (store, existing_store):
+        return DiskHome(folder, timeout)
+    from tsunax.checkpoints._orbax_home import OrbaxHome
+
+    return OrbaxHome(folder, timeout)

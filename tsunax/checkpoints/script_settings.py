@@ -4,6 +4,7 @@ compared when the script is started again. This file uses states, rules and data
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +23,38 @@ from tsunax.state import TrainState
 __all__ = []
 
 
-_OF_LOSS = " of loss_fn"
 _MAX_VALUES = 200  # values that are saved by name, so that a warning can name the edited value
-_CODE = "loss_fn", "objective", "the schedule of ", "a function of the rule"  # names of code texts
+
+
+class Kind(enum.Enum):
+    """The kind of a setting, which decides how its edit is noted, and which note may replace it."""
+
+    NUMBER = enum.auto()  # also a word or a rule, as a text that a note shows if it is short
+    VALUE_OF_LOSS = enum.auto()
+    LOSS = enum.auto()  # this and the next three are `code_text`
+    OBJECTIVE = enum.auto()
+    SCHEDULE = enum.auto()
+    FUNCTION_OF_RULE = enum.auto()
+    RULE = enum.auto()
+    DATA = enum.auto()  # this and the next are hashes
+    KEY = enum.auto()
+
+
+_CODE = {Kind.LOSS, Kind.OBJECTIVE, Kind.SCHEDULE, Kind.FUNCTION_OF_RULE}
+_HASHES = {Kind.DATA, Kind.KEY}
+# An edit of a kind on the right changes the code on the left, too, and needs no second note.
+_NAMED_BY = {Kind.LOSS: {Kind.VALUE_OF_LOSS}, Kind.FUNCTION_OF_RULE: {Kind.RULE, Kind.SCHEDULE}}
+
+
+class Setting(str):
+    """A setting of a script as text, which is saved as a plain string, and its kind."""
+
+    kind: Kind
+
+    def __new__(cls, text: str, kind: Kind = Kind.NUMBER) -> Setting:
+        setting = super().__new__(cls, text)
+        setting.kind = kind
+        return setting
 
 
 def script_of(
@@ -34,37 +64,38 @@ def script_of(
     states = list(leaves.tree_of(state).states.values())
     loss_fn = getattr(step, "loss_fn", step)
     values = list(stable_text.values_of(loss_fn).items())[:_MAX_VALUES]
-    settings = {f"`{name}`{_OF_LOSS}": x for name, x in values} | {"loss_fn": code_text(loss_fn)}
+    settings = {f"`{name}` of loss_fn": Setting(x, Kind.VALUE_OF_LOSS) for name, x in values}
+    settings["loss_fn"] = Setting(code_text(loss_fn), Kind.LOSS)
     if hasattr(step, "accumulate"):
-        settings["accumulate"] = str(step.accumulate)
+        settings["accumulate"] = Setting(str(step.accumulate))
     for i, s in enumerate(states):
         suffix = f" of state {i}" if len(states) > 1 else ""
-        settings |= {name + suffix: text for name, text in _settings_of(s)}
+        settings |= {name + suffix: setting for name, setting in _settings_of(s)}
     for path, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
-        settings[f"extra{jax.tree_util.keystr(path)}"] = stable_text.value_text(x)
+        settings[f"extra{jax.tree_util.keystr(path)}"] = Setting(stable_text.value_text(x))
     if (rows := _some_rows(data)) is not None:
-        settings["data"] = rows
-    numbers_of_states = [state_facts.given_of(s) for s in states]
+        settings["data"] = Setting(rows, Kind.DATA)
     return {
         "calls": state_facts.total_calls(state),
-        "states": numbers_of_states,
+        "states": [state_facts.script_numbers(s) for s in states],
         "settings": settings,
     }
 
 
-def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
-    """(name, text) of the parts of a state that are not saved: key, static numbers, functions."""
-    yield "rule", stable_text.words_of(state.plan.update, code=False)
+def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
+    """The parts of a state by name that are not saved: key, static numbers, functions."""
+    yield "rule", Setting(stable_text.words_of(state.plan.update, code=False), Kind.RULE)
     fields: dict[str, Any] = dict.fromkeys(averages_of(state), ("start", "every", "warmup"))
     for name, f in ((name, x.schedule) for name, x in averages_of(state).items()):
         is_value = isinstance(f, Schedule)
-        yield f"decay of the {name}", repr(f) if is_value else "a function" if f else "a number"
+        description = repr(f) if is_value else "a function" if f else "a number"
+        yield f"decay of the {name}", Setting(description)
         if f is not None and not is_value:
-            yield f"the schedule of the {name}", code_text(f)
+            yield f"the schedule of the {name}", Setting(code_text(f), Kind.SCHEDULE)
     if state.loss_scale is not None:
         fields["loss_scale"] = "dynamic", "interval", "factor", "floor", "ceiling"
     for name, field in ((name, field) for name, names in fields.items() for field in names):
-        yield f"{field} of the {name}", str(getattr(getattr(state, name), field))
+        yield f"{field} of the {name}", Setting(str(getattr(getattr(state, name), field)))
     if (numbers := state.numbers) is not None:
         for live_index, s, group, _ in numbers.columns():
             for name, x in zip(
@@ -72,10 +103,13 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, str]]:
             ):
                 # Plain functions, for example optax's: their numbers are in no table.
                 if x and (functions := [f for f in x.leaves if f is not None]):
-                    yield f"the schedule of {name}", ", ".join(map(code_text, functions))
-    yield "a function of the rule", code_text(state.plan.update)
+                    code = ", ".join(map(code_text, functions))
+                    yield f"the schedule of {name}", Setting(code, Kind.SCHEDULE)
+    code = code_text(state.plan.update)
+    yield "a function of the rule", Setting(code, Kind.FUNCTION_OF_RULE)
     if state.key is not None:
-        yield "key", hashlib.sha256(trees.on_host(state.key).tobytes()).hexdigest()[:16]
+        digest = hashlib.sha256(trees.on_host(state.key).tobytes()).hexdigest()
+        yield "key", Setting(digest[:16], Kind.KEY)
 
 
 def _some_rows(data) -> str | None:
@@ -96,26 +130,24 @@ def code_text(f: object) -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]} {stable_text.code_of(f)}"
 
 
-def edits(old_settings: Any, new_settings: Mapping[str, str]) -> Iterator[str]:
+def edits(old_settings: Any, new_settings: Mapping[str, Setting]) -> Iterator[str]:
     """A note for each setting that differs from the script that saved the checkpoint."""
-    old_settings, changed = old_settings if isinstance(old_settings, Mapping) else {}, list[str]()
-    for name, new_text in new_settings.items():
-        old_text = old_settings.get(name)
-        if not isinstance(old_text, str) or old_text == new_text:
+    old_settings = old_settings if isinstance(old_settings, Mapping) else {}
+    changed_kinds = set[Kind]()
+    for name, setting in new_settings.items():
+        old_text, kind = old_settings.get(name), setting.kind
+        is_edited = isinstance(old_text, str) and old_text != setting
+        if not is_edited or changed_kinds & _NAMED_BY.get(kind, set()):
             continue
-        is_known = any(x.startswith(("rule", "the schedule of ")) for x in changed)
-        is_known &= name.startswith("a function of the rule")
-        if is_known or (name == "loss_fn" and any(x.endswith(_OF_LOSS) for x in changed)):
-            continue  # an earlier note has named the change
-        changed.append(name)
-        is_code = name.startswith(_CODE)
+        changed_kinds.add(kind)
+        is_code = kind in _CODE
         # versions of Python differ in their byte code
-        if is_code and old_text.split()[0] != new_text.split()[0]:
+        if is_code and old_text.split()[0] != setting.split()[0]:
             continue
-        is_long = (
-            is_code or max(len(old_text), len(new_text)) > 80 or name.startswith(("data", "key"))
-        )
-        code = " (code, or a value that it reads; what was compiled before keeps the old one)"
-        change = code * is_code if is_long else f" from {old_text} to {new_text}"
-        owner = "checkpoint" if name.startswith("key") else "script"
+        change = f" from {old_text} to {setting}"
+        if is_code:
+            change = " (code, or a value that it reads; what was compiled before keeps the old one)"
+        elif kind in _HASHES or max(len(old_text), len(setting)) > 80:
+            change = ""
+        owner = "checkpoint" if kind is Kind.KEY else "script"
         yield f"{name} has changed{change}. The {owner}'s is used."

@@ -5,13 +5,14 @@ the table of live numbers, the groups that `adjust` cut, the schedules.
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, placement, stable_text, trees
+from tsunax._core import Function, PyTree, placement, stable_text, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import _user_values, leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
@@ -103,7 +104,7 @@ def total_calls(tree: PyTree) -> int:
     return int(sum(np.sum(np.asarray(x)[..., 1]) for x in clocks)) if are_readable else 0
 
 
-def given_of(state: TrainState) -> dict[str, Any]:
+def script_numbers(state: TrainState) -> dict[str, Any]:
     """The numbers that a script gives: its rule's, the rates of its averages, its loss scale."""
     numbers, as_list = state.numbers, lambda x: np.asarray(x).tolist()
     if numbers is not None and np.size(numbers.values) > 20_000:  # a manifest is bounded
@@ -127,79 +128,125 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
             yield (".opt_state", *path), x
 
 
-def given_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
-    """What `given_of` returned for each state at the start of the saved run; empty if unknown."""
+def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
+    """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
         script_facts: Any = _user_values.decode(manifest.parts[0].values["script"], [])
-        given_by_state = {}
+        numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
             values = np.asarray(x["values"], np.float32)
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")
             as_float32 = lambda y: None if y is None else np.asarray(y, np.float32)
-            rates = {name: as_float32(rate) for name, rate in x["rates"].items()}
-            scale = as_float32(x["scale"])
-            injected = {name: np.asarray(y) for name, y in x.get("injected", {}).items()}
-            given_by_state[path] = {
+            injected = x.get("injected", {}).items()  # earlier versions did not save it
+            numbers_by_state[path] = {
                 "columns": columns,
                 "values": values,
-                "rates": rates,
-                "scale": scale,
+                "rates": {name: as_float32(rate) for name, rate in x["rates"].items()},
+                "scale": as_float32(x["scale"]),
+                "injected": {name: np.asarray(y) for name, y in injected},
             }
-            given_by_state[path]["injected"] = injected
-        return given_by_state
+        return numbers_by_state
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return {}
 
 
-def merged_numbers(
-    saved: np.ndarray,
-    saved_facts: Mapping[str, Any],
-    my_values: np.ndarray,
-    my_facts: Mapping[str, Any],
-    given_numbers: Mapping[str, Any] | None = None,
-) -> tuple[np.ndarray, list[str]]:
-    """The live numbers of a restored state, (..., 4, n), and the edits of the script in words.
+@dataclass(frozen=True)
+class KeptNumber:
+    """A saved number that stays, unless the script has changed it since the run's start."""
 
-    A number keeps its saved live value if the script gives the same number as before, at `setup`
-    and, if that is known, to `fit`. For an edited number the script's value is used.
-    """
-    if (
-        saved.shape != (*my_values.shape[:-1], len(saved_facts["columns"]))
-        or saved.dtype != my_values.dtype
-    ):
-        raise Damaged("manifest: live numbers that are no table of its names")
-    saved_columns, my_columns = _by_name(saved_facts["columns"]), _by_name(my_facts["columns"])
-    merged, edited = np.array(my_values), []
-    for name, my_places in my_columns.items():
-        saved_places = saved_columns.get(name, [])
-        schedules = saved_facts["schedules"].get(name, ""), my_facts["schedules"].get(name, "")
-        if schedules[0] != schedules[1] or len(saved_places) != len(my_places):
-            word_for = lambda text: "a schedule" if text else "a number"
-            edited.append(f"{name}: {word_for(schedules[0])} then, {word_for(schedules[1])} now")
-            continue
-        pairs = [(saved[..., 3, saved_places], my_values[..., 3, my_places])]
-        if given_numbers is not None and given_numbers["values"].shape[:-1] == my_values.shape[:-1]:
-            given_places = _by_name(given_numbers["columns"]).get(name, [])
-            table = given_numbers["values"][..., given_places]
-            pairs += [
-                (table[..., i, :], my_values[..., i, my_places]) for i in range(3) if given_places
-            ]
-        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
-            merged[..., my_places] = saved[..., saved_places]
-        else:
-            is_different = np.any(edit[0] != edit[1], axis=tuple(range(my_values.ndim - 2)))
+    title: str | None  # in the note of an edit; None if the settings of `fit` report the edit
+    at_start: Any  # the number that the script gave when the run was set up; None: the saved number
+    user_number: Function = np.asarray  # returns the number that users give for the stored number
+
+    def merged(
+        self, saved: np.ndarray, script_value: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, str]]:
+        """The number of a restored state, and a note of the script's edit, if there is one."""
+        at_start = saved if self.at_start is None else self.at_start
+        if np.array_equal(at_start, script_value):
+            return saved, {}
+        change = then_and_now(self.user_number(at_start), self.user_number(script_value))
+        return script_value, {} if self.title is None else {self.title: f"{self.title}: {change}"}
+
+
+def kept_numbers(
+    state: TrainState, path: Keys, at_start: Mapping[str, Any] | None
+) -> dict[Keys, KeptNumber]:
+    """The numbers that a script may edit outside of the table of live numbers, by their path."""
+    numbers = {}
+    for name, average in averages_of(state).items():
+        if not average.uniform and average.schedule is None:
+            rate = None if at_start is None else at_start["rates"].get(name)
+            title = "ema decay" + (f" of {name}" if name != "average" else "")
+            if at_start is not None and rate is None:  # the average had a schedule
+                title = None
+            numbers[(*path, f".{name}", ".rate")] = KeptNumber(title, rate, _decay_of_rate)
+    scale = state.loss_scale
+    if scale is not None and (at_start is not None or not scale.dynamic):
+        scale_at_start = None if at_start is None else at_start["scale"]
+        numbers[(*path, ".loss_scale", ".scale")] = KeptNumber("loss scale", scale_at_start)
+    # Without the numbers of the script's start, an edit looks like a change by the rule.
+    injected = {} if at_start is None else at_start["injected"]
+    for keys, _ in injected_numbers(state) if injected else ():
+        if (name := leaves.show("", keys)) in injected:
+            title = leaves.show("", (*path, *keys)).lstrip(".")
+            numbers[(*path, *keys)] = KeptNumber(title, injected[name])
+    return numbers
+
+
+def _decay_of_rate(rate: Any) -> np.float64:
+    """The decay that a user gave to an average, which stores the complement."""
+    return 1 - np.float64(rate)
+
+
+@dataclass(frozen=True)
+class NumberTable:
+    """The live numbers of a state, (..., 4, n): a name is kept, unless the script has edited it."""
+
+    saved_facts: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    at_start: Mapping[str, Any] | None  # see `script_numbers`; None if unknown
+
+    def merged(
+        self, saved: np.ndarray, script_values: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, str]]:
+        """The table of a restored state, and notes of the script's edits by the number's name.
+
+        A number keeps its saved live value if the script gives the same number as before, at
+        `setup` and, if that is known, to `fit`. An edited number is the script's.
+        """
+        saved_columns = _by_name(self.saved_facts["columns"])
+        width = len(self.saved_facts["columns"])
+        if saved.shape != (*script_values.shape[:-1], width) or saved.dtype != script_values.dtype:
+            raise Damaged("manifest: live numbers that are no table of its names")
+        at_start = self.at_start
+        if at_start is not None and at_start["values"].shape[:-1] != script_values.shape[:-1]:
+            at_start = None
+        merged, edits = np.array(script_values), {}
+        for name, columns in _by_name(self.facts["columns"]).items():
+            places = saved_columns.get(name, [])
+            saved_schedule = self.saved_facts["schedules"].get(name, "")
+            schedule = self.facts["schedules"].get(name, "")
+            if saved_schedule != schedule or len(places) != len(columns):
+                word_for = lambda text: "a schedule" if text else "a number"
+                edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
+                continue
+            pairs = [(saved[..., 3, places], script_values[..., 3, columns])]
+            if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
+                table = at_start["values"][..., start_columns]
+                pairs += [(table[..., i, :], script_values[..., i, columns]) for i in range(3)]
+            if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
+                merged[..., columns] = saved[..., places]
+                continue
+            is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
             # Numbers of a schedule follow the number that may be held against it.
-            titles = ["", *re.findall(r"'(\w+)': \*", schedules[1])]
-            titles_of_edits = ", ".join(
-                x for x, d in zip(titles, is_different, strict=False) if x and d
-            )
-            titles_of_edits = (
-                f" ({titles_of_edits})" if titles_of_edits and len(titles) == len(my_places) else ""
-            )
-            edited.append(f"{name}{titles_of_edits}: {then_and_now(*edit)}")
-    return merged, edited
+            titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
+            changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
+            detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
+            edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
+        return merged, edits
 
 
 def _by_name(columns) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Processes: starting them together, who this one is, and comparing what they hold.
+"""Processes: their start, the index of this process, and comparisons between processes.
 
 It needs no device. `tsunax.distributed.ray` starts processes under Ray.
 """

@@ -1,11 +1,12 @@
-"""What `distributed` uses of JAX that is not public: its key-value store, and who launched us.
+"""The parts of JAX that `distributed` uses and that are not public: key-value store, launchers.
 
-The store is that of JAX's coordination service, which runs in process 0. Nothing here starts a
+The store belongs to JAX's coordination service, which runs in process 0. Nothing here starts a
 backend. No other file of the package uses these parts of JAX; tests run them on every JAX that is
 supported.
 """
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 from jax._src import distributed as _distributed
@@ -19,7 +20,7 @@ class Store:
     def __init__(self, client: Any, run: int):
         self._client, self._root = client, f"tsunax/{run}"
 
-    def put(self, key: str, text: str, replace: bool = False) -> bool:
+    def write(self, key: str, text: str, replace: bool = False) -> bool:
         """Write a key. Returns False if it was written before, and is not to be replaced."""
         try:
             self._client.key_value_set(f"{self._root}/{key}", text, allow_overwrite=replace)
@@ -39,7 +40,7 @@ class Store:
                 raise
             return None
 
-    def under(self, key: str) -> dict[str, str]:
+    def texts_below(self, key: str) -> dict[str, str]:
         """The texts of `key/0`, `key/verdict` and so on, as far as they are written."""
         texts = self._client.key_value_dir_get(f"{self._root}/{key}/")
         return {name.rpartition("/")[2]: text for name, text in texts}
@@ -48,10 +49,21 @@ class Store:
         self._client.key_value_delete(f"{self._root}/{key}")
 
 
-def initialized() -> tuple[Any, int, int] | None:
-    """(client, the launcher's number, count) of `jax.distributed`; None before it starts."""
+@dataclass(frozen=True)
+class Connection:
+    """The client of `jax.distributed`, and the launcher's number of this process, of `count`."""
+
+    client: Any
+    index: int
+    count: int
+
+
+def initialized() -> Connection | None:
+    """The connection of `jax.distributed`; None before it starts."""
     state = _distributed.global_state
-    return None if state.client is None else (state.client, state.process_id, state.num_processes)
+    if state.client is None:
+        return None
+    return Connection(state.client, state.process_id, state.num_processes)
 
 
 def abandon() -> None:
@@ -72,6 +84,6 @@ def forget_in_child() -> None:
     state.client = state.service = state.preemption_sync_manager = None
 
 
-def detected(*known: Any) -> tuple[Any, Any, Any, Any]:
-    """(address, count, index, local_device_ids): those given, and what JAX finds of a launcher."""
-    return ClusterEnv.auto_detect_unset_distributed_params(*known)
+def detected(*settings: Any) -> tuple[Any, Any, Any, Any]:
+    """(address, count, index, local_device_ids) as given, or else as JAX finds a launcher's."""
+    return ClusterEnv.auto_detect_unset_distributed_params(*settings)

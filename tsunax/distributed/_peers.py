@@ -1,13 +1,13 @@
 """Messages between the processes of a run, in the key-value store of JAX's coordination service.
 
     say/<thread>/<number>/<i>         the message of process i at a gathering
-    say/<thread>/<number>/verdict     the answer: all messages, or what was wrong
+    say/<thread>/<number>/verdict     the answer: all messages, or the fault
     event/<n>                         an end, a question, a tick; read in order by all
     answer/<i>                        the newest tick that process i has read
 
-JAX starts the processes, and its heartbeats end those that have lost one. This file adds what JAX
-has not: the name of the process that is lost or late, and one call at which all obey a signal. The
-first writer of a key wins, so all processes read the same. Every wait ends.
+JAX starts the processes, and if one is lost, its heartbeats end the rest. This file adds the name
+of the process that is lost or late, and one call at which all obey a signal. The first writer of a
+key wins, so all processes read the same. Every wait ends.
 """
 
 import collections
@@ -24,17 +24,17 @@ from typing import Any
 from tsunax.distributed._jax_private import Store
 from tsunax.errors import ProcessError, message, told
 
-PATIENCE = 5.0  # seconds in which the others read what ends them, before process 0 and its store go
-SLICE = 0.5  # seconds after which a wait looks again; Python handles Ctrl-C between two of them
+PATIENCE = 5.0  # seconds in which all read the reason of an end, before process 0 and its store go
+SLICE = 0.5  # seconds after which a wait looks again; Python handles Ctrl-C between two waits
 LONG = 600.0  # seconds of one wait for an event: the store keeps a few bytes for each that ran out
 TICKS = 10  # ticks in the time after which a process that answers none counts as lost
 
 
 class Peers:
-    """A process's view of the others. `node` is the launcher's number of it, of `count`.
+    """A process's view of all processes. `node` is the launcher's number of it, of `count`.
 
-    They met `run` times before (no key is used twice). Before `watch`, the end of another process
-    is an error of the next gathering; after it, the end of this one.
+    They met `run` times before (no key is used twice). If another process ends, the next gathering
+    raises; after `watch`, this process ends, too.
     """
 
     def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
@@ -46,28 +46,28 @@ class Peers:
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
         self._changed, self._closing = threading.Condition(), threading.Event()
-        self._numbers = collections.Counter[str]()  # of gatherings, by thread
+        self._numbers = collections.Counter[str]()  # the number of gatherings, by thread
         self._next = 0  # the event that this process reads next
         self._round = self._value = 0
-        self._is_counting = self._has_asked = False
-        self._calls = [0, 0]  # gatherings, and calls of `agree` since the last of them
+        self._is_counting = self._has_sent_request = False
+        self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
         self._goals: collections.deque[tuple[list[int], int]] = collections.deque()
         self._ended = ""
         self._threads: list[threading.Thread] = []
 
-    def meet(self, **hello: Any) -> None:
+    def meet(self, **facts: Any) -> None:
         """The first gathering: who is who. Raises ProcessError if processes differ in something."""
         me = {"host": socket.gethostname(), "pid": os.getpid(), "num_processes": self.count}
-        self._hellos = [*map(json.loads, self.gather("start()", json.dumps({**me, **hello})))]
+        self._hellos = [*map(json.loads, self.gather("start()", json.dumps({**me, **facts})))]
         first = self._hellos[0]
-        for name in ("num_processes", *hello):
-            for i, other in enumerate(self._hellos):
-                if other.get(name) != first.get(name):
+        for name in ("num_processes", *facts):
+            for i, hello in enumerate(self._hellos):
+                if hello.get(name) != first.get(name):
                     expected = f"{first.get(name)}, as on {self._name(0)}"
-                    raise ProcessError(name, self._name(i), other.get(name), expected)
+                    raise ProcessError(name, self._name(i), hello.get(name), expected)
 
     def watch(self, patience: float, timeout: float) -> None:
-        """From now on this process ends when another one answers no tick for `patience` seconds."""
+        """From now on this process ends if another answers no tick for `patience` seconds."""
         self.patience, self.timeout, self._is_watched = patience, timeout, True
         if self.node == 0:
             self._run(self._tick)
@@ -98,24 +98,24 @@ class Peers:
         thread: str = "",
         index: int | None = None,
     ) -> list[str]:
-        """What all processes said here, by index; a `thread` has gatherings of its own."""
+        """The messages of all processes, by index; each `thread` has its own gatherings."""
         with self._changed:
             self._numbers[thread] += 1
             number = self._numbers[thread]
-            if not thread:  # all are here: who called `agree` less often before is even again
+            if not thread:  # all are here: their calls of `agree` count anew
                 self._calls = [number, 0]
         places = f"say/{thread.replace('/', ' ')}"
         said = json.dumps([self.node if index is None else index, name, text])
         try:
-            self._store.put(f"{places}/{number}/{self.node}", said)
+            self._store.write(f"{places}/{number}/{self.node}", said)
             timeout = self.timeout if timeout is None else timeout
             verdict = self._verdict(f"{places}/{number}", name, timeout)
-            if "all" in verdict and self.node == 0:  # so nobody reads the one before any more
+            if "all" in verdict and self.node == 0:  # and all have read the previous messages
                 self._store.delete(f"{places}/{number - 1}/")
         except ProcessError:
             raise
         except RuntimeError as error:
-            raise ProcessError(self._ended or self._lost(error)) from error
+            raise ProcessError(self._ended or self._loss_reason(error)) from error
         if "wrong" in verdict:
             raise ProcessError(verdict["wrong"])
         self._indices = [index for index, _ in verdict["all"]]
@@ -125,26 +125,26 @@ class Peers:
         """The answer; it is written by process 0, or by the first that has waited long enough."""
         start, has_reported = time.monotonic(), self.node > 0 or timeout <= self.timeout
         while self._is_watched or not self._ended:
-            left, awaited = start + timeout - time.monotonic(), "verdict"
-            if self.node == 0 or left <= 0:
-                texts = self._store.under(place)
+            seconds_left, awaited = start + timeout - time.monotonic(), "verdict"
+            if self.node == 0 or seconds_left <= 0:
+                texts = self._store.texts_below(place)
                 if "verdict" in texts:
                     return json.loads(texts["verdict"])
                 said = {int(i): json.loads(text) for i, text in texts.items()}
-                if verdict := self._judged(said, name, left <= 0):
-                    self._store.put(f"{place}/verdict", json.dumps(verdict))
+                if verdict := self._judged(said, name, seconds_left <= 0):
+                    self._store.write(f"{place}/verdict", json.dumps(verdict))
                     continue
                 awaited = str(next(i for i in range(self.count) if i not in said))
                 if not has_reported and time.monotonic() - start > self.timeout:
                     has_reported, text = True, self._no_word(name, said)
                     os.write(2, f"tsunax: after {self.timeout:g} s, {text}\n".encode())
-            text = self._store.get(f"{place}/{awaited}", min(SLICE, left))
+            text = self._store.get(f"{place}/{awaited}", min(SLICE, seconds_left))
             if text is not None and awaited == "verdict":
                 return json.loads(text)
         raise ProcessError(self._ended)
 
     def _judged(self, said: dict[int, list], name: str, is_late: bool) -> dict[str, Any]:
-        """The answer to what some processes said; nothing before it can be given."""
+        """The answer to the messages of some processes; empty if more messages are needed."""
         first = min(said)
         for i, (_, call, _) in sorted(said.items()):
             if call != said[first][1]:
@@ -159,20 +159,20 @@ class Peers:
         missing = ", ".join(self._name(i) for i in range(self.count) if i not in said)
         return message(name, "", f"no word of {missing}", "all processes")
 
-    def agree(self, asked: int) -> int:
+    def agree(self, request: int) -> int:
         """See `collectives.agree`. Waits only while the processes report how often they called."""
         with self._changed:
             is_free = lambda: self._ended or not self._is_counting
             if not self._changed.wait_for(is_free, self.timeout):
-                counts = self._store.under(f"count/{self._round}")
+                counts = self._store.texts_below(f"count/{self._round}")
                 raise ProcessError(self._no_word("agree()", [*map(int, counts)]))
             if self._ended:
                 raise ProcessError(self._ended)
             self._calls[1] += 1
-            if asked and not self._has_asked and not self._goals:
-                self._has_asked = True
-                with contextlib.suppress(RuntimeError):  # process 0 is gone: the thread says so
-                    self._post({"ask": [self._round, asked]})
+            if request and not self._has_sent_request and not self._goals:
+                self._has_sent_request = True
+                with contextlib.suppress(RuntimeError):  # process 0 is gone: the thread reports it
+                    self._post({"ask": [self._round, request]})
             if not self._goals or self._calls < self._goals[0][0]:
                 return 0
             return self._goals.popleft()[1]
@@ -180,14 +180,16 @@ class Peers:
     # --------------------------------------------------------------------------------------- ending
 
     def fail(self, text: str, stay: bool = False) -> None:
-        """End all other processes, which say why; this one, unless it stays, is to exit then."""
+        """End all other processes, which print the reason. Unless it stays, this one is to exit."""
         self._is_failing = True
         if stay:
             self._closing.set()
         with contextlib.suppress(RuntimeError):
-            if self._is_watched and not stay:  # a lost one is named, not the one that noticed it
+            if (
+                self._is_watched and not stay
+            ):  # a lost process is named, not the process that noticed
                 tick, end = self._post({"tick": 0}), time.monotonic() + self.patience + PATIENCE
-                answers = lambda: [*map(int, self._store.under("answer").values())]
+                answers = lambda: [*map(int, self._store.texts_below("answer").values())]
                 while sum(n >= tick for n in answers()) < self.count and time.monotonic() < end:
                     time.sleep(SLICE / 50)
             self._post({"end": f"{self._name(self.node)} ended: {text}", "of": self.node})
@@ -203,14 +205,14 @@ class Peers:
             thread.join(PATIENCE)
 
     def _post(self, event: dict[str, Any]) -> int:
-        """Say something to all processes; the events of all of them have one order."""
+        """Send an event to all processes, which read all events in the same order."""
         n = self._next
-        while not self._store.put(f"event/{n}", json.dumps(event)):
+        while not self._store.write(f"event/{n}", json.dumps(event)):
             n += 1
         return n
 
     def _listen(self) -> None:
-        silent = 0  # waits in a row that ran out: a process that was stopped itself counts one
+        silent = 0  # waits in a row that ran out: a pause of this process counts as one
         try:
             while not self._ended:
                 is_collecting = self._is_counting and self.node == 0
@@ -225,72 +227,72 @@ class Peers:
                         return
                     self._hear(event)
                 elif self._is_watched and self.node and (silent := silent + 1) > TICKS:
-                    self._end(self._silent(0))
+                    self._end(self._silence_reason(0))
         except Exception as error:
-            self._end(self._lost(error))
+            self._end(self._loss_reason(error))
 
     def _hear(self, event: dict[str, Any]) -> None:
         if "end" in event:
-            is_own = self._is_failing and not event.get("lost")
-            self._end("" if is_own else event["end"], event["of"])
+            is_of_this_process = self._is_failing and not event.get("lost")
+            self._end("" if is_of_this_process else event["end"], event["of"])
         elif "tick" in event:
-            self._store.put(f"answer/{self.node}", str(self._next - 1), replace=True)
+            self._store.write(f"answer/{self.node}", str(self._next - 1), replace=True)
         with self._changed:
             if "ask" in event and event["ask"][0] == self._round and not self._is_counting:
                 self._is_counting, self._value = True, event["ask"][1]
-                self._store.put(f"count/{self._round}/{self.node}", json.dumps(self._calls))
+                self._store.write(f"count/{self._round}/{self.node}", json.dumps(self._calls))
             elif "goal" in event and event["goal"][0] == self._round:
                 self._goals.append((event["goal"][1], self._value))
-                self._is_counting = self._has_asked = False
+                self._is_counting = self._has_sent_request = False
                 self._round += 1
             self._changed.notify_all()
 
     def _collect(self) -> None:
-        counts = self._store.under(f"count/{self._round}")
+        counts = self._store.texts_below(f"count/{self._round}")
         if len(counts) == self.count:
             gatherings, calls = max(json.loads(text) for text in counts.values())
             self._post({"goal": [self._round, [gatherings, calls + 1]]})
 
     def _tick(self) -> None:
-        """Process 0 asks for signs of life, and names who gave none. A stop of its own is none."""
+        """Process 0 names a process that answers no tick; its own pauses do not count."""
         missed, previous = collections.Counter[int](), -1
-        with contextlib.suppress(RuntimeError):  # the thread that listens says so
+        with contextlib.suppress(RuntimeError):  # the thread that listens reports it
             while not self._closing.wait(self.patience / (TICKS + 2)):
-                tick, answers = self._post({"tick": 0}), self._store.under("answer")
+                tick, answers = self._post({"tick": 0}), self._store.texts_below("answer")
                 for i in range(1, self.count):
                     has_answered = int(answers.get(str(i), -1)) >= previous
                     missed[i] = 0 if has_answered else missed[i] + 1
                     if missed[i] >= TICKS:
-                        self._post({"end": self._silent(i), "of": i, "lost": True})
+                        self._post({"end": self._silence_reason(i), "of": i, "lost": True})
                         return
                 previous = tick
                 self._store.delete(f"event/{tick - 10 * TICKS}")  # all that live have read it
 
-    def _silent(self, node: int) -> str:
+    def _silence_reason(self, node: int) -> str:
         why = "it was killed or stopped, or its host or network is down"
         return f"{self._name(node)} has been silent for {self.patience:g} s: {why}"
 
-    def _lost(self, error: Exception) -> str:
+    def _loss_reason(self, error: Exception) -> str:
         if self.node == 0 or "UNAVAILABLE" not in str(error):
             return f"{self._name(self.node)} cannot hear the others: {told(error).splitlines()[0]}"
         return f"{self._name(0)} is gone: it was killed, or crashed"
 
-    def _wait_until_heard(self, of: int) -> None:
-        """Process 0 carries the store: it stays until the others have read who ended."""
-        others = {str(i) for i in range(1, self.count) if i != of}
+    def _wait_until_heard(self, ending_node: int) -> None:
+        """Process 0 carries the store: it stays until all have read which process ended."""
+        listeners = {str(i) for i in range(1, self.count) if i != ending_node}
         end = time.monotonic() + (PATIENCE if self.node == 0 else 0)
-        while time.monotonic() < end and others - set(self._store.under("heard")):
+        while time.monotonic() < end and listeners - set(self._store.texts_below("heard")):
             time.sleep(SLICE / 50)
 
-    def _end(self, text: str, of: int | None = None) -> None:
+    def _end(self, text: str, ending_node: int | None = None) -> None:
         """This process is to end: because of the event of a process, or as it hears no other."""
         with self._changed:
             self._ended = self._ended or text or "this process has ended the run"
             self._changed.notify_all()
-        if of is not None:
+        if ending_node is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.put(f"heard/{self.node}", "")
-                self._wait_until_heard(of)
+                self._store.write(f"heard/{self.node}", "")
+                self._wait_until_heard(ending_node)
         if self._is_watched and not self._closing.is_set():
             leave(text, self._indices[self.node])
 
@@ -300,7 +302,7 @@ def leave(text: str, index: int) -> None:
     if text:
         text = f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n"
         os.write(2, text.encode())
-    # in a thread: whoever holds the stream may be stuck. None starts at the exit of the interpreter
+    # In a thread, because another may hold the stream. No thread starts at the interpreter's exit.
     with contextlib.suppress(RuntimeError):
         thread = threading.Thread(target=sys.stdout.flush, daemon=True)
         thread.start()

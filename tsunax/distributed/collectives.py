@@ -1,4 +1,4 @@
-"""What all processes agree on: waits that end, errors that name a process, one answer for all.
+"""Agreement of all processes: waits that end, errors that name a process, one answer for all.
 
     ts.distributed.check_in_sync(seed=seed, params=params, settings=settings)
 
@@ -35,14 +35,14 @@ def barrier(name: str = "barrier", timeout: float | None = None) -> None:
 
 
 def agree(asked: int = 0) -> int:
-    """0, until any process asks for something; then what it asked for, on all in the same call.
+    """0, until any process gives another number; then this number, on all in the same call.
 
         if signal := ts.distributed.agree(interrupt.asked):  # at every call of the compiled loop
             break
 
-    Every process calls it equally often. It waits for nobody: the processes settle on the next call
-    that none of them has reached. If two ask at once, one of them is heard. `asked` is an int, such
-    as a signal. Raises ProcessError when another process has ended the run, or is lost.
+    Every process calls it equally often. It does not wait: the processes settle on the next call
+    that no process has reached. If two numbers are given at once, one is returned. `asked` is an
+    int, such as a signal. Raises ProcessError when another process has ended the run, or is lost.
 
     >>> agree(), agree(15)
     (0, 15)
@@ -63,13 +63,13 @@ def check_in_sync(**things: Any) -> None:
     processes.current().compare("check_in_sync()", lambda: things)
 
 
-def _around(text: str, at: int) -> str:
-    start = 0 if len(text) < 80 else max(0, at - 30)
+def _excerpt(text: str, position: int) -> str:
+    start = 0 if len(text) < 80 else max(0, position - 30)
     return f"{'…' * (start > 0)}{text[start : start + 80]}{'…' * (start + 80 < len(text))}"
 
 
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """The tree of one process, on all of them: to the bit, arrays in one program.
+    """The tree of one process, on all processes: to the bit, arrays in one program.
 
     The trees have the same structure, shapes and dtypes everywhere. JAX arrays keep their place,
     NumPy arrays stay NumPy's. Numbers and strings may differ, and need no device. Raises
@@ -84,7 +84,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < count:
         raise ProcessError("root", "broadcast()", repr(root), f"a process from 0 to {count - 1}")
     keyed, treedef = jtu.tree_flatten_with_path(tree)
-    known = {}
+    descriptions = {}
     leaf: Any
     for path, leaf in keyed:
         place, is_array = trees.access_str("tree", path), trees.is_array(leaf)
@@ -94,10 +94,12 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         if has_objects or is_spread or not (is_array or is_plain):
             expected = "an array of this process, a number or a string"
             raise WrongTypeError("leaf", place, trees.describe(leaf), expected)
-        known[place] = f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
+        descriptions[place] = (
+            f"{leaf.dtype}{list(leaf.shape)}" if is_array else "a number or a string"
+        )
     if count == 1:
         return tree
-    everyone.compare("broadcast()", lambda: known)
+    everyone.compare("broadcast()", lambda: descriptions)
     leaves = [leaf for _, leaf in keyed]
     plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
     values = json.loads(everyone.gather("broadcast()", plain)[root])
@@ -122,7 +124,7 @@ def _like(leaf: Any, part: np.ndarray) -> Any:
 
 
 class Several(processes.Alone):
-    """The processes of a run that `jax.distributed` knows, in place of `processes.Alone`."""
+    """The processes of `jax.distributed`, in place of `processes.Alone`."""
 
     @property
     def index(self) -> int:
@@ -148,7 +150,7 @@ class Several(processes.Alone):
         return len({device.process_index for device in devices}) == self.count > 1
 
     def row_parts(self, count: int) -> int:
-        # of the devices, if the processes train as one program
+        # If the processes train as one program, each device has a part.
         return jax.device_count() if count == self.count else count
 
     def name_of(self, index: int) -> str:
@@ -180,17 +182,17 @@ class Several(processes.Alone):
     ) -> tuple[Any, list[str]]:
         """`f()` on all processes. The process that failed raises its own error.
 
-        The others raise one that names the process: of its kind among `kinds` (from the mildest
-        on), or else a ProcessError.
+        All other processes raise an error that names it: of its kind among `kinds` (from the
+        mildest on), or else a ProcessError.
         """
         value, own_error, said = None, None, [len(kinds), "", ""]
         try:
             value, word = f()
             said = [-1, "", word]
         except Exception as error:
-            own_error, is_known = error, isinstance(error, (TsunaxError, *kinds))
+            own_error, is_reportable = error, isinstance(error, (TsunaxError, *kinds))
             grade = next((i for i, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
-            said = [grade, str(error) if is_known else told(error), ""]
+            said = [grade, str(error) if is_reportable else told(error), ""]
         texts = self.gather(name, json.dumps(said), timeout, thread)
         everyone = [json.loads(text) for text in texts]
         grade, problem, _ = worst = max(everyone, key=lambda said: said[0])
@@ -214,10 +216,12 @@ class Several(processes.Alone):
         everyone, differ = [json.loads(text) for text in texts], []
         for place in dict.fromkeys(place for parts in everyone for place in parts):
             texts = [parts.get(place, "nothing") for parts in everyone]
-            if (other := next((text for text in texts if text != texts[0]), None)) is not None:
-                at = len(os.path.commonprefix([other, texts[0]]))  # noqa: RUF071, characters
-                got, first = _around(other, at), _around(texts[0], at)
-                who = self.name_of(texts.index(other))
+            if (
+                different_text := next((text for text in texts if text != texts[0]), None)
+            ) is not None:
+                position = len(os.path.commonprefix([different_text, texts[0]]))  # noqa: RUF071, characters
+                got, first = _excerpt(different_text, position), _excerpt(texts[0], position)
+                who = self.name_of(texts.index(different_text))
                 differ.append(f"{place}: got {got} on {who}, {first} on process 0")
         where = "" if where == "check_in_sync()" else f" at {where}"
         text = f"processes differ{where}: {trees.listed(differ, 10, '; ')}"

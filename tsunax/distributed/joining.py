@@ -3,8 +3,8 @@
     ts.distributed.start()              # the first line of the script; alone, it does nothing
 
 `mpirun`, SLURM, Kubernetes and the like start the processes; `start` finds out from them who is
-who, brings all together, and starts `jax.distributed`. From then on `jax.devices()` are those of
-all processes. A run that `jax.distributed.initialize` started is served, too.
+who, brings all together, and starts `jax.distributed`. From then on `jax.devices()` are the
+devices of all processes. A run that `jax.distributed.initialize` started is served, too.
 """
 
 import atexit
@@ -33,13 +33,13 @@ SPARE = 10
 
 _peers_of_run: _peers.Peers | None = None
 _is_watching = False  # from start() on
-_is_ours = False  # `jax.distributed`, which start() has initialized
+_has_initialized = False  # `jax.distributed`, which start() has initialized
 _has_given_up = False
 _met = 0  # how often the processes have met
 
 
 class _Launch(NamedTuple):
-    address: Any  # of process 0, host:port; None where nobody says so, as the next two
+    address: Any  # host:port of process 0; None if unknown, as the next two
     count: Any
     index: Any
     local_device_ids: Any
@@ -47,12 +47,12 @@ class _Launch(NamedTuple):
 
 
 def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _Launch:
-    """From arguments, then JAX_* variables, then what JAX knows of launchers, and MPIs besides."""
+    """From arguments, then JAX_* variables, then JAX's list of launchers, and more MPIs."""
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = number("JAX_NUM_PROCESSES") if count is None else count
     index = number("JAX_PROCESS_ID") if index is None else index
     if index is None and address is not None and count is not None:
-        index = number("JOB_COMPLETION_INDEX")  # of an indexed job of Kubernetes
+        index = number("JOB_COMPLETION_INDEX")  # an indexed job of Kubernetes sets it
     method, is_one_host = None, False
     if (n := number("OMPI_COMM_WORLD_SIZE")) is not None:
         is_one_host = number("OMPI_COMM_WORLD_LOCAL_SIZE") == n
@@ -65,7 +65,7 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
                 local_device_ids = local_device_ids or [number("OMPI_COMM_WORLD_LOCAL_RANK")]
     elif "SLURM_STEP_NODELIST" in os.environ:
         is_one_host = number("SLURM_STEP_NUM_NODES") == 1
-        if count is None:  # of this step; in an interactive shell that is 1, whatever the job has
+        if count is None:  # the count of this step, which is 1 in an interactive shell
             count = number("SLURM_STEP_NUM_TASKS")
     elif (number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
         method = "mpi4py"
@@ -75,14 +75,14 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
             fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
             raise ProcessError("launcher", "start()", got, "mpi4py", fix)
         try:
-            given = address, count, index, local_device_ids, method, math.ceil(timeout)
-            found = _jax_private.detected(*given)
+            arguments = address, count, index, local_device_ids, method, math.ceil(timeout)
+            launch = _jax_private.detected(*arguments)
         except Exception as error:
             got = f"{told(error)}, when JAX asked it"
             fix = "Say coordinator_address=, num_processes= and process_id=; "
             fix += "start(num_processes=1) for a process alone."
             raise ProcessError("launcher", "start()", got, "who is who", fix) from error
-        address, count, index, local_device_ids = found
+        address, count, index, local_device_ids = launch
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
     return _Launch(address, count, index, local_device_ids, is_one_host)
@@ -101,9 +101,9 @@ def _place(launch: _Launch) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_seconds(where: str, **given: Any) -> None:
+def check_seconds(where: str, **values: Any) -> None:
     """Raise ProcessError for what is no number of seconds."""
-    for name, seconds in given.items():
+    for name, seconds in values.items():
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not is_number or not 0 < seconds < 1e6:
             raise ProcessError(name, where, repr(seconds), "seconds, more than 0")
@@ -118,28 +118,28 @@ def start(
     timeout: float = 120.0,
     peer_timeout: float = 30.0,
 ) -> None:
-    """Make this process one of many, before anything else asks JAX for a device. Alone: nothing.
+    """Make this process one of many, before anything else uses a device. Alone: nothing.
 
         jax.distributed.initialize(...)    # with all processes there, and watched from then on
 
     Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI
     (with mpi4py), in an indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. A second call does nothing. After a
-    `jax.distributed.initialize` of your own it only begins to watch the other processes.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. A second call does nothing. After your
+    `jax.distributed.initialize` it only begins to watch the other processes.
 
     Args:
       coordinator_address: `host:port` of process 0, the same on all. Processes on one host say
-        `localhost:port`: then nobody else can connect.
-      num_processes: how many there are; 1 is a process alone, whatever a launcher says.
+        `localhost:port`: then no other host can connect.
+      num_processes: how many there are; 1 is a process alone, also under a launcher.
       process_id: which one this is, from 0.
       local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU
         each, by the rank on the host; else all.
       timeout: seconds that any wait for living processes may take, here, in `barrier` and its like.
       peer_timeout: seconds without a sign of life after which a process counts as dead.
 
-    When a process dies, is stopped, or ends with an exception, all others end with exit code 1 and
+    When a process dies, is stopped, or ends with an exception, the rest end with exit code 1 and
     a line that names it: a collective that has lost a member never returns. If process 0 is killed,
-    JAX aborts the others at once (SIGABRT); it calls process 0 the leader. At the end processes
+    JAX aborts the rest at once (SIGABRT); it calls process 0 the leader. At the end processes
     wait for each other, see `stop`. SIGTERM keeps its handler.
 
     Raises ProcessError if not all processes come, or if their versions or counts differ; for wrong
@@ -150,71 +150,76 @@ def start(
     >>> process_index(), process_count()
     (0, 1)
     """
-    global _is_ours
+    global _has_initialized
     if _is_watching:
         return
     check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
     if _has_given_up:
         raise ProcessError("start()", "", "a process that has given up", "a new process")
-    if (found := _jax_private.initialized()) is None:
+    if (connection := _jax_private.initialized()) is None:
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         if launch.count == 1:
             stay_alone(num_processes == 1)
             return
         place = _place(launch)
         _initialize(launch, *place, timeout, peer_timeout)
-        _is_ours = True
+        _has_initialized = True
     else:
-        asked = {"num_processes": (num_processes, found[2]), "process_id": (process_id, found[1])}
-        for name, (given, known) in asked.items():
-            if given not in (None, known):
-                expected = f"{known}, as jax.distributed has it"
+        arguments = {
+            "num_processes": (num_processes, connection.count),
+            "process_id": (process_id, connection.index),
+        }
+        for name, (argument, value) in arguments.items():
+            if argument not in (None, value):
+                expected = f"{value}, as jax.distributed has it"
                 fix = "jax.distributed was initialized before: leave the arguments out."
-                raise ProcessError(name, "start()", given, expected, fix)
-        if found[2] == 1:
+                raise ProcessError(name, "start()", argument, expected, fix)
+        if connection.count == 1:
             return
     _watch(timeout, peer_timeout)
 
 
 def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
-    """`jax.distributed.initialize`, with an error for what JAX would abort the process for."""
+    """`jax.distributed.initialize`, with an error if JAX would abort the process."""
     alone = launch.is_one_host or host in ("localhost", "127.0.0.1", "::1")
     if alone:
         host = "::1" if host == "::1" else "127.0.0.1"
     if launch.index == 0:  # gRPC would share a port that another run has, and mix the two
         _check_port(host, port, alone)
-    there = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     failed: list[BaseException] = []
 
     def connect() -> None:
         try:
             jax.distributed.initialize(
-                there,
+                address,
                 launch.count,
                 launch.index,
                 launch.local_device_ids,
                 cluster_detection_method="deactivate",
                 initialization_timeout=10 * 365 * 86400,  # when it is over, JAX aborts
                 heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
-                coordinator_bind_address=there if alone else None,
+                coordinator_bind_address=address if alone else None,
             )
         except BaseException as error:
             failed.append(error)
 
     # JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends
-    before = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
     thread.start()
     thread.join(timeout)
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, sigterm_handler)
     if failed or thread.is_alive():
         _jax_private.abandon()
     if failed:
         got = told(failed[0])
         raise ProcessError("jax.distributed", "start()", got, "one that starts") from failed[0]
     if thread.is_alive():
-        got = f"not all {launch.count} of them within {timeout:g} s at {there}, seen from process "
+        got = (
+            f"not all {launch.count} of them within {timeout:g} s at {address}, seen from process "
+        )
         fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
         fix += "of their own? Is process 0 running there, and the port open between the hosts?"
         raise ProcessError("processes", "start()", f"{got}{launch.index}", "all of them", fix)
@@ -231,36 +236,41 @@ def _check_port(host: str, port: int, alone: bool) -> None:
 
 
 def peers() -> _peers.Peers | None:
-    """The others: after `start`, or of a `jax.distributed` of somebody else's; None alone."""
-    found = _jax_private.initialized()
-    if _peers_of_run is None and not _has_given_up and found is not None and found[2] > 1:
-        _meet(found, "without ts.distributed.start()", 120.0).listen()
+    """The processes after `start`, or after `jax.distributed.initialize`; None for one alone."""
+    connection = _jax_private.initialized()
+    if (
+        _peers_of_run is None
+        and not _has_given_up
+        and connection is not None
+        and connection.count > 1
+    ):
+        _meet(connection, "without ts.distributed.start()", 120.0).listen()
         atexit.register(_at_exit)
     return _peers_of_run
 
 
-def _meet(found: tuple[Any, int, int], how: str, timeout: float) -> _peers.Peers:
+def _meet(connection: _jax_private.Connection, how: str, timeout: float) -> _peers.Peers:
     global _met, _peers_of_run
-    others = _peers.Peers(*found, _met, timeout)
+    run_peers = _peers.Peers(connection.client, connection.index, connection.count, _met, timeout)
     _met += 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    others.meet(jax=jax.__version__, python=python, begins=how)
-    _peers_of_run = others
-    return others
+    run_peers.meet(jax=jax.__version__, python=python, begins=how)
+    _peers_of_run = run_peers
+    return run_peers
 
 
 def _watch(timeout: float, peer_timeout: float) -> None:
-    """Watch the other processes from now on, and tell them of the end of this one."""
+    """Watch the other processes from now on, and report the end of this process to them."""
     global _is_watching
-    if (others := _peers_of_run) is None:
-        found = _jax_private.initialized()
-        assert found is not None
-        others = _meet(found, "ts.distributed.start()", timeout)
-        others.watch(peer_timeout, timeout)
-        others.listen()
+    if (run_peers := _peers_of_run) is None:
+        connection = _jax_private.initialized()
+        assert connection is not None
+        run_peers = _meet(connection, "ts.distributed.start()", timeout)
+        run_peers.watch(peer_timeout, timeout)
+        run_peers.listen()
     else:
-        others.gather("start()")
-        others.watch(peer_timeout, timeout)
+        run_peers.gather("start()")
+        run_peers.watch(peer_timeout, timeout)
         atexit.unregister(_at_exit)
     _is_watching = True
     atexit.register(_at_exit)
@@ -271,35 +281,37 @@ def stop() -> None:
 
     Raises ProcessError if one that is alive does not come within half an hour.
     """
-    global _is_ours
+    global _has_initialized
     if _peers_of_run is None:
         return
     if _is_watching:
         _peers_of_run.gather("stop()", timeout=LAST)
-    if (others := _let_go()) is not None:
-        others.close()
-    if _is_ours:
-        _is_ours = False
+    if (run_peers := _let_go()) is not None:
+        run_peers.close()
+    if _has_initialized:
+        _has_initialized = False
         jax.distributed.shutdown()
 
 
 def give_up(reason: object) -> None:
-    """End all other processes, which say that this one ended, and why; this one goes on, alone.
+    """End all other processes, which print this process and the reason; it continues alone.
 
     An exception that ends a script does so by itself: this is for a notebook, a framework that
     catches exceptions, `sys.exit(1)`. `reason` is an exception or a string.
     """
     global _has_given_up
-    if (others := _let_go()) is not None:
+    if (run_peers := _let_go()) is not None:
         _has_given_up = True
-        others.fail(told(reason) if isinstance(reason, BaseException) else str(reason), stay=True)
+        run_peers.fail(
+            told(reason) if isinstance(reason, BaseException) else str(reason), stay=True
+        )
 
 
 def _let_go() -> _peers.Peers | None:
     global _peers_of_run, _is_watching
-    others, _peers_of_run, _is_watching = _peers_of_run, None, False
+    run_peers, _peers_of_run, _is_watching = _peers_of_run, None, False
     atexit.unregister(_at_exit)
-    return others
+    return run_peers
 
 
 def _in_child() -> None:
@@ -317,8 +329,8 @@ def _at_exit() -> None:
     if error is None or not _is_watching:
         try:
             return stop()
-        except ProcessError as found:
-            error = found
+        except ProcessError as stop_error:
+            error = stop_error
     sys.stdout.flush()
     assert _peers_of_run is not None
     _peers_of_run.fail(told(error))
@@ -339,7 +351,7 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is process 0: the one that prints, logs and downloads.
+    """Whether this is process 0, which prints, logs and downloads.
 
     Raises ProcessError as `process_index`.
     """

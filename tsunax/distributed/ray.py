@@ -35,7 +35,7 @@ def trainer(
     start: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Ray Train's JaxTrainer for `f()` or `f(config)`, whose workers train as one.
+    """Ray Train's JaxTrainer for `f()` or `f(config)`, in which all workers train as one.
 
     Inside, `ray.train.report` and `get_checkpoint` work as ever. Processes are brought together by
     `ts.distributed` and not by Ray: with bounded waits, and on CPUs too. Raises MissingLibraryError
@@ -48,14 +48,16 @@ def trainer(
     """
     train, jax_train = library(".train"), library(".train.v2.jax")
     takes_config = bool(inspect.signature(f).parameters)
-    given = dict(start or {})
+    start_options = dict(start or {})
 
     def loop(config):
         context = library(".train").get_context()
         index, count = context.get_world_rank(), context.get_world_size()
-        mine = f"{library('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
-        address = library(".train.collective").broadcast_from_rank_zero(mine)
-        joining.start(address, count, index, **given)
+        address_of_first = (
+            f"{library('.util').get_node_ip_address()}:{_free_port()}" if index == 0 else ""
+        )
+        address = library(".train.collective").broadcast_from_rank_zero(address_of_first)
+        joining.start(address, count, index, **start_options)
         try:
             result = f(config) if takes_config else f()
         except BaseException as error:  # Ray keeps it, and the other processes end

@@ -20,6 +20,7 @@ import numpy as np
 from tsunax._core import durable_files
 from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
+from tsunax.checkpoints.script_settings import Kind, Setting
 from tsunax.errors import CheckpointError, SaveError, TsunaxError, told
 from tsunax.tuning import _trials, spaces
 from tsunax.tuning._trials import Cause, Result, Trial
@@ -55,7 +56,8 @@ class Journal:
                 elif {**old, OBJECTIVE: ""} != {**about, OBJECTIVE: ""}:
                     _raise_first_difference(folder, old, about)
                 else:
-                    self.edits = [*script_settings.edits(old, {OBJECTIVE: about[OBJECTIVE]})]
+                    code = Setting(about[OBJECTIVE], Kind.OBJECTIVE)
+                    self.edits = [*script_settings.edits(old, {OBJECTIVE: code})]
                 self.trials = _ended(self.study)
             except BaseException:
                 self.close()
