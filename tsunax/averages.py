@@ -142,8 +142,12 @@ def as_average(
     if given is None or isinstance(given, Average):
         return given
     if isinstance(given, bool) or (trees.dtype_of(given) is None and not callable(given)):
-        expected = "a decay in [0, 1), or ts.averages.ema(...)"
-        raise WrongTypeError(name, where, trees.describe(given), expected)
+        raise WrongTypeError(
+            name,
+            where,
+            got=trees.describe(given),
+            expected="a decay in [0, 1), or ts.averages.ema(...)",
+        )
     return ema(given)
 
 

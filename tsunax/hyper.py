@@ -80,15 +80,24 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
     if checks.is_real(where):
-        got, fix = trees.describe(where), f"Name the value: learning_rate={where}."
-        raise WrongTypeError("where", "adjust()", got, "a pattern", fix)
+        raise WrongTypeError(
+            "where",
+            "adjust()",
+            got=trees.describe(where),
+            expected="a pattern",
+            fix=f"Name the value: learning_rate={where}.",
+        )
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
     check_values(state, "adjust()", where)
     if state.numbers is None:
-        fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
-        got = "one without live numbers"
-        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
+        raise HyperparameterError(
+            "rule",
+            "adjust()",
+            got="one without live numbers",
+            expected="a live rule",
+            fix="Use one of tsunax.rules, or ts.rules.live(optax_factory).",
+        )
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
     if isinstance(where, str) and where == "**" and is_flat:
         return _assign(state, _by_flat_name(state, values), _table(state).values)
@@ -107,8 +116,9 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     for name_of_value, x in values.items():
         if "/" not in name_of_value:
             fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            text = unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
-            raise HyperparameterError(text)
+            raise HyperparameterError(
+                unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
+            )
         name, rest_of_name = run.member_at(name_of_value, "adjust()")
         values_by_member.setdefault(name, {})[rest_of_name] = x
     members = {name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
@@ -172,22 +182,35 @@ def _set_frozen(state: _State, where: Where, on: bool, members: ArrayLike | None
     is_lbfgs = lambda x: isinstance(x, optax.ScaleByLBFGSState)
     mixes = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
     if on and mixes and not all(trained):
-        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
-        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
+        raise RuleError(
+            "rule",
+            "freeze()",
+            got="lbfgs",
+            expected="one that treats leaves apart",
+            fix="Its memory mixes all leaves. Leave them out with setup(..., trainable=...).",
+        )
     words, population = frozen_words(trained), jnp.shape(state.clock)[:-1]
     if trees.is_traced(members):
         raise StateError("members", by, "a traced array", "indices with values, or a mask")
     if members is not None:
         chosen, indices = np.zeros(population, bool), np.array(members, ndmin=1)
         if indices.dtype != bool and len({*indices.flat}) < indices.size:
-            got, expected = trees.describe(members), "each index once, or a mask of bools"
-            raise StateError("members", by, got, expected)
+            raise StateError(
+                "members",
+                by,
+                got=trees.describe(members),
+                expected="each index once, or a mask of bools",
+            )
         try:
             chosen[indices if indices.size else ()] = indices.size > 0
         except IndexError:
             n = population[0] if population else 0
-            got, expected = trees.describe(members), f"indices of members below {n}, or a mask"
-            raise StateError("members", by, got, expected) from None
+            raise StateError(
+                "members",
+                by,
+                got=trees.describe(members),
+                expected=f"indices of members below {n}, or a mask",
+            ) from None
         words = np.where(chosen[:, None], words, np.zeros_like(words))
     if state.frozen is None:
         if not on:
@@ -201,9 +224,13 @@ def _set_frozen(state: _State, where: Where, on: bool, members: ArrayLike | None
 
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
-    where = trees.access_str("params", trees.paths(state.params)[i])
-    got = "one that setup(trainable=...) left out"
-    return PatternError("leaf", where, got, "a trained leaf", fix)
+    return PatternError(
+        "leaf",
+        trees.access_str("params", trees.paths(state.params)[i]),
+        got="one that setup(trainable=...) left out",
+        expected="a trained leaf",
+        fix=fix,
+    )
 
 
 # Hyperparameters
@@ -252,9 +279,13 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
             hits.append(_Hit(at, indices[at], s.live.names, leaves))
     if not hits:
         hidden = not all(seen.issuperset(s.paths) for _, s in lives)
-        fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""
-        got = "none with live numbers for these leaves"
-        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
+        raise HyperparameterError(
+            "rule",
+            "adjust()",
+            got="none with live numbers for these leaves",
+            expected="a live rule",
+            fix="A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else "",
+        )
     targets: dict[int, dict[str, str]] = {} if values else {hit.at: {} for hit in hits}
     for given in values:
         index, _, name = given.rpartition(".")
@@ -267,9 +298,13 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
         for pair in itertools.combinations(found, 2):
             if pair[0].leaves & pair[1].leaves:
                 both = [repr(f"{hit.rule}.{name}") for hit in pair]
-                got, expected = f"{given!r}, which two rules of a chain have", " or ".join(both)
-                fix = f"Write adjust(state, **{{{both[0]}: ...}})."
-                raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
+                raise HyperparameterError(
+                    "hyperparameter",
+                    "adjust()",
+                    got=f"{given!r}, which two rules of a chain have",
+                    expected=" or ".join(both),
+                    fix=f"Write adjust(state, **{{{both[0]}: ...}}).",
+                )
         if not found:
             here = sorted({name for hit in hits for name in hit.names})
             fix = "" if len(hits) == len(lives) else "It may be of the rule of other leaves."
@@ -353,21 +388,30 @@ def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> No
     name, where = live.names[i], f"{live.title}()"
     if value is None:
         if live.schedules[i] is None:
-            expected = "a number: it has no schedule to go back to"
-            raise HyperparameterError(name, where, "None", expected)
+            raise HyperparameterError(
+                name, where, got="None", expected="a number: it has no schedule to go back to"
+            )
         return
     if callable(value):
-        fix = (
-            "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and go "
+        raise WrongTypeError(
+            name,
+            where,
+            got=f"{trees.describe(value)}, a function of the step",
+            expected="a number",
+            fix=(
+                "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and "
+                "go on with its moments: state, report = ts.migrate(state, rule)."
+            ),
         )
-        fix += "on with its moments: state, report = ts.migrate(state, rule)."
-        got = f"{trees.describe(value)}, a function of the step"
-        raise WrongTypeError(name, where, got, "a number", fix)
     each = [value]
     if np.ndim(value) and members:  # a population takes one value per member
         if np.shape(value) != members:
-            got, expected = f"shape {np.shape(value)}", f"one number, or shape {members}"
-            raise HyperparameterError(name, where, got, f"{expected}: one for each member")
+            raise HyperparameterError(
+                name,
+                where,
+                got=f"shape {np.shape(value)}",
+                expected=f"one number, or shape {members}: one for each member",
+            )
         if not trees.is_traced(value):
             each = np.ravel(np.asarray(value)).tolist()
     for number in each:

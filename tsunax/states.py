@@ -128,8 +128,13 @@ class States(Clocked):
         Raises as `replace`.
         """
         if all_or_none and jnp.ndim(self.clock) > 1:
-            fix = "Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch)."
-            raise StateError("run", "advance()", "a population", "one run", fix)
+            raise StateError(
+                "run",
+                "advance()",
+                got="a population",
+                expected="one run",
+                fix="Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch).",
+            )
         run = self.replace(**new)
         is_rejected = jnp.any(run.tally > self.tally, -1)  # `replace` has counted rejected calls
         clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
@@ -186,21 +191,34 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
 
 def _check_members(members: Mapping[str, Any]) -> None:
     if not members:
-        fix = "For example ts.States(generator=g, critic=c)."
-        raise StateError("members", "States()", "none", "a training state by name", fix)
+        raise StateError(
+            "members",
+            "States()",
+            got="none",
+            expected="a training state by name",
+            fix="For example ts.States(generator=g, critic=c).",
+        )
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in reserved_names:
-            expected = "a name that can be an attribute, and is none of States'"
-            raise StateError("name", "States()", repr(name), expected)
+            raise StateError(
+                "name",
+                "States()",
+                got=repr(name),
+                expected="a name that can be an attribute, and is none of States'",
+            )
         _check_state(name, state)
 
 
 def _check_sizes(members: Mapping[str, TrainState], shape: tuple[int, ...], where: str) -> None:
     for name, state in members.items():
         if (other_shape := jnp.shape(state.clock)[:-1]) != shape:
-            got = f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}"
-            raise StateError("members", where, got, "populations of one size, or none")
+            raise StateError(
+                "members",
+                where,
+                got=f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}",
+                expected="populations of one size, or none",
+            )
 
 
 def _check_state(name: str, state: object) -> None:
@@ -208,8 +226,13 @@ def _check_state(name: str, state: object) -> None:
         fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             fix = "A step returns two things: state, info = step(state, batch)."
-        title, got = f"member {name!r}", trees.describe(state)
-        raise WrongTypeError(title, "States", got, "a TrainState", fix)
+        raise WrongTypeError(
+            f"member {name!r}",
+            "States",
+            got=trees.describe(state),
+            expected="a TrainState",
+            fix=fix,
+        )
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:

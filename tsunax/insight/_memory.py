@@ -163,8 +163,13 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
         if device.device_kind in memory_by_kind:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
-        got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
-        raise DeviceError("memory", where, got, "a number", fix)
+        raise DeviceError(
+            "memory",
+            where,
+            got=f"{device.device_kind}, a device that is not here",
+            expected="a number",
+            fix="Give memory=32 << 30.",
+        )
     is_on_device = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
     state_bytes = sum(map(bytes_per_device, filter(is_on_device, arrays)))
     info = device_info(device)
@@ -174,8 +179,13 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return info.memory_total - bytes_of_others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
-        got, fix = f"{device}, which does not say how much it has", "Give memory=16 << 30."
-        raise DeviceError("memory", where, got, "a number", fix)
+        raise DeviceError(
+            "memory",
+            where,
+            got=f"{device}, which does not say how much it has",
+            expected="a number",
+            fix="Give memory=16 << 30.",
+        )
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + state_bytes, "free on this machine" + (
         f", over {n} devices" if n > 1 else ""

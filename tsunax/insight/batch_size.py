@@ -254,15 +254,26 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
     if non_numeric := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
         raise WrongTypeError("example", where, trees.describe(non_numeric[0]), "one batch")
     if not any(map(np.ndim, jax.tree.leaves(example))):
-        fix = "A loss that draws its own samples has their number in loss_fn."
-        raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
+        raise WrongTypeError(
+            "example",
+            where,
+            got=trees.describe(example),
+            expected="a batch with rows",
+            fix="A loss that draws its own samples has their number in loss_fn.",
+        )
     step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        got = trees.describe(margin)
-        raise HyperparameterError("margin", where, got, "a number from 0 to below 1")
+        raise HyperparameterError(
+            "margin", where, got=trees.describe(margin), expected="a number from 0 to below 1"
+        )
     if not hasattr(step, "lower"):
-        got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
-        raise WrongTypeError("step", where, got, "one that can be lowered", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="one that can be lowered",
+            fix="ts.train_step(loss_fn), or jax.jit it.",
+        )
     allowed_bytes, source = _memory.limit_of(memory, state, where)
     words = functools.partial(processes.current().gather, timeout=processes.LAST)
     allowed_bytes = min(map(int, words(where, str(allowed_bytes))))
@@ -301,10 +312,13 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
             if smallest_trial.need
             else "could not be compiled"
         )
-        expected = f"at most {trees.bytes_str(limit)} ({source})"
-        fix = "remat=True, a lower precision or a mesh with fsdp need less."
-        got = f"{smallest_trial.size} that {needed}"
-        raise DoesNotFitError("smallest batch size", where, got, expected, fix)
+        raise DoesNotFitError(
+            "smallest batch size",
+            where,
+            got=f"{smallest_trial.size} that {needed}",
+            expected=f"at most {trees.bytes_str(limit)} ({source})",
+            fix="remat=True, a lower precision or a mesh with fsdp need less.",
+        )
     answer = largest_size if whole_batch is None else whole_batch // largest_size
     return answer, SizeReport(title, answer, tuple(trials), limit, source)
 

@@ -118,13 +118,23 @@ def describe(
     """
     where = "describe()"
     if not isinstance(step, TrainStep) and not (isinstance(state, States) and callable(step)):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="a train_step",
+            fix="Make one: ts.train_step(loss_fn).",
+        )
     if not isinstance(state, States):
         check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        fix = "Call it outside of jit, with arrays or shapes."
-        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
+        raise StateError(
+            "state or batch",
+            where,
+            got="a traced one",
+            expected="a concrete one",
+            fix="Call it outside of jit, with arrays or shapes.",
+        )
     batch_leaves = jax.tree.leaves(batch)
     if batch_leaves and not any(isinstance(x, jax.ShapeDtypeStruct) for x in batch_leaves):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")

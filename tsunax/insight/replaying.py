@@ -88,16 +88,31 @@ def replay(
     if isinstance(state, States):
         checks.check_all_alive(state, "state")
     elif not isinstance(step, TrainStep):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="a train_step",
+            fix="Make one: ts.train_step(loss_fn).",
+        )
     else:
         check_state(state, where, batch)
     if members_of(state) is not None:
-        fix = "Give ts.populations.member(state, i)."
-        raise StateError("state", where, "a population", "one member", fix)
+        raise StateError(
+            "state",
+            where,
+            got="a population",
+            expected="one member",
+            fix="Give ts.populations.member(state, i).",
+        )
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        fix = "Call it outside of jit, with the arrays of that call."
-        raise StateError("state", where, "a traced one", "a concrete one", fix)
+        raise StateError(
+            "state",
+            where,
+            got="a traced one",
+            expected="a concrete one",
+            fix="Call it outside of jit, with the arrays of that call.",
+        )
     for name, tree in {"state": state, "batch": batch, **extra}.items():
         if jax.tree.leaves(tree):
             checks.check_arrays(tree, name)

@@ -79,8 +79,13 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
         check_rule(rule, "chain()", fix)
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
-        fix = "What follows would run on every call: accumulate(chain(...), every)."
-        raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
+        raise RuleError(
+            "accumulate",
+            "chain()",
+            got="a rule behind it",
+            expected="it at the end",
+            fix="What follows would run on every call: accumulate(chain(...), every).",
+        )
     inits, updates = zip(*rules, strict=True) if rules else ((), ())
     return as_rule(Init(_chain_init, (inits,)), _ChainUpdate(updates))
 
@@ -103,13 +108,21 @@ def _flags_by_pattern(patterns: tuple[str, ...], params: PyTree) -> dict[str, tu
             owner or (pattern if flag else None) for owner, flag in zip(owners, flags, strict=True)
         ]
         if pattern not in owners:
-            fix = "The patterns before it take all of its leaves."
-            raise PatternError(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
+            raise PatternError(
+                f"group {pattern!r}",
+                "partition()",
+                got="no leaf",
+                expected="at least one",
+                fix="The patterns before it take all of its leaves.",
+            )
     if None in owners:
-        where = trees.access_str("params", leaves[owners.index(None)][1])
-        expected = f"a match by one of {', '.join(map(repr, patterns))}"
-        fix = "Add a last pattern '**' for the rest."
-        raise PatternError("leaf", where, "no pattern that matches it", expected, fix)
+        raise PatternError(
+            "leaf",
+            trees.access_str("params", leaves[owners.index(None)][1]),
+            got="no pattern that matches it",
+            expected=f"a match by one of {', '.join(map(repr, patterns))}",
+            fix="Add a last pattern '**' for the rest.",
+        )
     return {pattern: tuple(owner == pattern for owner in owners) for pattern in patterns}
 
 
@@ -232,10 +245,16 @@ class _SkipZeroUpdate:
 def _without_window(init: Function, params: PyTree) -> PyTree:
     state = init(params)
     if accumulation.any_emitted(state) is not None:
-        fix = (
-            "The last gradient of a window would decide for all. Write accumulate(skip_zero(rule))."
+        raise RuleError(
+            "rule",
+            "skip_zero()",
+            got="accumulate inside",
+            expected="it outside",
+            fix=(
+                "The last gradient of a window would decide for all. "
+                "Write accumulate(skip_zero(rule))."
+            ),
         )
-        raise RuleError("rule", "skip_zero()", "accumulate inside", "it outside", fix)
     return state
 
 

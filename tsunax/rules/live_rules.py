@@ -103,8 +103,12 @@ class Live:
         finally:
             building.reset(outer)
         if not isinstance(tx, optax.GradientTransformation):
-            expected = "an optax.GradientTransformation"
-            raise WrongTypeError("result", f"{self.title}()", trees.describe(tx), expected)
+            raise WrongTypeError(
+                "result",
+                f"{self.title}()",
+                got=trees.describe(tx),
+                expected="an optax.GradientTransformation",
+            )
         return optax.with_extra_args_support(tx)
 
 
@@ -199,8 +203,13 @@ class LiveUpdate:
     ) -> tuple[PyTree, LiveState]:
         table: Any = state.table if is_live(state) else None
         if table is None:
-            where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
-            raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
+            raise RuleError(
+                "state",
+                f"{self.live.title}()",
+                got=trees.describe(state),
+                expected="the one of its init",
+                fix="For the state of a TrainState use ts.update.",
+            )
         call_arguments = (
             state.count if step is None else step,
             updates,
@@ -234,8 +243,12 @@ def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")
     if mesh is not None and not isinstance(mesh, _MESH_TYPES):
-        got, expected = trees.describe(mesh), "a Mesh, or None"
-        raise WrongTypeError("device_mesh", f"rules.{live.title}", got, expected)
+        raise WrongTypeError(
+            "device_mesh",
+            f"rules.{live.title}",
+            got=trees.describe(mesh),
+            expected="a Mesh, or None",
+        )
     # shard_map is used inside programs only: outside of jit, JAX computes array by array.
     is_cut_over_mesh = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
     is_cut_over_mesh = is_cut_over_mesh and trees.is_tracing()

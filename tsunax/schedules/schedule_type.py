@@ -140,8 +140,12 @@ def _as_step(step, title: str):
     """A step, or an array of steps, as int32 from 0 to `LAST`."""
     dtype = trees.dtype_of(step)
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
-        expected = "a whole number, or an array of them"
-        raise WrongTypeError("step", f"{title}()", trees.describe(step), expected)
+        raise WrongTypeError(
+            "step",
+            f"{title}()",
+            got=trees.describe(step),
+            expected="a whole number, or an array of them",
+        )
     if isinstance(step, int):  # may exceed int64, so it is clipped in Python
         return np.int32(min(max(step, 0), LAST_STEP))
     if isinstance(step, jax.Array):
@@ -234,8 +238,12 @@ def check_piece(where: str, name: str, value: Any) -> Any:
         return value
     out = number_checks.shape_at(where, name, value)
     if not checks.is_real(out) or out.shape:
-        got = f"{trees.describe(out)} from the function"
-        raise HyperparameterError(name, where, got, "one number for a step")
+        raise HyperparameterError(
+            name,
+            where,
+            got=f"{trees.describe(out)} from the function",
+            expected="one number for a step",
+        )
     return jax.tree_util.Partial(value) if jax.tree_util.all_leaves([value]) else value
 
 
@@ -272,9 +280,13 @@ def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
         and isinstance(decay_steps, int | float)
         and warmup_steps >= decay_steps
     ):
-        got = f"warmup_steps={warmup_steps}, decay_steps={decay_steps}"
-        fix = "decay_steps is the whole length."
-        raise HyperparameterError("arguments", where, got, "warmup_steps < decay_steps", fix)
+        raise HyperparameterError(
+            "arguments",
+            where,
+            got=f"warmup_steps={warmup_steps}, decay_steps={decay_steps}",
+            expected="warmup_steps < decay_steps",
+            fix="decay_steps is the whole length.",
+        )
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:

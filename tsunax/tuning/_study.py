@@ -95,8 +95,9 @@ def _as_checkpoint_errors(folder: Path):
     except TsunaxError:
         raise
     except Exception as error:  # a damaged journal also makes Optuna's own assertions fail
-        expected = "a directory of a sweep, or a new one"
-        raise CheckpointError("journal", str(folder), told(error), expected) from error
+        raise CheckpointError(
+            "journal", str(folder), got=told(error), expected="a directory of a sweep, or a new one"
+        ) from error
 
 
 def _load(path: Path, mode: str = "") -> Any:
@@ -167,9 +168,13 @@ def _raise_first_difference(folder: Path, *settings: dict[str, Any]) -> None:
     name = next(
         name for name in old_setting | new_setting if new_setting.get(name) != old_setting.get(name)
     )
-    expected = f"{old_setting.get(name, 'nothing')}, as in {folder}"
-    got, fix = new_setting.get(name, "nothing"), "Give another directory."
-    raise CheckpointError(name, "tune()", got, expected, fix)
+    raise CheckpointError(
+        name,
+        "tune()",
+        got=new_setting.get(name, "nothing"),
+        expected=f"{old_setting.get(name, 'nothing')}, as in {folder}",
+        fix="Give another directory.",
+    )
 
 
 def _ended(study: Any) -> dict[int, Trial]:

@@ -114,8 +114,13 @@ def tune(
     checks.check_count(trials, where, "trials")
     assert trials is not None
     if trials > 1 and not any(map(spaces.is_drawn, space.values())):
-        fix = "For a range, write ts.tuning.spaces.log_uniform(low, high)."
-        raise HyperparameterError("space", where, "constants alone", "an entry that varies", fix)
+        raise HyperparameterError(
+            "space",
+            where,
+            got="constants alone",
+            expected="an entry that varies",
+            fix="For a range, write ts.tuning.spaces.log_uniform(low, high).",
+        )
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     about |= {"points": len(points)} if backend == "grid" else {}
@@ -158,18 +163,29 @@ def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
     """Raise unless the objective can be called with the names of the space."""
     arguments = dict.fromkeys(space)
     if not callable(objective):
-        expected = "a function that returns a number"
-        raise WrongTypeError("objective", "tune()", trees.describe(objective), expected)
+        raise WrongTypeError(
+            "objective",
+            "tune()",
+            got=trees.describe(objective),
+            expected="a function that returns a number",
+        )
     if reserved_in_space := [name for name in _trials.RESERVED_NAMES if name in space]:
-        expected = "another name: tune gives it itself"
-        raise HyperparameterError("name", "space of tune()", repr(reserved_in_space[0]), expected)
+        raise HyperparameterError(
+            "name",
+            "space of tune()",
+            got=repr(reserved_in_space[0]),
+            expected="another name: tune gives it itself",
+        )
     try:
         arguments |= _trials.reserved_arguments_of(objective, None, len)
         inspect.signature(objective).bind(**arguments)
     except TypeError:
-        expected = f"one of {', '.join(space)} (the names of the space)"
-        got = trees.describe_call(objective)
-        raise HyperparameterError("objective", "tune()", got, expected) from None
+        raise HyperparameterError(
+            "objective",
+            "tune()",
+            got=trees.describe_call(objective),
+            expected=f"one of {', '.join(space)} (the names of the space)",
+        ) from None
 
 
 def _groups(
