@@ -71,8 +71,11 @@ class Average:
             new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
             return jnp.where(counted | (step <= self.start), new, a)
 
-        moved = jax.tree.map(move, self.params, params)
-        return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
+        return dataclasses.replace(
+            self,
+            params=jax.tree.map(move, self.params, params),
+            count=self.count + counted.astype(jnp.int32),
+        )
 
 
 def _average(where: str, start: int, every: int, rate: Any = None, warmup: bool = False) -> Average:
@@ -103,8 +106,7 @@ def ema(
     if callable(decay):
         number_checks.check_schedule("ema()", "decay", decay)
         checks.check_flags("ema()", warmup=warmup)
-        average = _average("ema()", start, every, 1.0, warmup)
-        return dataclasses.replace(average, schedule=decay)
+        return dataclasses.replace(_average("ema()", start, every, 1.0, warmup), schedule=decay)
     if not checks.is_real(decay) or np.ndim(decay):
         raise WrongTypeError("decay", "ema()", trees.describe(decay), "a number in [0, 1)")
     if not trees.is_traced(decay) and not 0 <= float(decay) < 1:

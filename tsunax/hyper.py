@@ -443,5 +443,4 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
             else:
                 values = values.at[..., row, column].set(x)
     values = _on_devices_of(old, values) if concrete else values
-    numbers = dataclasses.replace(_table(state), values=values)
-    return dataclasses.replace(state, numbers=numbers)
+    return dataclasses.replace(state, numbers=dataclasses.replace(_table(state), values=values))

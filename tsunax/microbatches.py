@@ -216,8 +216,9 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     losses = _axes.gathered(losses, axes)
     merged = merged_losses(losses.weight != 0, losses)
     if static := StaticWeight.of(loss.weight):  # the same on each device
-        total = np.float32(static.value * jax.lax.psum(1, axes))
-        merged = dataclasses.replace(merged, weight=total)
+        merged = dataclasses.replace(
+            merged, weight=np.float32(static.value * jax.lax.psum(1, axes))
+        )
 
     def reduced(reduce: Function, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: reduce(x, axes), _axes.vary(tree, axes))

@@ -306,8 +306,13 @@ def equinox(
         net = eqx.combine(params, static[False])
         return (net, model_state) if stateful else net
 
-    has_modes = not eqx.tree_equal(static[True], static[False])
-    return _model(params, state if stateful else {}, call, assemble, has_modes=has_modes)
+    return _model(
+        params,
+        state if stateful else {},
+        call,
+        assemble,
+        has_modes=not eqx.tree_equal(static[True], static[False]),
+    )
 
 
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:

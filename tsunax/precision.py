@@ -251,9 +251,11 @@ class LossScale:
         is_due = applied & (self.good + 1 >= self.interval)
         larger = jnp.minimum(self.scale * self.factor, self.ceiling)
         smaller = jnp.maximum(self.scale / self.factor, self.floor)
-        scale = jnp.where(overflowed, smaller, jnp.where(is_due, larger, self.scale))
-        good = jnp.where(overflowed | is_due, 0, self.good + applied.astype(jnp.int32))
-        return dataclasses.replace(self, scale=scale, good=good)
+        return dataclasses.replace(
+            self,
+            scale=jnp.where(overflowed, smaller, jnp.where(is_due, larger, self.scale)),
+            good=jnp.where(overflowed | is_due, 0, self.good + applied.astype(jnp.int32)),
+        )
 
 
 def as_loss_scale(

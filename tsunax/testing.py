@@ -385,8 +385,7 @@ def check_recompiles(
     Traceback (most recent call last):
     tsunax.errors.CheckError: traces at 2 batches: got 2, ... step: batch is float32[3,2], was ...
     """
-    where = "check_recompiles()"
-    _check(step, state, where)
+    _check(step, state, "check_recompiles()")
     anew, state, batches = dataclasses.replace(step), _copy(state), list(batches)
     for batch in batches:
         state, _ = anew(state, batch, **extra)

@@ -64,8 +64,9 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
-        fast_options = FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
-        compiled = lowered.compile(compiler_options=fast_options)
+        compiled = lowered.compile(
+            compiler_options=FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
+        )
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):  # versions of XLA differ in their options
             raise
@@ -81,8 +82,13 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
         return batch, extra
 
     def spread(x, axes=()):
-        sharding = NamedSharding(mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec()
+            ),
+        )
 
     # Each member of a population gets all rows, so they are not divided over devices.
     rows = placement.data_axes(mesh) if members_of(state) is None else ()

@@ -87,8 +87,9 @@ def recut(
         counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
         # Copy them, because two groups must not donate the same buffer.
         extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
-        table = s.table[..., np.asarray(parents), :]
-        return dataclasses.replace(s, table=table, extra=extra, cut=interned(cut))
+        return dataclasses.replace(
+            s, table=s.table[..., np.asarray(parents), :], extra=extra, cut=interned(cut)
+        )
 
     # Compute on the host: each cut has new shapes, which would compile on a device.
     if not trees.is_traced(numbers.values):

@@ -316,8 +316,10 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     parameters = list(signature.parameters.values())[1:]
     # Annotations with checks are removed: `help` would print addresses of functions.
     has_check = lambda p: hasattr(p.annotation, "__metadata__")
-    printed_parameters = [p.replace(annotation=p.empty) if has_check(p) else p for p in parameters]
-    signature = signature.replace(parameters=printed_parameters, return_annotation=Schedule)
+    signature = signature.replace(
+        parameters=[p.replace(annotation=p.empty) if has_check(p) else p for p in parameters],
+        return_annotation=Schedule,
+    )
     # The names of closure variables are part of the text that a resumed run compares: keep them.
     kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
     where = f"{formula.__name__}()"

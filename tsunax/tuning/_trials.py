@@ -140,8 +140,9 @@ def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: 
     """The trial with this `outcome`: a result of the objective, `Pruned`, or a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        last_value = next(reversed(reports.values()), None)
-        return dataclasses.replace(trial, status="pruned", value=last_value)
+        return dataclasses.replace(
+            trial, status="pruned", value=next(reversed(reports.values()), None)
+        )
     if not isinstance(outcome, Cause):
         try:
             metrics, value = numbers(outcome, metric)
