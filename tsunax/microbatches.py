@@ -68,12 +68,12 @@ def check_rows(batch: PyTree) -> None:
         raise LossError(fault)
 
 
-def indivisible(rows: int, n: int, which: str = "") -> LossError:
+def indivisible(rows: int, n: int, note: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
     return LossError(
         "batch",
         "train_step()",
-        got=f"{rows} rows{which}",
+        got=f"{rows} rows{note}",
         expected=f"a multiple of accumulate={n}",
         fix=(
             "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. "

@@ -34,9 +34,9 @@ from tsunax.step import StepInfo, check_norms, update_unchecked
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    known = [x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x)]
-    found = filter(None, (getattr(x, "sharding", None) for x in known))
-    if not any(len(sharding.device_set) > 1 for sharding in found):
+    arrays = (x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x))
+    shardings = filter(None, (getattr(x, "sharding", None) for x in arrays))
+    if not any(len(sharding.device_set) > 1 for sharding in shardings):
         return None, moving, still
     from tsunax._core.placement import mesh_shardings, resharded
 
@@ -83,13 +83,15 @@ def call_on_mesh(
         raise
 
 
-def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
-    """`f(state, *given)`; for a population, `f` of each member."""
+def _over_members(
+    f: Function, state: TrainState, *arguments: Any, at_once: int | None = None
+) -> Any:
+    """`f(state, *arguments)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
-        return f(state, *given)
+        return f(state, *arguments)
     from tsunax._step.members import over_members
 
-    return over_members(f, state, *given, at_once=at_once)
+    return over_members(f, state, *arguments, at_once=at_once)
 
 
 class Traced(NamedTuple):
@@ -135,8 +137,10 @@ class Programs(dict[Any, Any]):
         if not all(map(trees.is_placed, jax.tree.leaves((moving, still)))):
             checks.check_arrays(state, "state")
         shardings, moving, still = place_state(moving, still)
-        is_on_one = shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
-        self._sharding = clock.sharding if is_on_one else None
+        is_on_one_device = (
+            shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
+        )
+        self._sharding = clock.sharding if is_on_one_device else None
         return shardings, moving, still
 
 
@@ -195,9 +199,9 @@ class TrainStep(GradientOptions):
         may divide their work over the devices of `mesh`.
         """
         mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
-        return _over_members(self._one, state, batch, extra, mesh, at_once=self.at_once)
+        return _over_members(self._step_member, state, batch, extra, mesh, at_once=self.at_once)
 
-    def _one(
+    def _step_member(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
     ) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
@@ -233,14 +237,18 @@ class TrainStep(GradientOptions):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
             with tracing(shardings is not None):
-                state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
+                state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
             # numbers are put back outside, and info is made there: faster
-            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *seen)
+            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *other_fields)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
-        taken = (1,) if self.donate else ()
-        return jax.jit(train_step, static_argnums=0, donate_argnums=taken, out_shardings=out)
+        return jax.jit(
+            train_step,
+            static_argnums=0,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=out,
+        )
 
     def _place_batch(self, state: TrainState, shardings: Any, batch: PyTree, extra: Extra) -> Any:
         from tsunax._step import on_mesh
@@ -248,10 +256,10 @@ class TrainStep(GradientOptions):
         return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
-        self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any
+        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
-        if more or not isinstance(state, TrainState):
-            check_state(state, "step()", batch, more)
+        if surplus or not isinstance(state, TrainState):
+            check_state(state, "step()", batch, surplus)
         try:
             check_byte_order(batch, extra)
             # eager grad and vmap trace some arrays only: the others would be donated
@@ -272,13 +280,13 @@ class TrainStep(GradientOptions):
             if self.row_probe.pending:  # all processes at once: a mesh has rows of each
                 self.row_probe(state, batch, extra)
             program = self.programs[shardings]
-            moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
+            moving, (loss, weight, *other_fields) = program(kind, moving, still, batch, extra)
         except Exception as error:
             raise_if_faulty(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
         weight = weight.value if type(weight) is StaticWeight else weight
-        info = StepInfo._make((loss, weight, *seen, state.numbers))
+        info = StepInfo._make((loss, weight, *other_fields, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import step_errors
 
@@ -421,12 +429,12 @@ class EvalStep:
 
         For a program of your own: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
         """
-        return _over_members(self._one, state, batch, extra)
+        return _over_members(self._evaluate_member, state, batch, extra)
 
-    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
+    def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, extra, train=False)
-        seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
-        loss = self._fn(*seen, keywords, merges=True)
+        inputs = seen_by(self._fn, state, state.params, batch, keywords, train=False)
+        loss = self._fn(*inputs, keywords, merges=True)
         if axes := axes_around(self.axis_name, "eval_step()"):
             from tsunax.microbatches import loss_over_devices
 
@@ -460,9 +468,11 @@ class EvalStep:
         none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
         return dataclasses.replace(state, **{**none, "plan": plan})
 
-    def __call__(self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any) -> Loss:
-        if more:
-            check_state(state, "eval_step()", batch, more)
+    def __call__(
+        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
+    ) -> Loss:
+        if surplus:
+            check_state(state, "eval_step()", batch, surplus)
         run = lambda state, *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 

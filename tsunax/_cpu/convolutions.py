@@ -49,8 +49,8 @@ def fast(fn: Callable) -> Callable:
 
 def equations(jaxpr: Jaxpr) -> list[Equation]:
     """The equations of a program, with a call of a fast convolution for each slow one."""
-    is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
-    return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
+    is_convolution = lambda eqn: eqn.primitive.name == "conv_general_dilated"
+    return [_convolution(eqn) if is_convolution(eqn) else eqn for eqn in jaxpr.eqns]
 
 
 def _convolution(eqn: Equation) -> Equation:
@@ -60,9 +60,9 @@ def _convolution(eqn: Equation) -> Equation:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
         return eqn
-    is_known = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
+    has_kernel = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
-    if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
+    if not has_kernel or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
     call = _convolution_call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:

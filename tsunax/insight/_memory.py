@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import checks, placement, trees
-from tsunax._step.members import members_of
+from tsunax._step.members import row_axes
 from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
@@ -90,9 +90,8 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
             ),
         )
 
-    # Each member of a population gets all rows, so they are not divided over devices.
-    rows = placement.data_axes(mesh) if members_of(state) is None else ()
-    return jax.tree.map(lambda x: spread(x, rows), batch), jax.tree.map(spread, extra)
+    axes = row_axes(state, mesh)
+    return jax.tree.map(lambda x: spread(x, axes), batch), jax.tree.map(spread, extra)
 
 
 def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:

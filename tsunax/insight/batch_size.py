@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function, PyTree, checks, placement, processes, tables, trees
-from tsunax._step.members import members_of
+from tsunax._core import Function, PyTree, checks, processes, tables, trees
+from tsunax._step.members import row_axes
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
@@ -325,4 +325,4 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
 
 def _parts(state: Any) -> int:
     mesh = _memory.mesh_of(state)
-    return 1 if mesh is None or members_of(state) is not None else placement.row_parts(mesh)
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(state, mesh))

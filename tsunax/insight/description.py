@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
 from tsunax._step.certainty import certainty
+from tsunax._step.members import over_members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.errors import StateError, WrongTypeError
@@ -185,9 +186,7 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
 
-    jax.eval_shape(
-        trace_certainty if np.ndim(state.clock) == 1 else jax.vmap(trace_certainty), state
-    )
+    jax.eval_shape(lambda state: over_members(trace_certainty, state), state)
     return f"by {reasons[0]}"
 
 

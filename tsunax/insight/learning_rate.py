@@ -14,8 +14,8 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Figure, PyTree, checks, trees
-from tsunax._step.members import members_of
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError
+from tsunax._step.members import refuse_population
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
 from tsunax.program import TrainStep
@@ -162,8 +162,7 @@ def find_learning_rate(
             fix="Give a list, or ts.batches.",
         )
     check_state(state, where)
-    if members_of(state) is not None:
-        raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
+    refuse_population(state, where)
     state = jax.tree.map(own, state)
     ramped_step, first_call = _Ramp(step, name), np.asarray(state.calls - state.rejected)
     ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first_call

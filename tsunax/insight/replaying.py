@@ -18,7 +18,7 @@ from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
-from tsunax._step.members import members_of
+from tsunax._step.members import refuse_population
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, place_state
@@ -97,14 +97,7 @@ def replay(
         )
     else:
         check_state(state, where, batch)
-    if members_of(state) is not None:
-        raise StateError(
-            "state",
-            where,
-            got="a population",
-            expected="one member",
-            fix="Give ts.populations.member(state, i).",
-        )
+    refuse_population(state, where)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
         raise StateError(
             "state",

@@ -76,7 +76,7 @@ class Schedule:
             return NotImplemented
         numbers, treedef = jax.tree.flatten(self)
         other_numbers, other_treedef = jax.tree.flatten(other)
-        return treedef == other_treedef and all(map(_is_same, numbers, other_numbers))
+        return treedef == other_treedef and all(map(_are_equal, numbers, other_numbers))
 
     def __hash__(self) -> int:
         concrete_numbers = (
@@ -126,9 +126,9 @@ def _rejoined(x: Any) -> Any:
 _is_schedule_or_count = lambda x: isinstance(x, (Schedule, LargeCount))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    is_known = not (trees.is_traced(a) or trees.is_traced(b))
-    return a is b or (is_known and np.array_equal(np.asarray(a), np.asarray(b)))
+def _are_equal(a: Any, b: Any) -> bool:
+    is_traced = trees.is_traced(a) or trees.is_traced(b)
+    return a is b or (not is_traced and np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 def _as_float(x):
@@ -252,6 +252,22 @@ def _check_flag(where: str, name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _check_milestones(where, name, value):
+    """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
+    steps_and_scales = value.items() if isinstance(value, Mapping) else value or ()
+    pairs = [
+        (check_wait(where, f"a step of {name}", n), check_scale(where, f"{name}[{n}]", scale))
+        for n, scale in steps_and_scales
+    ]
+    is_traced = any(trees.is_traced(n) for n, _ in pairs)
+    return tuple(pairs if is_traced else sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _check_curve(where, name, value):
+    checks.check_choice(value, where, name, ("linear", "cosine"))
+    return value
+
+
 def _or_schedule(check: Callable) -> Callable:
     return lambda where, name, x: (check_piece if callable(x) else check)(where, name, x)
 
@@ -271,6 +287,8 @@ Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
 Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
 Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
 Piece = Annotated[Any, check_piece]
+Curve = Annotated[Any, _check_curve]
+Milestones = Annotated[Any, _check_milestones]
 
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
