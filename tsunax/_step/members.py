@@ -31,12 +31,12 @@ def refuse_population(
 
 
 def row_axes(state: Any, mesh: Any) -> tuple[str, ...]:
-    """The axes of a mesh that divide rows: none for a population, whose members get all rows."""
+    """The axes of a mesh that divide rows; none for a population: each member gets all rows."""
     return placement.data_axes(mesh) if members_of(state) is None else ()
 
 
 def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) -> np.ndarray:
-    """A flag for each member of a population: all, those at indices, or those of a mask.
+    """A flag for each member of a population: all, or the members at indices or of a mask.
 
     The flag of a single state has no axis. Raises StateError for other indices.
     """

@@ -156,13 +156,12 @@ class _PartitionUpdate:
             of_group = lambda tree, group_flags=group_flags: (
                 None if tree is None else trees.partition(tree, group_flags)[0]
             )
-            outside_squares = sum(
-                (s for s, is_in_group in zip(squares, group_flags, strict=True) if not is_in_group),
-                outside,
-            )
-            arguments = {"outside": outside_squares, **extra}
-            if grad is not None:
-                arguments["grad"] = of_group(grad)
+            pairs = zip(squares, group_flags, strict=True)
+            arguments = {
+                "outside": sum((s for s, is_in_group in pairs if not is_in_group), outside),
+                **extra,
+                **({} if grad is None else {"grad": of_group(grad)}),
+            }
             for name, f in searches.items():
                 arguments[name] = _function_of_group(f, params, group_flags, name == "grad_fn")
             old_inner = inner[pattern] = state.inner[pattern]

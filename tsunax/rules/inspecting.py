@@ -16,7 +16,7 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.extra_arguments import blank
 from tsunax.rules.live_factory import LiveFactory
-from tsunax.rules.live_rules import LiveUpdate, is_known
+from tsunax.rules.live_rules import LiveUpdate, is_library_factory
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
@@ -170,7 +170,7 @@ _NEED_A_TRACE = ("sm3", "scale_by_muon", "scale_by_distance_over_gradients")
 def _is_sure_to_work(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
-        return is_known(update.live.factory) and update.live.title not in _NEED_A_TRACE
+        return is_library_factory(update.live.factory) and update.live.title not in _NEED_A_TRACE
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(

@@ -55,23 +55,22 @@ class Live:
     def columns(self) -> int:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
+    def __eq__(self, rule: object) -> bool:
+        if self is rule:
             return True
         # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
-        if type(other) is not type(self) or self.statics.keys() != other.statics.keys():
+        if type(rule) is not type(self) or self.statics.keys() != rule.statics.keys():
             return False
         compared_fields = lambda x: (x.factory, x.names, x.schedules)
-        equal_statics = (self._is_equal(v, other.statics[k]) for k, v in self.statics.items())
-        return compared_fields(self) == compared_fields(other) and all(equal_statics)
+        equal_statics = (self._is_equal(v, rule.statics[k]) for k, v in self.statics.items())
+        return compared_fields(self) == compared_fields(rule) and all(equal_statics)
 
     def __hash__(self) -> int:
         return hash((self.factory, self.names))
 
     @staticmethod
     def _is_equal(a, b) -> bool:
-        flat_pair = jax.tree.flatten(a), jax.tree.flatten(b)
-        (a, treedef_a), (b, treedef_b) = flat_pair
+        (a, treedef_a), (b, treedef_b) = jax.tree.flatten(a), jax.tree.flatten(b)
         is_equal = lambda x, y: x is y or (type(x) is type(y) and bool(x == y))
         try:  # compare leaf by leaf with types, because `(1,) == (True,)`
             return treedef_a == treedef_b and all(map(is_equal, a, b))
@@ -82,13 +81,13 @@ class Live:
         """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
         numbers, column = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
-            value, complement, is_held = table[0, i], table[1, i], table[2, i]
+            value, complement, held_flag = table[0, i], table[1, i], table[2, i]
             if schedule:
                 scheduled = jnp.asarray(
                     schedule.at(step, table[0, column : column + schedule.size]), table.dtype
                 )
-                value = jnp.where(is_held > 0, value, scheduled)
-                complement = jnp.where(is_held > 0, complement, 1 - scheduled)
+                value = jnp.where(held_flag > 0, value, scheduled)
+                complement = jnp.where(held_flag > 0, complement, 1 - scheduled)
                 column += schedule.size
             numbers[name] = Number(value, complement)
         return numbers
@@ -125,7 +124,7 @@ def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def is_known(factory: object) -> bool:
+def is_library_factory(factory: object) -> bool:
     """Whether a factory is optax's or ours, and so known to work with any live number."""
     return (getattr(factory, "__module__", None) or "").partition(".")[0] in ("optax", "tsunax")
 
@@ -267,7 +266,7 @@ def _run_factory(live: Live, table, inner, clock, updates, params, extra):
 
     as_number = lambda x: x
     is_full_precision = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if is_full_precision and is_known(live.factory):
+    if is_full_precision and is_library_factory(live.factory):
         return run(as_number, updates, inner, params)
     # Some rules turn an exact complement into a strong float32, which would promote bfloat16 state.
     try:

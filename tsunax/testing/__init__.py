@@ -1,4 +1,4 @@
-"""Checks of your own step: does it train correctly with each capability?
+"""Checks of a user's step: does it train correctly with each capability?
 
     def test_my_step():
         ts.testing.check_accumulation(step, state, batch, n=4)

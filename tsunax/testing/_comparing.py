@@ -1,4 +1,4 @@
-"""Runs of a step from copies of a state, and the largest difference of what they return."""
+"""Runs of a step from copies of a state, and the largest difference of their results."""
 
 import contextlib
 import dataclasses
@@ -19,8 +19,11 @@ from tsunax.program import TrainStep
 from tsunax.state import TrainState, check_state, donated, own
 from tsunax.step import StepInfo
 
-EXACT = 1e-5  # of float32, for sums in another order
-NOISE = 1e-6  # of the largest gradient: a smaller one is the rounding of zero
+# Relative difference of float32 sums in another order. If it grows, small mistakes pass.
+EXACT = 1e-5
+# A gradient below this part of the largest gradient is the rounding of zero. If it grows, wrong
+# small gradients pass.
+NOISE = 1e-6
 STEPS = 3
 
 
@@ -59,7 +62,7 @@ def applied_steps(infos: list[Any], state: Any) -> list[Any]:
     """Whether the loss of each step was finite and it was applied, or a loss scale was falling."""
     is_falling = state.loss_scale is not None and state.loss_scale.dynamic
     is_applied = lambda verdict: verdict is None or is_falling or np.asarray(verdict) <= 0
-    # another kind of step has others
+    # another kind of step returns another info
     step_infos = [info for info in infos if isinstance(info, StepInfo)]
     return [np.isfinite(info.loss) & is_applied(info.verdict) for info in step_infos] or [True]
 
@@ -90,7 +93,7 @@ def gradient_of(step: TrainStep, state: TrainState, batch: Any, extra) -> tuple[
 
 @contextlib.contextmanager
 def without_key_warnings() -> Iterator[None]:
-    """Without the warning of a state without a key: several checks ask for one."""
+    """Without the warning of a state without a key: several checks remove the key."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* names key, but the state has none")
         yield
@@ -112,14 +115,14 @@ def _largest(x: Any) -> float:
 
 
 def sizes_of_noise(grads: Any, root: str = "grads") -> dict[str, float]:
-    """The largest size of all gradients, by the names of those that are rounding noise."""
+    """The largest size of all gradients, by the names of the gradients that are rounding noise."""
     sizes = {name: _largest(x) for name, x in trees.leaves_at(root, grads)}
     whole = max(sizes.values(), default=0.0)
     return {name: whole for name, size in sizes.items() if size < NOISE * whole}
 
 
 def sizes_of_noisy_params(*call: Any) -> dict[str, float]:
-    """An infinite size, by the names of params whose gradient in a step is rounding noise."""
+    """An infinite size, by the names of params with a gradient that is rounding noise."""
     return dict.fromkeys(sizes_of_noise(gradient_of(*call)[1], "params"), np.inf)
 
 
@@ -157,7 +160,7 @@ def _distance(x: Any, y: Any, exact: bool, size: float | None) -> tuple[float, s
     if x.shape != y.shape or (x.dtype != y.dtype and exact):
         return np.inf, f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
     a, b = (z.astype(np.complex128) for z in (x, y))
-    are_equal = (a == b) | (np.isnan(a) & np.isnan(b))  # whatever the bits of NaN
+    are_equal = (a == b) | (np.isnan(a) & np.isnan(b))  # the bits of NaN do not count
     with np.errstate(invalid="ignore"):
         gap = np.where(are_equal, 0, np.abs(a - b))
     if exact or not np.isfinite(gap).all():

@@ -28,12 +28,12 @@ def check_resume(
     at: int = 3,
     **options: Any,
 ) -> None:
-    """Compare the bits of a run stopped at step `at` and resumed with those of one without a stop.
+    """Compare the bits of a run that stopped at step `at` and resumed with an uninterrupted run.
 
     Compares state, key, position of the data and losses; raises CheckError for one other bit, and
     WrongTypeError unless `at` is between the step of `state` and `steps`. Each run begins at the
-    current position of `data`, which is restored at the end. `options` are passed to `fit` beside
-    `step`, for example `fast_forward=True` for data that stores no position.
+    current position of `data`, which is restored at the end. `options` are further arguments for
+    `fit`, for example `fast_forward=True` for data that stores no position.
 
     >>> import jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -75,7 +75,7 @@ def check_resume(
 def check_fused(
     step: Function, state: PyTree, data: Iterable[PyTree], steps: int = 6, tolerance: float = EXACT
 ) -> float:
-    """Compare the bits of many steps in one compiled loop with those of one step a call.
+    """Compare the bits of many steps in one compiled loop with calls of a single step.
 
     `fit(step, state, data, steps=steps, steps_per_call=n)` for n of 1, 4 and "auto": CheckError for
     another bit. The params of a loop in Python may differ by `tolerance · steps`, because XLA may

@@ -45,7 +45,7 @@ def check_accumulation(
     tolerance: float = EXACT,
     **extra: Any,
 ) -> float:
-    """Compare gradients and loss of n micro-batches with those of the whole batch.
+    """Compare gradients and loss of n micro-batches with the whole batch.
 
     Returns the largest relative difference, a float; raises CheckError if it is more than
     `tolerance`, as for models that mix rows (batch norm, contrastive losses) and losses that
@@ -83,9 +83,10 @@ def check_precision(
 ) -> float:
     """Compare gradients in the precision of the state with those in float32.
 
-    `max |low - full| / max |full|` of each leaf: finds those that overflow, underflow to zero, or
-    lose more than `tolerance`. Returns the largest as a float; raises CheckError above `tolerance`,
-    StateError for a `state` in float32. `step`, `batch` and `extra` as in `check_accumulation`.
+    `max |low - full| / max |full|` of each leaf: finds gradients that overflow, underflow to zero,
+    or lose more than `tolerance`. Returns the largest as a float; raises CheckError above
+    `tolerance`, StateError for a `state` in float32. `step`, `batch` and `extra` as in
+    `check_accumulation`.
     """
     where = "check_precision()"
     check_start(step, state, where)
@@ -135,7 +136,7 @@ def check_sharding(
 def check_frozen(
     step: TrainStep, state: TrainState, batch: PyTree, where: Where, **extra: Any
 ) -> None:
-    """Check that frozen leaves keep their bits, with moments and averages, and that others move.
+    """Check that frozen leaves keep their bits, with moments and averages, and other leaves move.
 
     Runs 3 times `step(state, batch, **extra)` from `ts.freeze(state, where)`. Raises CheckError
     with the path of the leaf, PatternError if `where` matches nothing.
@@ -177,7 +178,7 @@ def check_population(
 
     Returns the largest relative difference of params after 3 steps on `batch`, a float. Raises
     CheckError if it is more than 3 · `tolerance`: batched matrix products round differently from
-    single ones. `make`, `n` and `values` are those of `ts.population`; `step` a train_step.
+    single ones. `make`, `n` and `values` are arguments of `ts.population`; `step` a train_step.
     """
     runs, where = population(make, n, key=0, **values), "check_population()"
     check_start(step, runs, where)
@@ -198,7 +199,7 @@ def check_population(
 def check_coordinates(
     make: Function, widths: Sequence[int], batch: PyTree, steps: int = 3, tolerance: float = 0.25
 ) -> dict[str, float]:
-    """Check that training moves what a model computes as much at any width (µP).
+    """Check that training moves the outputs of a model as much at any width (µP).
 
     `make(width)`, for two or more ints in `widths`, returns `(step, state, outputs)`, and
     `outputs(params, batch)` a dict of arrays: activations, logits. After `steps` steps on it the
@@ -206,7 +207,7 @@ def check_coordinates(
     near 0 under `rules.scale_by_width` and a matching initialization.
 
     Raises CheckError for a power outside of `tolerance`: above 0, rates that fit a narrow model are
-    too large for a wide one; below, a wide one stands still there.
+    too large for a wide one; below, a wide model hardly trains.
     """
     where, sizes = "check_coordinates()", {}
     if len(set(widths)) < 2:

@@ -67,9 +67,13 @@ class Journal:
             try:
                 self.study.add_trial(_as_optuna_trial(trial, space))
             except Exception as error:  # Optuna's lock raises RuntimeError for some errors of disks
-                fix = f"The same command goes on with trial {trial.index}."
-                details = str(self.path), told(error), "a journal that can be written", fix
-                raise SaveError("journal", *details) from error
+                raise SaveError(
+                    "journal",
+                    str(self.path),
+                    got=told(error),
+                    expected="a journal that can be written",
+                    fix=f"The same command goes on with trial {trial.index}.",
+                ) from error
         self.trials[trial.index] = trial
 
     def close(self) -> None:
@@ -181,11 +185,7 @@ def _ended(study: Any) -> dict[int, Trial]:
     """The trials that ended, by the number that `_numbers` gives them."""
     trials = study.get_trials(deepcopy=False)
     numbers = _numbers(study, trials)
-    ended = {
-        numbers[optuna_trial.number]: optuna_trial
-        for optuna_trial in trials
-        if optuna_trial.state.is_finished()
-    }
+    ended = {numbers[t.number]: t for t in trials if t.state.is_finished()}
     return {index: _as_trial(ended[index], index) for index in sorted(ended)}
 
 
@@ -195,20 +195,12 @@ def _numbers(study: Any, trials: Sequence[Any]) -> dict[int, int]:
     Trials of `tune` keep the number with which they were drawn, because a vectorized search ends
     them in another order. Trials of Optuna's workers get free numbers, but no points of a grid.
     """
-    attributes = (
-        (optuna_trial.number, optuna_trial.user_attrs.get(_ATTRIBUTES_KEY, {}))
-        for optuna_trial in trials
-    )
-    own_numbers = {number: about["index"] for number, about in attributes if "index" in about}
-    used_numbers = {*own_numbers.values()}
+    about_trials = {t.number: t.user_attrs.get(_ATTRIBUTES_KEY, {}) for t in trials}
+    numbers = {number: about["index"] for number, about in about_trials.items() if "index" in about}
+    used_numbers = {*numbers.values()}
     first_free = study.user_attrs.get(_ATTRIBUTES_KEY, {}).get("points", 0)
     free_numbers = (i for i in itertools.count(first_free) if i not in used_numbers)
-    return {
-        optuna_trial.number: own_numbers[optuna_trial.number]
-        if optuna_trial.number in own_numbers
-        else next(free_numbers)
-        for optuna_trial in trials
-    }
+    return {t: numbers[t] if t in numbers else next(free_numbers) for t in about_trials}
 
 
 def _as_trial(optuna_trial: Any, index: int) -> Trial:
@@ -219,9 +211,7 @@ def _as_trial(optuna_trial: Any, index: int) -> Trial:
         "values": optuna_trial.params,
         "value": optuna_trial.value,
         "cause": None,
-    }
-    fields["metrics"] = {name: x for name, x in optuna_trial.user_attrs.items() if is_number(x)}
-    fields |= {
+        "metrics": {name: x for name, x in optuna_trial.user_attrs.items() if is_number(x)},
         "seconds": optuna_trial.duration.total_seconds(),
         **optuna_trial.user_attrs.get(_ATTRIBUTES_KEY, {}),
     }
@@ -274,13 +264,7 @@ class Search:
         self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **options)
         if journal.study is not None:
             journal_trials = journal.study.get_trials(deepcopy=False)
-            self.study.add_trials(
-                [
-                    optuna_trial
-                    for optuna_trial in journal_trials
-                    if optuna_trial.state.is_finished()
-                ]
-            )
+            self.study.add_trials([t for t in journal_trials if t.state.is_finished()])
 
     def values(self, index: int) -> dict[str, Any]:
         # A new sampler for each trial: after a kill the proposals are the same as without it.

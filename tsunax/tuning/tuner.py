@@ -103,8 +103,12 @@ def tune(
     if unknown_names := [name for name in names if name not in space]:
         raise HyperparameterError(unknown("vectorized", where, str(unknown_names[0]), space))
     if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
-        got, expected = f"backend={backend!r}", "'optuna' for a sampler or pruner, and not for"
-        raise HyperparameterError("backend", where, got, f"{expected} vectorized names")
+        raise HyperparameterError(
+            "backend",
+            where,
+            got=f"backend={backend!r}",
+            expected="'optuna' for a sampler or pruner, and not for vectorized names",
+        )
     points = [{}]
     if backend == "grid":
         points = spaces.points(space)
@@ -140,8 +144,9 @@ def tune(
             for i in range(trials)
             if i not in journal.trials
         )
-        ended_trials = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
-        current_result = lambda: Result(ended_trials(), (*space,), mode)
+        current_result = lambda: Result(
+            tuple(journal.trials[i] for i in sorted(journal.trials)), (*space,), mode
+        )
         closing_text = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
