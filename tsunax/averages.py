@@ -1,7 +1,7 @@
 """Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight
 averaging).
 
-An average is a float32 tree beside the parameters, moved once per applied step. Evaluate with
+An average is a float32 tree like the parameters, moved once per applied step. Evaluate with
 `averaged(state)`. This file knows nothing of states.
 """
 
@@ -59,7 +59,7 @@ class Average:
     def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
-        # Out of its range a rate is cut, for steps that nobody judges.
+        # Out of its range a rate is cut, for steps without a verdict.
         rate = rate if self.schedule is None else jnp.clip(self._rate_at(step), 0, 1)
         if self.warmup:
             # decay at most (1 + n) / (10 + n)

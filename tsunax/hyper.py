@@ -57,12 +57,12 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
 
 
 def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
-    """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
+    """Set hyperparameters on all leaves, or on the leaves that `where` matches. Moments are kept.
 
     A value is a number, traced or not; `None` gives a number back to its schedule. A new value
     never compiles the step again. The first cut of a subtree does, once: `adjust(state, where)`
     without values is that cut alone. `adjust(a, **hyperparams(b))` copies into cuts that `a` has.
-    The result shares its arrays with `state`: a step that is given one of them donates both. With
+    The result shares its arrays with `state`: a step that gets either state donates both. With
     `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or
     the names do, `adjust(run, **hyperparams(other))`.
 
@@ -105,7 +105,7 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
 
 
 def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
-    """`adjust` of the member that `where` begins with, or of those that the names begin with."""
+    """`adjust` of the member that `where` begins with, or of the members in the names."""
     if not (isinstance(where, str) and where == "**"):
         name, rest_of_name = run.member_at(where, "adjust()")
         return run.replace(**{name: adjust(run.members[name], rest_of_name, **values)})
@@ -128,9 +128,9 @@ def freeze(state: _State, where: Where, *, members: ArrayLike | None = None) -> 
     Their gradients are still computed (`setup(trainable=...)` saves that), but count as zero in
     norms and global clipping. The first freeze of a state compiles the step again, unless
     `setup(freezable=True)` made room for it; later freezes and thaws never do, also under jit, scan
-    and vmap. The result shares its arrays with `state`: a step that is given one of them donates
+    and vmap. The result shares its arrays with `state`: a step that gets either state donates
     both. Of `States`, `where` begins with the member: "critic/head". Of a population, `members` are
-    the indices, or a mask, of those that stop while others go on; by default all.
+    the indices, or a mask, of the members that stop; by default all.
 
     Raises PatternError if `where` matches nothing that is trained, StateError for other `members`.
 
@@ -152,7 +152,7 @@ def thaw(state: _State, where: Where = "**", *, members: ArrayLike | None = None
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
     take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
     Warm up their rate to avoid that. The result shares its arrays with `state`, as in `freeze`,
-    and `members` are those of a population, as there.
+    and `members` are members of a population, as there.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
@@ -217,7 +217,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches; of all, also those that wrappers made."""
+    """Key paths of the leaves that `where` matches; of all, also leaves that wrappers made."""
     flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
@@ -234,7 +234,7 @@ def _table(state: TrainState) -> Numbers:
 
 
 def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
-    """Whether each name is in the table once, whatever the leaves."""
+    """Whether each name is in the table once, for any leaves."""
     flat_names = [
         name for groups in _table(state).layout.names for names in groups for name in names
     ]
@@ -280,7 +280,7 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
     for value_name in values:
         index, _, name = value_name.rpartition(".")
         named_hits = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
-        if not index:  # of a rule around another one, the plain name is the outer one's
+        if not index:  # if a rule is around a rule, the plain name belongs to the outer rule
             outer = frozenset().union(*(hit.leaves for hit in named_hits if not hit.rule))
             named_hits = [hit for hit in named_hits if not hit.rule or not hit.leaves & outer]
         for hit in named_hits:
@@ -303,7 +303,7 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
 
 
 def _with_cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states."""
+    """Give the matched leaves their groups of values in the targeted live states."""
     cuts = {}
     for live_index, (_, s) in enumerate(_table(state).layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))

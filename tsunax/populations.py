@@ -95,7 +95,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
 
 
 # Programs of `population` by their text and inputs. The least recently used programs are dropped
-# beyond this number: a script calls few of them, and each may be large.
+# beyond this number: a script calls few programs, and each may be large.
 _PROGRAMS: dict[Any, jax.stages.Compiled] = {}
 _MAX_PROGRAMS = 16
 

@@ -40,7 +40,7 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
 def _magnitudes(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # |x| with the gradient 0 at 0: that of jnp.abs is 1 there
+    # |x| with the gradient 0 at 0: jnp.abs has the gradient 1 there
     return jnp.sum(jnp.real(x * jnp.conj(jax.lax.stop_gradient(jnp.sign(x)))))
 
 

@@ -9,7 +9,7 @@
 
     run, history = ts.fit(step, run, data, steps=1000)
 
-A pytree with a clock of its own, and no more: the step function says what happens in a step.
+A pytree with its clock, and no more: the step function says what happens in a step.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class States(Clocked):
     any tree of arrays: environments, a replay buffer. A step is a function of run and batch that
     returns `(run, info)` and ends with `run.advance(...)`, which counts the call:
 
-    - `run.step`: calls in which no update of a member was rejected. What `fit`, logs and
-      checkpoints count.
+    - `run.step`: calls in which no update of a member was rejected. `fit`, logs and
+      checkpoints count these.
     - `run.calls`: every call of the step, however often it calls a member.
     - `run.rejected`, `run.rejected_in_a_row`: calls in which the update of a member was rejected.
 
@@ -63,7 +63,7 @@ class States(Clocked):
     # int32 (members,): each member's `rejected` at the last advance(). A copy, because outside of
     # jit the members of the old run may have been donated.
     tally: jax.Array
-    carry: PyTree  # set by the step, whatever the verdicts
+    carry: PyTree  # set by the step, with any verdict
     members: Mapping[str, TrainState]
     _repr_html_ = tables.folded
 

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-# of jax.extend.core, which costs 20 ms to import
+# Types of jax.extend.core, which costs 20 ms to import.
 Jaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
-# Their inner programs are rewritten, too; those of shard_map, pallas_call ... have own layouts
+# Their inner programs are rewritten, too. Programs in shard_map, pallas_call ... have own layouts.
 _OPEN = frozenset(
     "jit pjit scan while cond remat2 checkpoint call closed_call custom_jvp_call "
     "custom_vjp_call".split()
@@ -26,12 +26,12 @@ def rewritten(fn: Callable, change: Callable, closed: str = "") -> Callable:
     from jax.extend import core  # costs 20 ms to import, and only some steps need it
 
     if not all(hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")):
-        return fn  # of a jax to come
+        return fn  # a later version of jax
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         # One equation around it all, so that the rewritten program is not traced again; of a
-        # function that is new each time, because jit remembers what an old one closed over.
+        # function that is new each time, because jit remembers the values of an old closure.
         trace = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)
         program, shapes = trace(*args, **kwargs)
         program = of_program(program, change, closed, {})

@@ -29,7 +29,7 @@ __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
 _MAX_ROWS = 1 << 31  # rows, unless `max_size` is given: no device has memory for more
 # A search starts at this multiple of the smallest size: XLA compiles batches of very few rows into
-# special programs, which tell little about large batches. A larger multiple may start too high.
+# special programs, unlike the programs of large batches. A larger multiple may start too high.
 _FIRST_MULTIPLE = 8
 # Bytes by which memory may differ from a straight line: XLA rounds each buffer up, to 64 bytes on a
 # CPU and to 256 on a GPU. Not added if the line met all trials exactly: then nothing was rounded.

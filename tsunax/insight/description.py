@@ -32,7 +32,7 @@ from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
-MAX_ROWS = 40  # leaves in the printed table; `leaves` has all of them
+MAX_ROWS = 40  # leaves in the printed table; `leaves` has every leaf
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` returns: plain data, and a page of text when it is printed.
+    """The result of `describe`: plain data, and a page of text when it is printed.
 
     `flops` counts products and convolutions of a call on all `devices` (of the kind `device`), a
     multiply-add as two, cuDNN's attention included, other custom calls not. `memory` and
@@ -70,8 +70,8 @@ class Description:
     recompiles: tuple[str, ...]
     device: str
     devices: int
-    limits: str  # what only a real device shows; "" if the device is here
-    judged: str  # what the verdict looks at: loss and gradient, or also the update; and why
+    limits: str  # facts that only a real device shows; "" if the device is here
+    judged: str  # the inputs of the verdict: loss and gradient, or also the update; and why
     _repr_html_ = tables.folded
 
     def utilization(self, seconds_per_step: float, peak: float) -> float:

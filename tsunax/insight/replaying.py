@@ -31,7 +31,7 @@ __all__ = ["ReplayReport", "replay"]
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What `replay` returns: plain data, and the paragraph `text` when it is printed.
+    """The result of `replay`: plain data, and the paragraph `text` when it is printed.
 
     `result` was not finite: "loss", "gradient of params['w']" or "new params['w']" (the rule's).
     `argument` is the leaf of batch, params or model state that was already not finite, or else

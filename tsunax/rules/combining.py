@@ -198,7 +198,7 @@ def _function_of_group(f, params, group_flags, is_gradient: bool):
 def partition(
     rules: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Give each part of the params a rule of its own: `{pattern: rule}`.
+    """Give each part of the params its own rule: `{pattern: rule}`.
 
     A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only, but
     `clip_by_global_norm` as the first rule of a group takes the norm of all groups.

@@ -89,7 +89,7 @@ P = ParamSpec("P")
 
 
 class LiveFactory(Generic[P]):
-    """What `live(factory)` returns: call it like the factory."""
+    """The result of `live(factory)`: call it like the factory."""
 
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ class LiveFactory(Generic[P]):
 
 
 def _signature(factory: Callable) -> inspect.Signature:
-    """Raise WrongTypeError for *args and **kwargs: each number needs a parameter of its own."""
+    """Raise WrongTypeError for *args and **kwargs: each number needs its own parameter."""
     expected = "a function with named parameters"
     try:
         signature = inspect.signature(factory)

@@ -2,7 +2,7 @@
 
 A number that a user may change while training (a learning rate, a beta) is a column of four rows:
 its value, its complement `1 - value`, whether it is held against its schedule, and the value given
-at `setup`, from which a restored run sees what was adjusted.
+at `setup`, from which a restored run finds adjusted numbers.
 
 **Why outside of the optimizer state.** The state of a live rule has its own table. A `TrainState`
 keeps all tables of its rule in a separate array: `hoist` takes them out at `setup`, `lower` puts
@@ -235,7 +235,7 @@ class Numbers:
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
-        Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
+        Schedules with their own clock are read at `counts`, see `own_counts`, or left out.
         """
         numbers = {}
         # Copy the table to the host once, instead of waiting for each number.
@@ -385,7 +385,7 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
     A name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain repeats
-    it. Leaves with values of their own add `@pattern`.
+    it. Leaves with their own values add `@pattern`.
     """
     lives = live_states(opt_state)
     indices, groups_of_rules = chain_indices(lives), [patterns(path) for path, _ in lives]

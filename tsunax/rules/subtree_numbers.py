@@ -1,10 +1,10 @@
 """Cuts: several groups of values in one live rule, for disjoint sets of leaves.
 
-`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own during a run.
+`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves their own numbers during a run.
 The rule stays one rule: a global norm is over all leaves. The table of numbers gets one more group,
 and at every update the whole rule runs once per group, on all leaves, with the numbers of the
 group. Each leaf, and each leaf of the optimizer state that belongs to it, is then taken from the
-run of its own group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
+run of its group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
 (counts) exist once per group, because they may depend on its numbers.
 
 This is wrong for a rule that updates a leaf by the *numbers* of another leaf. No rule of optax does

@@ -60,7 +60,7 @@ class _WrapUpdate:
 def wrap(
     rule: optax.GradientTransformation, update: Function, init: Function | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule around another rule: `update` decides when to call the inner one, and with what.
+    """A rule around another rule: `update` decides when to call the inner one, and how.
 
     Args:
       rule: the rule inside; its numbers stay live.

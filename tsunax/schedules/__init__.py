@@ -1,7 +1,8 @@
 """Schedules: one number for each step, as values without a clock.
 
 Every function here returns a `Schedule`, a frozen value that is a function of the step; `@schedule`
-makes such a function from a formula. The clock is `TrainState.step`; nothing here knows states.
+makes such a function from a formula. The clock is `TrainState.step`. The folder does not
+depend on states.
 """
 
 import inspect as _inspect

@@ -71,11 +71,11 @@ class Schedule:
         steps = np.arange(check_steps("values()", "n", n), dtype=np.int32)
         return np.asarray(_evaluate_all(jax.tree.map(_as_float, self), steps))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Schedule):
+    def __eq__(self, schedule: object) -> bool:
+        if not isinstance(schedule, Schedule):
             return NotImplemented
         numbers, treedef = jax.tree.flatten(self)
-        other_numbers, other_treedef = jax.tree.flatten(other)
+        other_numbers, other_treedef = jax.tree.flatten(schedule)
         return treedef == other_treedef and all(map(_are_equal, numbers, other_numbers))
 
     def __hash__(self) -> int:
@@ -191,7 +191,7 @@ def steps_since(step: jax.Array, begin: Scalar) -> jax.Array:
     return (step - begin_step) + (begin_step - begin)
 
 
-# -------------------------------------------------------------------------- what an argument may be
+# -------------------------------------------------------------------------- checks of arguments
 
 # A check is a function (where, name, value) -> value in the form that the schedule stores.
 Check: TypeAlias = Callable[[str, str, Any], Any]

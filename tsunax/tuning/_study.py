@@ -303,7 +303,7 @@ def suggested_values(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
 def as_optuna(
     objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
 ) -> Callable[[Any], float]:
-    """An objective and its space for a study of Optuna of your own: as many workers as you start.
+    """An objective and its space for your own study of Optuna: as many workers as you start.
 
         study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
 

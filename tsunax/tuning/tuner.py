@@ -290,12 +290,12 @@ def read(directory: StrPath) -> Result:
 def as_trainable(
     objective: Callable[..., Any], metric: str = "value"
 ) -> Callable[[Mapping[str, Any]], None]:
-    """An objective as a function trainable of Ray Tune, for a `ray.tune.Tuner` of your own.
+    """An objective as a function trainable of Ray Tune, for your own `ray.tune.Tuner`.
 
         space = {"learning_rate": ray.tune.uniform(0, 1)}
         tuner = ray.tune.Tuner(ts.tuning.as_trainable(objective), param_space=space)
 
-    Ray gets what it returns and reports under `metric`, and the `step` of a report: a scheduler
+    Ray gets its results and reports under `metric`, and the `step` of a report: a scheduler
     takes `time_attr="step"`. Ray handles exceptions of the objective.
     """
 
