@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, checks, trees
+from tsunax._core import Extra, Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
@@ -84,31 +84,7 @@ def replay(
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
-    where = "replay()"
-    if isinstance(state, States):
-        checks.check_all_alive(state, "state")
-    elif not isinstance(step, TrainStep):
-        raise WrongTypeError(
-            "step",
-            where,
-            got=trees.describe(step),
-            expected="a train_step",
-            fix="Make one: ts.train_step(loss_fn).",
-        )
-    else:
-        check_state(state, where, batch)
-    refuse_population(state, where)
-    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        raise StateError(
-            "state",
-            where,
-            got="a traced one",
-            expected="a concrete one",
-            fix="Call it outside of jit, with the arrays of that call.",
-        )
-    for name, tree in {"state": state, "batch": batch, **extra}.items():
-        if jax.tree.leaves(tree):
-            checks.check_arrays(tree, name)
+    _check_arguments(step, state, batch, extra)
     if isinstance(state, States) or not isinstance(step, TrainStep):  # search its infos first
         call_step, arguments = fused_loop.fused(step, True).once, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
@@ -156,6 +132,35 @@ def replay(
     title = f"{overflowing[0].upper()}{overflowing[1:]}"
     text = f"{title} overflows when it is squared: every value is finite."
     return ReplayReport(text, overflowing, in_gradient=True)
+
+
+def _check_arguments(step: Function, state: Any, batch: PyTree, extra: Extra) -> None:
+    """Raise for arguments with which `replay` cannot run the step."""
+    where = "replay()"
+    if isinstance(state, States):
+        checks.check_all_alive(state, "state")
+    elif not isinstance(step, TrainStep):
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="a train_step",
+            fix="Make one: ts.train_step(loss_fn).",
+        )
+    else:
+        check_state(state, where, batch)
+    refuse_population(state, where)
+    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
+        raise StateError(
+            "state",
+            where,
+            got="a traced one",
+            expected="a concrete one",
+            fix="Call it outside of jit, with the arrays of that call.",
+        )
+    for name, tree in {"state": state, "batch": batch, **extra}.items():
+        if jax.tree.leaves(tree):
+            checks.check_arrays(tree, name)
 
 
 MOVED_FIELDS = "new params", "new model_state", "new average", "new opt_state"

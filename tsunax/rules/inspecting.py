@@ -108,6 +108,7 @@ def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -
             fix="Wrap the rule: optax.contrib.split_real_and_imaginary(rule).",
         ) from cause
     is_foreign_argument = "unexpected keyword argument" in got
+    is_foreign_argument &= not hasattr(rule.update, "around")
     raise RuleError(
         "rule" if "<" in name else f"rule {name}",
         "setup()",
@@ -116,8 +117,9 @@ def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -
         fix=(
             "optax's wrappers give extra arguments to all rules inside, also to those that take "
             "others: join them with ts.rules.chain or ts.rules.partition."
-        )
-        * (is_foreign_argument and not hasattr(rule.update, "around")),
+            if is_foreign_argument
+            else ""
+        ),
     ) from cause
 
 

@@ -109,22 +109,7 @@ def tune(
             got=f"backend={backend!r}",
             expected="'optuna' for a sampler or pruner, and not for vectorized names",
         )
-    points = [{}]
-    if backend == "grid":
-        points = spaces.points(space)
-        trials = len(points) if trials is None else trials
-        if points == [{}]:
-            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
-    checks.check_count(trials, where, "trials")
-    assert trials is not None
-    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
-        raise HyperparameterError(
-            "space",
-            where,
-            got="constants alone",
-            expected="an entry that varies",
-            fix="For a range, write ts.tuning.spaces.log_uniform(low, high).",
-        )
+    points, trials = _points_and_trials(space, backend, trials)
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     about |= {"points": len(points)} if backend == "grid" else {}
@@ -162,6 +147,30 @@ def tune(
     if (result := current_result()).trials and all(trial.cause for trial in result.trials):
         warn(f"tune(): no trial ended with a number. The first: {result.trials[0].cause}")
     return result
+
+
+def _points_and_trials(
+    space: Mapping[str, Any], backend: str, trials: int | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The points of a grid, or `[{}]`, and the number of trials. Raises unless trials differ."""
+    where = "tune()"
+    points = [{}]
+    if backend == "grid":
+        points = spaces.points(space)
+        trials = len(points) if trials is None else trials
+        if points == [{}]:
+            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
+    checks.check_count(trials, where, "trials")
+    assert trials is not None
+    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
+        raise HyperparameterError(
+            "space",
+            where,
+            got="constants alone",
+            expected="an entry that varies",
+            fix="For a range, write ts.tuning.spaces.log_uniform(low, high).",
+        )
+    return points, trials
 
 
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
