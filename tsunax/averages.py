@@ -138,19 +138,19 @@ def swa(start: int, every: int) -> Average:
 
 
 def as_average(
-    given: ArrayLike | Average | Function | None, where: str, name: str = "ema"
+    average: ArrayLike | Average | Function | None, where: str, name: str = "ema"
 ) -> Average | None:
     """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
-    if given is None or isinstance(given, Average):
-        return given
-    if isinstance(given, bool) or (trees.dtype_of(given) is None and not callable(given)):
+    if average is None or isinstance(average, Average):
+        return average
+    if isinstance(average, bool) or (trees.dtype_of(average) is None and not callable(average)):
         raise WrongTypeError(
             name,
             where,
-            got=trees.describe(given),
+            got=trees.describe(average),
             expected="a decay in [0, 1), or ts.averages.ema(...)",
         )
-    return ema(given)
+    return ema(average)
 
 
 __all__ = ["ema", "polyak", "swa"]

@@ -145,17 +145,17 @@ class States(Clocked):
         tally = _rejected_counts(members.values()) if all_or_none else run.tally
         return _assembled_run(clock, tally, run.carry, members)
 
-    def member_at(self, where: object, by: str) -> tuple[str, str]:
+    def member_at(self, where: object, caller: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it, both strings.
 
         Of "critic/encoder/**" they are `("critic", "encoder/**")`. Raises StateError, with the name
-        `by` of the caller, unless `where` is a string that begins with a member.
+        of the `caller`, unless `where` is a string that begins with a member.
         """
         name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
             printed = where if isinstance(where, str) else trees.describe(where)
             fix = "Give a member, or 'member/pattern'."
-            raise StateError(unknown("member", by, printed, self.members, fix))
+            raise StateError(unknown("member", caller, printed, self.members, fix))
         return name, inner_pattern or "**"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
