@@ -16,8 +16,10 @@ __all__ = ["Schedule", "schedule"]
 __all__ += catalog.__all__
 __all__ += combinators.__all__
 
-_RAISED_ERRORS = "Raises HyperparameterError for a number that is not finite or out of range,\n"
-_RAISED_ERRORS += "and WrongTypeError for another type. A number may itself be a schedule."
+_RAISED_ERRORS = (
+    "Raises HyperparameterError for a number that is not finite or out of range,\n"
+    "and WrongTypeError for another type. A number may itself be a schedule."
+)
 for _factory in (globals()[_name] for _name in __all__ if hasattr(globals()[_name], "__wrapped__")):
     _factory.__doc__ = f"{_inspect.getdoc(_factory)}\n\n{_RAISED_ERRORS}\n"
 
