@@ -188,6 +188,37 @@ def askers(package: Path) -> dict[str, list[str]]:
     return {name: found for name, path in files.items() if (found := questions_for_processes(path))}
 
 
+# --- whether a state is a population, few files ask --------------------------------------------
+
+# Who may ask. Others say what they need to `_step/members.py`: `refuse_population`, `row_axes`, `over_members`, ... The
+# list only gets shorter.
+ASKS_FOR_MEMBERS = set(
+    "_state.state_setup _state.state_text _step.finite_state _step.on_mesh _step.retrace_reasons _step.row_probe "
+    "checkpoints._host_copies checkpoints.exchange checkpoints.state_facts devices.meshes program run.evaluation "
+    "run.feed run.rejections state states testing._comparing".split()
+)
+
+
+def questions_for_members(path: Path) -> list[str]:
+    """Where a file asks for the members of a state: by `members_of`, or by the shape of its clock."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        is_shape = isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim")
+        asked = ast.unparse(node.value) if is_shape else ""
+        if isinstance(node, ast.Call) and node.args and re.search(r"\b(shape|ndim)$", ast.unparse(node.func)):
+            asked = ast.unparse(node.args[0])
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "members_of" for alias in node.names):
+            found.append(f"{node.lineno}: imports members_of")
+        elif re.search(r"\bclock$", asked):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def askers_for_members(package: Path) -> dict[str, list[str]]:
+    files = {name: path for name, path in module_files(package).items() if name not in ("populations", "_step.members")}
+    return {name: found for name, path in files.items() if (found := questions_for_members(path))}
+
+
 # --- (b), (c), (d) what the package looks like from outside -----------------------------------
 
 # Runs in a fresh interpreter. jax and optax come first: what they do at import is not ours. The
@@ -356,6 +387,11 @@ def test_few_files_ask_how_many_processes_there_are():
     assert set(found) == ASKS_FOR_PROCESSES, found
 
 
+def test_few_files_ask_for_the_members_of_a_population():
+    found = askers_for_members(PACKAGE)
+    assert set(found) == ASKS_FOR_MEMBERS, found
+
+
 def test_a_call_needs_few_files():
     check(too_many_files(PACKAGE, NEEDED))
 
@@ -461,6 +497,19 @@ n = text.count("a") + everyone.index"""
     package = write(tmp_path, {"loop.py": lines, "distributed/__init__.py": lines})
     assert sorted(int(text.partition(":")[0]) for text in askers(package)["loop"]) == [*range(1, 10)]
     assert len(askers(package)) == 1
+
+
+def test_questions_for_members_are_found(tmp_path):
+    lines = """from tsunax._step.members import members_of
+from tsunax._step.members import over_members
+n = state.clock.shape[:-1]
+n = jnp.ndim(state.clock)
+n = np.shape(self.clock)[0]
+step = state.clock[0]"""
+    package = write(tmp_path, {"loop.py": lines, "populations.py": lines})
+    asks = askers_for_members(package)
+    assert sorted(int(text.partition(":")[0]) for text in asks["loop"]) == [1, 3, 4, 5]
+    assert len(asks) == 1
 
 
 def test_a_room_that_is_gone_is_found(tmp_path):

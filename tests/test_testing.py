@@ -12,6 +12,7 @@ import tsunax as ts
 from tests.helpers import medium_if
 from tsunax import testing
 from tsunax.errors import CheckError, DataError, HyperparameterError, LossError, StateError, WrongTypeError
+from tsunax.testing import _comparing
 
 # many of these checks have states without a key, which this loss function could take
 pytestmark = pytest.mark.filterwarnings("ignore:.* names key, but the state has none:UserWarning")
@@ -402,10 +403,10 @@ def test_no_check_of_a_donated_state(name):
 
 def test_a_nan_in_both_is_no_difference():
     found, other = (np.array([np.nan, np.inf, x], np.float32) for x in (1.0, 2.0))
-    assert testing._compared("here", [found], [other], 0.6, "x") == 0.5
-    assert testing._compared("here", [np.float32("nan")], [-np.float32("nan")], 0.6, "x") == 0
+    assert _comparing.compared("here", [found], [other], 0.6, "x") == 0.5
+    assert _comparing.compared("here", [np.float32("nan")], [-np.float32("nan")], 0.6, "x") == 0
     with pytest.raises(CheckError, match=r"leaf x\[0\] at here: got 1.0 for 2.0 at \[2\]"):
-        testing._compared("here", [found], [other], 0.0, "x")
+        _comparing.compared("here", [found], [other], 0.0, "x")
 
 
 @pytest.mark.medium

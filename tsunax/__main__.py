@@ -39,10 +39,10 @@ def self_check() -> str:
         state, info = step(state, x)
         losses.append(float(info.loss))
     twin, _ = ts.fit(step, make(), [x], steps=20, progress=False)
-    same = np.allclose(state.params["w"], twin.params["w"], rtol=1e-5, atol=1e-6)
-    verdict = "ok" if same and losses[-1] < losses[0] / 2 else "FAILED"
-    took = f"{time.perf_counter() - start:.1f} s"
-    return f"{verdict}: loss {losses[0]:.4f} to {losses[-1]:.4f} in 20 steps, {took}"
+    are_close = np.allclose(state.params["w"], twin.params["w"], rtol=1e-5, atol=1e-6)
+    verdict = "ok" if are_close and losses[-1] < losses[0] / 2 else "FAILED"
+    seconds = time.perf_counter() - start
+    return f"{verdict}: loss {losses[0]:.4f} to {losses[-1]:.4f} in 20 steps, {seconds:.1f} s"
 
 
 def devices() -> str:
@@ -51,25 +51,25 @@ def devices() -> str:
     return "\n".join(f"device {device}: {info}" for device, info in infos)
 
 
-def tried(what: str, f: Callable[[], str]) -> str:
+def attempt(title: str, f: Callable[[], str]) -> str:
     """A part of the report, or why it failed: what is broken is what the report is for."""
     try:
-        return f"{what} {f()}"
+        return f"{title} {f()}"
     except Exception as error:
-        return f"{what} FAILED: {type(error).__name__}: {' '.join(str(error).split())}"
+        return f"{title} FAILED: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def report() -> Iterator[str]:
     """The lines, each as soon as it is known: what comes next may hang."""
     python, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
     yield f"tsunax {ts.__version__}, Python {python}, {system}"
-    found = ((name, version_of(name)) for name in LIBRARIES)
-    yield ", ".join(f"{name} {version}" for name, version in found if version != "-")
+    versions = ((name, version_of(name)) for name in LIBRARIES)
+    yield ", ".join(f"{name} {version}" for name, version in versions if version != "-")
     if settings := [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]:
         yield "settings: " + ", ".join(settings)
-    yield tried("preferred device:", lambda: ts.devices.preferred() or "none")
-    yield from tried("devices:\n", devices).splitlines()
-    yield tried("self-check", self_check)
+    yield attempt("preferred device:", lambda: ts.devices.preferred() or "none")
+    yield from attempt("devices:\n", devices).splitlines()
+    yield attempt("self-check", self_check)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Averages of the parameters over training: exponential, or uniform (Polyak, stochastic weight
 averaging).
 
-An average is a float32 tree beside the parameters, moved once per applied step. Evaluate with
+An average is a float32 tree like the parameters, moved once per applied step. Evaluate with
 `averaged(state)`. This file knows nothing of states.
 """
 
@@ -59,7 +59,7 @@ class Average:
     def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
-        # Out of its range a rate is cut, for steps that nobody judges.
+        # Out of its range a rate is cut, for steps without a verdict.
         rate = rate if self.schedule is None else jnp.clip(self._rate_at(step), 0, 1)
         if self.warmup:
             # decay at most (1 + n) / (10 + n)
@@ -71,8 +71,11 @@ class Average:
             new = jnp.where(rate == 1, p.astype(a.dtype), a + rate.astype(a.dtype) * (p - a))
             return jnp.where(counted | (step <= self.start), new, a)
 
-        moved = jax.tree.map(move, self.params, params)
-        return dataclasses.replace(self, params=moved, count=self.count + counted.astype(jnp.int32))
+        return dataclasses.replace(
+            self,
+            params=jax.tree.map(move, self.params, params),
+            count=self.count + counted.astype(jnp.int32),
+        )
 
 
 def _average(where: str, start: int, every: int, rate: Any = None, warmup: bool = False) -> Average:
@@ -103,8 +106,7 @@ def ema(
     if callable(decay):
         number_checks.check_schedule("ema()", "decay", decay)
         checks.check_flags("ema()", warmup=warmup)
-        average = _average("ema()", start, every, 1.0, warmup)
-        return dataclasses.replace(average, schedule=decay)
+        return dataclasses.replace(_average("ema()", start, every, 1.0, warmup), schedule=decay)
     if not checks.is_real(decay) or np.ndim(decay):
         raise WrongTypeError("decay", "ema()", trees.describe(decay), "a number in [0, 1)")
     if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
@@ -136,15 +138,19 @@ def swa(start: int, every: int) -> Average:
 
 
 def as_average(
-    given: ArrayLike | Average | Function | None, where: str, name: str = "ema"
+    average: ArrayLike | Average | Function | None, where: str, name: str = "ema"
 ) -> Average | None:
     """The average that `setup(ema=...)` means: None, a decay, or an `Average`."""
-    if given is None or isinstance(given, Average):
-        return given
-    if isinstance(given, bool) or (trees.dtype_of(given) is None and not callable(given)):
-        expected = "a decay in [0, 1), or ts.averages.ema(...)"
-        raise WrongTypeError(name, where, trees.describe(given), expected)
-    return ema(given)
+    if average is None or isinstance(average, Average):
+        return average
+    if isinstance(average, bool) or (trees.dtype_of(average) is None and not callable(average)):
+        raise WrongTypeError(
+            name,
+            where,
+            got=trees.describe(average),
+            expected="a decay in [0, 1), or ts.averages.ema(...)",
+        )
+    return ema(average)
 
 
 __all__ = ["ema", "polyak", "swa"]

@@ -18,14 +18,8 @@ from jax.typing import ArrayLike
 from tsunax._core import Extra, Where, checks, patterns, trees
 from tsunax._core.placement import beside
 from tsunax._state.state_fields import frozen_words
-from tsunax.errors import (
-    HyperparameterError,
-    PatternError,
-    RuleError,
-    StateError,
-    WrongTypeError,
-    unknown,
-)
+from tsunax._step.members import chosen_members
+from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
@@ -51,8 +45,11 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
     if isinstance(state, States):
-        found = {at: hyperparams(member) for at, member in training_states(state).items()}
-        return {at + name: x for at, known in found.items() for name, x in known.items()}
+        return {
+            prefix + name: value
+            for prefix, member in training_states(state).items()
+            for name, value in hyperparams(member).items()
+        }
     check_values(state, "hyperparams()")
     if state.numbers is None:
         return {}
@@ -60,12 +57,12 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
 
 
 def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
-    """Set hyperparameters on all leaves, or on those that `where` matches. Moments are kept.
+    """Set hyperparameters on all leaves, or on the leaves that `where` matches. Moments are kept.
 
     A value is a number, traced or not; `None` gives a number back to its schedule. A new value
     never compiles the step again. The first cut of a subtree does, once: `adjust(state, where)`
     without values is that cut alone. `adjust(a, **hyperparams(b))` copies into cuts that `a` has.
-    The result shares its arrays with `state`: a step that is given one of them donates both. With
+    The result shares its arrays with `state`: a step that gets either state donates both. With
     `States`, `where` begins with the member, `adjust(run, "critic/head", learning_rate=0.1)`, or
     the names do, `adjust(run, **hyperparams(other))`.
 
@@ -80,15 +77,24 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
     if checks.is_real(where):
-        got, fix = trees.describe(where), f"Name the value: learning_rate={where}."
-        raise WrongTypeError("where", "adjust()", got, "a pattern", fix)
+        raise WrongTypeError(
+            "where",
+            "adjust()",
+            got=trees.describe(where),
+            expected="a pattern",
+            fix=f"Name the value: learning_rate={where}.",
+        )
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
     check_values(state, "adjust()", where)
     if state.numbers is None:
-        fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
-        got = "one without live numbers"
-        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
+        raise HyperparameterError(
+            "rule",
+            "adjust()",
+            got="one without live numbers",
+            expected="a live rule",
+            fix="Use one of tsunax.rules, or ts.rules.live(optax_factory).",
+        )
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
     if isinstance(where, str) and where == "**" and is_flat:
         return _assign(state, _by_flat_name(state, values), _table(state).values)
@@ -99,7 +105,7 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
 
 
 def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
-    """`adjust` of the member that `where` begins with, or of those that the names begin with."""
+    """`adjust` of the member that `where` begins with, or of the members in the names."""
     if not (isinstance(where, str) and where == "**"):
         name, rest_of_name = run.member_at(where, "adjust()")
         return run.replace(**{name: adjust(run.members[name], rest_of_name, **values)})
@@ -107,8 +113,9 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     for name_of_value, x in values.items():
         if "/" not in name_of_value:
             fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            text = unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
-            raise HyperparameterError(text)
+            raise HyperparameterError(
+                unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
+            )
         name, rest_of_name = run.member_at(name_of_value, "adjust()")
         values_by_member.setdefault(name, {})[rest_of_name] = x
     members = {name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
@@ -121,9 +128,9 @@ def freeze(state: _State, where: Where, *, members: ArrayLike | None = None) -> 
     Their gradients are still computed (`setup(trainable=...)` saves that), but count as zero in
     norms and global clipping. The first freeze of a state compiles the step again, unless
     `setup(freezable=True)` made room for it; later freezes and thaws never do, also under jit, scan
-    and vmap. The result shares its arrays with `state`: a step that is given one of them donates
+    and vmap. The result shares its arrays with `state`: a step that gets either state donates
     both. Of `States`, `where` begins with the member: "critic/head". Of a population, `members` are
-    the indices, or a mask, of those that stop while others go on; by default all.
+    the indices, or a mask, of the members that stop; by default all.
 
     Raises PatternError if `where` matches nothing that is trained, StateError for other `members`.
 
@@ -145,7 +152,7 @@ def thaw(state: _State, where: Where = "**", *, members: ArrayLike | None = None
     The count of a rule (Adam's bias correction) has gone on meanwhile: leaves frozen from the start
     take larger first steps after a late thaw, up to 6 × the rate at step 2000 with Adam's defaults.
     Warm up their rate to avoid that. The result shares its arrays with `state`, as in `freeze`,
-    and `members` are those of a population, as there.
+    and `members` are members of a population, as there.
 
     Raises PatternError for leaves that `setup(trainable=...)` left out: they have no moments.
     """
@@ -155,62 +162,62 @@ def thaw(state: _State, where: Where = "**", *, members: ArrayLike | None = None
 # Freezing
 
 
-def _set_frozen(state: _State, where: Where, on: bool, members: ArrayLike | None) -> _State:
-    by, everything = "freeze()" if on else "thaw()", isinstance(where, str) and where == "**"
+def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike | None) -> _State:
+    caller, everything = (
+        "freeze()" if freezes else "thaw()",
+        isinstance(where, str) and where == "**",
+    )
     if isinstance(state, States):
-        at = [state.member_at(x, by) for x in (state.members if everything else [where])]
-        new = {name: _set_frozen(state.members[name], inside, on, members) for name, inside in at}
-        return cast(_State, state.replace(**new))
-    check_state(state, by, where)
-    flags = patterns.select(where, state.params, by)
+        new_members = {}
+        for pattern in state.members if everything else [where]:
+            name, inner_pattern = state.member_at(pattern, caller)
+            new_members[name] = _set_frozen(state.members[name], inner_pattern, freezes, members)
+        return cast(_State, state.replace(**new_members))
+    check_state(state, caller, where)
+    flags = patterns.select(where, state.params, caller)
     selected = state.plan.selected or (True,) * len(flags)
-    outside = [i for i, (flag, s) in enumerate(zip(flags, selected, strict=True)) if flag and not s]
-    trained = [flag for flag, s in zip(flags, selected, strict=True) if s]
-    if outside and not everything and (not on or not any(trained)):
-        fix = "It never trains anyway." if on else "Only ts.migrate can add it to a run."
-        raise _left_out(state, outside[0], fix)
+    pairs = list(zip(flags, selected, strict=True))
+    trained = [flag for flag, is_trained in pairs if is_trained]
+    if (True, False) in pairs and not everything and (not freezes or not any(trained)):
+        fix = "It never trains anyway." if freezes else "Only ts.migrate can add it to a run."
+        raise _left_out(state, pairs.index((True, False)), fix)
     is_lbfgs = lambda x: isinstance(x, optax.ScaleByLBFGSState)
-    mixes = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
-    if on and mixes and not all(trained):
-        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
-        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
-    words, population = frozen_words(trained), jnp.shape(state.clock)[:-1]
-    if trees.is_traced(members):
-        raise StateError("members", by, "a traced array", "indices with values, or a mask")
-    if members is not None:
-        chosen, indices = np.zeros(population, bool), np.array(members, ndmin=1)
-        if indices.dtype != bool and len({*indices.flat}) < indices.size:
-            got, expected = trees.describe(members), "each index once, or a mask of bools"
-            raise StateError("members", by, got, expected)
-        try:
-            chosen[indices if indices.size else ()] = indices.size > 0
-        except IndexError:
-            n = population[0] if population else 0
-            got, expected = trees.describe(members), f"indices of members below {n}, or a mask"
-            raise StateError("members", by, got, expected) from None
-        words = np.where(chosen[:, None], words, np.zeros_like(words))
+    mixes_leaves = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
+    if freezes and mixes_leaves and not all(trained):
+        raise RuleError(
+            "rule",
+            "freeze()",
+            got="lbfgs",
+            expected="one that treats leaves apart",
+            fix="Its memory mixes all leaves. Leave them out with setup(..., trainable=...).",
+        )
+    is_chosen = chosen_members(state, members, caller)
+    words = frozen_words(trained) * is_chosen[..., None].astype(np.uint32)
+    if state.frozen is None and not freezes:
+        return state
     if state.frozen is None:
-        if not on:
-            return state
-        none = jnp.zeros((*population, *words.shape[-1:]), words.dtype)
-        state = dataclasses.replace(state, frozen=beside(trainable(state), none))
-    old: Any = state.frozen
-    words = np.broadcast_to(words, old.shape)
-    frozen = old | words if on else old & ~words
-    return dataclasses.replace(state, frozen=frozen)
+        state = dataclasses.replace(
+            state, frozen=beside(trainable(state), jnp.zeros(words.shape, words.dtype))
+        )
+    old_words: Any = state.frozen
+    return dataclasses.replace(state, frozen=old_words | words if freezes else old_words & ~words)
 
 
 def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
-    where = trees.access_str("params", trees.paths(state.params)[i])
-    got = "one that setup(trainable=...) left out"
-    return PatternError("leaf", where, got, "a trained leaf", fix)
+    return PatternError(
+        "leaf",
+        trees.access_str("params", trees.paths(state.params)[i]),
+        got="one that setup(trainable=...) left out",
+        expected="a trained leaf",
+        fix=fix,
+    )
 
 
 # Hyperparameters
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches; of all, also those that wrappers made."""
+    """Key paths of the leaves that `where` matches; of all, also leaves that wrappers made."""
     flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
@@ -227,63 +234,81 @@ def _table(state: TrainState) -> Numbers:
 
 
 def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
-    """Whether each name is in the table once, whatever the leaves."""
-    known = [name for groups in _table(state).layout.names for names in groups for name in names]
-    plain = [name.partition("@")[0].rpartition(".")[2] for name in known]
-    return all(name in known and plain.count(name) == 1 for name in names)
+    """Whether each name is in the table once, for any leaves."""
+    flat_names = [
+        name for groups in _table(state).layout.names for names in groups for name in names
+    ]
+    plain_names = [name.partition("@")[0].rpartition(".")[2] for name in flat_names]
+    return all(name in flat_names and plain_names.count(name) == 1 for name in names)
 
 
 class _Hit(NamedTuple):
     """A live state that an adjust may set."""
 
-    at: int
+    live_index: int
     rule: str  # its index in a chain
     names: tuple[str, ...]
     leaves: frozenset
 
 
 def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, dict[str, str]]:
-    """Live states to adjust, `{place: {name given: name there}}`; all if no values are given."""
-    lives, seen = _table(state).layout.lives, matched.union(trees.paths(trained_part(state)))
+    """`{index of a live state: {name of a value: name in the rule}}` of the states to adjust.
+
+    These are all that have matched leaves if there are no values.
+    """
+    lives = _table(state).layout.lives
+    visible = matched.union(trees.paths(trained_part(state)))
     hits, indices = [], number_table.chain_indices(lives)
-    for at, (_, s) in enumerate(lives):
+    for live_index, (_, s) in enumerate(lives):
         leaves = matched.intersection(s.paths)
-        if leaves and seen.issuperset(s.paths):
-            hits.append(_Hit(at, indices[at], s.live.names, leaves))
+        if leaves and visible.issuperset(s.paths):
+            hits.append(_Hit(live_index, indices[live_index], s.live.names, leaves))
     if not hits:
-        hidden = not all(seen.issuperset(s.paths) for _, s in lives)
-        fix = "A wrapper hides its leaves: adjust(state, ...) sets them all." if hidden else ""
-        got = "none with live numbers for these leaves"
-        raise HyperparameterError("rule", "adjust()", got, "a live rule", fix)
-    targets: dict[int, dict[str, str]] = {} if values else {hit.at: {} for hit in hits}
-    for given in values:
-        index, _, name = given.rpartition(".")
-        found = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
-        if not index:  # of a rule around another one, the plain name is the outer one's
-            outer = frozenset().union(*(hit.leaves for hit in found if not hit.rule))
-            found = [hit for hit in found if not hit.rule or not hit.leaves & outer]
-        for hit in found:
-            targets.setdefault(hit.at, {})[given] = name
-        for pair in itertools.combinations(found, 2):
-            if pair[0].leaves & pair[1].leaves:
-                both = [repr(f"{hit.rule}.{name}") for hit in pair]
-                got, expected = f"{given!r}, which two rules of a chain have", " or ".join(both)
-                fix = f"Write adjust(state, **{{{both[0]}: ...}})."
-                raise HyperparameterError("hyperparameter", "adjust()", got, expected, fix)
-        if not found:
-            here = sorted({name for hit in hits for name in hit.names})
+        are_visible = all(visible.issuperset(s.paths) for _, s in lives)
+        raise HyperparameterError(
+            "rule",
+            "adjust()",
+            got="none with live numbers for these leaves",
+            expected="a live rule",
+            fix=(
+                ""
+                if are_visible
+                else "A wrapper hides its leaves: adjust(state, ...) sets them all."
+            ),
+        )
+    targets: dict[int, dict[str, str]] = {} if values else {hit.live_index: {} for hit in hits}
+    for value_name in values:
+        index, _, name = value_name.rpartition(".")
+        named_hits = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
+        if not index:  # if a rule is around a rule, the plain name belongs to the outer rule
+            outer = frozenset().union(*(hit.leaves for hit in named_hits if not hit.rule))
+            named_hits = [hit for hit in named_hits if not hit.rule or not hit.leaves & outer]
+        for hit in named_hits:
+            targets.setdefault(hit.live_index, {})[value_name] = name
+        for hit, second_hit in itertools.combinations(named_hits, 2):
+            if hit.leaves & second_hit.leaves:
+                first_name = repr(f"{hit.rule}.{name}")
+                raise HyperparameterError(
+                    "hyperparameter",
+                    "adjust()",
+                    got=f"{value_name!r}, which two rules of a chain have",
+                    expected=f"{first_name} or {second_hit.rule + '.' + name!r}",
+                    fix=f"Write adjust(state, **{{{first_name}: ...}}).",
+                )
+        if not named_hits:
+            names = sorted({name for hit in hits for name in hit.names})
             fix = "" if len(hits) == len(lives) else "It may be of the rule of other leaves."
-            raise HyperparameterError(unknown("hyperparameter", "adjust()", given, here, fix))
+            raise HyperparameterError(unknown("hyperparameter", "adjust()", value_name, names, fix))
     return targets
 
 
 def _with_cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
-    """Give the matched leaves groups of values of their own in the targeted live states."""
+    """Give the matched leaves their groups of values in the targeted live states."""
     cuts = {}
-    for at, (_, s) in enumerate(_table(state).layout.lives):
+    for live_index, (_, s) in enumerate(_table(state).layout.lives):
         cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
-        if at in targets and cut is not None:
-            cuts[at] = cut, parents
+        if live_index in targets and cut is not None:
+            cuts[live_index] = cut, parents
     if not cuts:
         return state
     opt_state, numbers = recut(state.opt_state, _table(state), trained_part(state), cuts)
@@ -305,41 +330,42 @@ def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
     if not split:
         return None, ()
-    new = {g: s.groups + i for i, g in enumerate(split)}
     labels = list(old.labels)
     for g in split:
         name = f"{old.labels[g]} & {label}" if old.labels[g] else label
         while name in labels:
             name += "'"
         labels.append(name)
-    of = tuple(new[g] if hit and g in new else g for g, hit in pairs)
-    return Cut(of, tuple(labels)), (*range(s.groups), *split)
+    new = {(g, True): s.groups + i for i, g in enumerate(split)}
+    group_of_leaf = tuple(new.get(pair, pair[0]) for pair in pairs)
+    return Cut(group_of_leaf, tuple(labels)), (*range(s.groups), *split)
 
 
 def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
     """The values to set for the matched leaves: {column of the numbers: (live, index, value)}."""
-    out = {}
-    for at, s, group, start in _table(state).columns():
-        of = s.cut.of if s.cut else (0,) * len(s.paths)
-        if any(g == group and path in matched for g, path in zip(of, s.paths, strict=True)):
-            for given, name in targets.get(at, {}).items():
+    cells = {}
+    for live_index, s, group, start in _table(state).columns():
+        group_of_leaf = s.cut.of if s.cut else (0,) * len(s.paths)
+        hits = zip(group_of_leaf, [path in matched for path in s.paths], strict=True)
+        if any(hit and leaf_group == group for leaf_group, hit in hits):
+            for value_name, name in targets.get(live_index, {}).items():
                 i = s.live.names.index(name)
-                out[start + i] = (s.live, i, values[given])
-    return out
+                cells[start + i] = s.live, i, values[value_name]
+    return cells
 
 
 def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
     """The values to set for flat names: {column of the numbers: (live, index, value)}."""
     columns = {}
-    for at, s, group, start in _table(state).columns():
-        names = _table(state).layout.names[at][group]
-        columns |= {name: (start + i, s.live, i) for i, name in enumerate(names)}
+    for live_index, s, group, start in _table(state).columns():
+        for i, name in enumerate(_table(state).layout.names[live_index][group]):
+            columns[name] = start + i, s.live, i
     for name in values:
         if name not in columns:
-            label = name.rpartition("@")[2]
-            fix = f"Cut it first: ts.adjust(state, {label!r})." if "@" in name else ""
+            cut = f"ts.adjust(state, {name.rpartition('@')[2]!r})"
+            fix = f"Cut it first: {cut}." if "@" in name else ""
             raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns, fix))
-    return {columns[n][0]: (*columns[n][1:], value) for n, value in values.items()}
+    return {columns[name][0]: (*columns[name][1:], value) for name, value in values.items()}
 
 
 def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
@@ -353,21 +379,30 @@ def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> No
     name, where = live.names[i], f"{live.title}()"
     if value is None:
         if live.schedules[i] is None:
-            expected = "a number: it has no schedule to go back to"
-            raise HyperparameterError(name, where, "None", expected)
+            raise HyperparameterError(
+                name, where, got="None", expected="a number: it has no schedule to go back to"
+            )
         return
     if callable(value):
-        fix = (
-            "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and go "
+        raise WrongTypeError(
+            name,
+            where,
+            got=f"{trees.describe(value)}, a function of the step",
+            expected="a number",
+            fix=(
+                "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and "
+                "go on with its moments: state, report = ts.migrate(state, rule)."
+            ),
         )
-        fix += "on with its moments: state, report = ts.migrate(state, rule)."
-        got = f"{trees.describe(value)}, a function of the step"
-        raise WrongTypeError(name, where, got, "a number", fix)
     each = [value]
     if np.ndim(value) and members:  # a population takes one value per member
         if np.shape(value) != members:
-            got, expected = f"shape {np.shape(value)}", f"one number, or shape {members}"
-            raise HyperparameterError(name, where, got, f"{expected}: one for each member")
+            raise HyperparameterError(
+                name,
+                where,
+                got=f"shape {np.shape(value)}",
+                expected=f"one number, or shape {members}: one for each member",
+            )
         if not trees.is_traced(value):
             each = np.ravel(np.asarray(value)).tolist()
     for number in each:
@@ -376,28 +411,27 @@ def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> No
 
 def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> TrainState:
     """Write values into columns, on the devices of `old`, without waiting for a step."""
-    values = _table(state).values
-    members = np.shape(values)[:-2]
+    values: Any = _table(state).values
     for live, i, value in cells.values():
-        _check_value(live, i, value, members)
-    given = {column: value for column, (_, _, value) in cells.items()}
-    concrete = not any(map(trees.is_traced, [values, *given.values()]))
-    values: Any = np.array(values) if concrete else values
-    if not concrete and isinstance(values, np.ndarray):
+        _check_value(live, i, value, np.shape(values)[:-2])
+    is_concrete = not any(
+        map(trees.is_traced, [values, *(value for _, _, value in cells.values())])
+    )
+    if is_concrete:
+        values = np.array(values)
+    elif isinstance(values, np.ndarray):
         values = _on_devices_of(old, values)
-    for column, value in given.items():
-        live, i, _ = cells[
-            column
-        ]  # only a schedule is held: a number that is set to itself is as before
-        new = {2: value is not None and live.schedules[i] is not None}
+    for column, (live, i, value) in cells.items():
+        # only a schedule is held: a number that is set to itself is as before
+        rows = {2: value is not None and live.schedules[i] is not None}
         if value is not None:  # with its complement: `rules/number_table.py`
-            exact = np.asarray(value, np.float64) if concrete else jnp.asarray(value, values.dtype)
-            new |= {0: exact, 1: 1 - exact}
-        for row, x in new.items():
-            if concrete:
+            lib, dtype = (np, np.float64) if is_concrete else (jnp, values.dtype)
+            exact = lib.asarray(value, dtype)
+            rows |= {0: exact, 1: 1 - exact}
+        for row, x in rows.items():
+            if is_concrete:
                 values[..., row, column] = x
             else:
                 values = values.at[..., row, column].set(x)
-    values = _on_devices_of(old, values) if concrete else values
-    numbers = dataclasses.replace(_table(state), values=values)
-    return dataclasses.replace(state, numbers=numbers)
+    values = _on_devices_of(old, values) if is_concrete else values
+    return dataclasses.replace(state, numbers=dataclasses.replace(_table(state), values=values))

@@ -26,7 +26,7 @@ from tsunax.state import base
 
 
 class NoiseScale(NamedTuple):
-    """How gradients scatter from row to row: what a larger batch would average out.
+    """How gradients scatter from row to row: the noise that a larger batch would average out.
 
     Both numbers are unbiased estimates from the micro-batches of one step. Of their gradients `g_i`
     and weights `w_i` (rows or tokens), with `W = Σ w_i`, `g = Σ w_i g_i / W`:
@@ -48,13 +48,13 @@ class NoiseScale(NamedTuple):
 
     @classmethod
     def of(cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array) -> NoiseScale:
-        """From `Σ w_i |g_i|²` over `count` micro-batches, and `W` and `|g|²` of all of them."""
+        """From `Σ w_i |g_i|²` over `count` micro-batches, and `W` and `|g|²` of the batch."""
         trace = (squares - weight * square) / (count - 1)
         return cls(trace, square - trace / weight)
 
 
 def check_rows(batch: PyTree) -> None:
-    """Raise LossError for leaves that have no rows, or another number of them."""
+    """Raise LossError for leaves without rows, or with another number of rows."""
     for where, leaf in trees.leaves_at("batch", batch):
         if not np.shape(leaf):
             raise LossError(
@@ -68,12 +68,12 @@ def check_rows(batch: PyTree) -> None:
         raise LossError(fault)
 
 
-def indivisible(rows: int, n: int, which: str = "") -> LossError:
+def indivisible(rows: int, n: int, note: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
     return LossError(
         "batch",
         "train_step()",
-        got=f"{rows} rows{which}",
+        got=f"{rows} rows{note}",
         expected=f"a multiple of accumulate={n}",
         fix=(
             "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. "
@@ -88,7 +88,7 @@ def strided_micro_batches(
 ) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
-    Strided, so that on many devices each one keeps its rows, and padding is spread evenly. The mask
+    Strided, so that each of many devices keeps its rows, and padding is spread evenly. The mask
     is f32 of shape (rows,), or None if all rows count. If it `pads`, a batch that does not divide
     is padded with copies of its last row, which the mask marks. LossError otherwise, and for leaves
     without rows or with another number.
@@ -118,9 +118,9 @@ def _part(parts: PyTree, i: Any) -> PyTree:
 
 
 def in_turn(f: Function, n: int, carry: PyTree, rows: PyTree) -> tuple[Any, Any]:
-    """`carry, out = f(carry, rows of micro-batch i, i)` of n of them; `out` for all rows in order.
+    """`carry, out = f(carry, rows of micro-batch i, i)` for each i; `out` for all rows in order.
 
-    Rows that do not divide are padded with copies of the last one, whose results are cut off.
+    Rows that do not divide are padded with copies of the last row; their results are cut off.
     """
     size = rows_of(rows)
     parts, _ = strided_micro_batches(rows, n, None, pads=True)
@@ -132,10 +132,10 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     """The strategy of one micro-batch after the other, with the memory of one.
 
     It runs in a scan: the gradient of a scan would store every micro-batch. A micro-batch gets its
-    rows of `mask`, a key of its own, and the model state that the one before it left. Gradients
+    rows of `mask`, its key, and the model state that the previous micro-batch left. Gradients
     have the structure and dtypes of the trained leaves. `loss.overwritten` is the maximum over
-    micro-batches. With `drop`, a micro-batch whose loss or gradient is not finite is left out with
-    its weight and its model state, and `loss.dropped` has its weight (0 for others). With a
+    micro-batches. With `drop`, a micro-batch with a loss or gradient that is not finite is left
+    out with its weight and its model state, and `loss.dropped` has its weight (else 0). With a
     `problem.square`, `loss.noise_scale` has the sum of weight times that, and its count.
     """
     keywords, state, square = problem.keywords, problem.state, problem.square
@@ -216,8 +216,9 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     losses = _axes.gathered(losses, axes)
     merged = merged_losses(losses.weight != 0, losses)
     if static := StaticWeight.of(loss.weight):  # the same on each device
-        total = np.float32(static.value * jax.lax.psum(1, axes))
-        merged = dataclasses.replace(merged, weight=total)
+        merged = dataclasses.replace(
+            merged, weight=np.float32(static.value * jax.lax.psum(1, axes))
+        )
 
     def reduced(reduce: Function, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: reduce(x, axes), _axes.vary(tree, axes))
@@ -232,7 +233,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
 
 
 def merged_losses(take: jax.Array, losses: Loss) -> Loss:
-    """Merge those losses of a stack whose flag in `take` is true."""
+    """Merge the losses of a stack that have a true flag in `take`."""
     first = jax.tree.map(lambda x: x[0], (take, losses))
     later = jax.tree.map(lambda x: x[1:], (take, losses))
 

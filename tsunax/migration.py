@@ -24,7 +24,7 @@ from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import beside, offloaded
 from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax._step.members import members_of
+from tsunax._step.members import refuse_population
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
 from tsunax.errors import StateError, WrongTypeError
@@ -143,9 +143,7 @@ def migrate(
                 report_lists[kind] += tuple(f"{name}/{x}" for x in getattr(report, kind))
         return cast(_State, state.replace(**new)), Report(**report_lists)
     check_state(state, where)
-    if members_of(state) is not None:
-        fix = "Migrate each member: ts.populations.member(runs, i)."
-        raise StateError("state", where, "a population", "one state", fix)
+    refuse_population(state, where, "Migrate each member: ts.populations.member(runs, i).")
     if any(map(trees.is_traced, jax.tree.leaves(state))):
         fix = "Call it outside of jit."
         raise StateError("state", where, "a traced state", "a concrete one", fix)

@@ -62,8 +62,15 @@ def _model(
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
-            raise StateError("model_state", where, "None", "the state that the model carries", fix)
+            raise StateError(
+                "model_state",
+                where,
+                got="None",
+                expected="the state that the model carries",
+                fix=(
+                    "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
+                ),
+            )
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
@@ -72,10 +79,16 @@ def _model(
             train is None and has_modes and named.keys().isdisjoint(_TRAIN_FLAGS + _EVAL_FLAGS)
         )
         if is_mode_unnamed and (training_step or key is not None):
-            got = "a key without it" if training_step is None else "none in a training step"
-            fix = "Name `train` in loss_fn and hand it on: without it dropout is off, and batch "
-            fix += "statistics stay."
-            raise LossError("train", "Model.apply()", got, "True or False", fix)
+            raise LossError(
+                "train",
+                "Model.apply()",
+                got="a key without it" if training_step is None else "none in a training step",
+                expected="True or False",
+                fix=(
+                    "Name `train` in loss_fn and hand it on: without it dropout is off, and batch "
+                    "statistics stay."
+                ),
+            )
         out, new_model_state = call(
             params, carried(model_state, "Model.apply()"), key, bool(train), x, named
         )
@@ -102,8 +115,13 @@ _EVAL_FLAGS = ("deterministic", "use_running_average", "inference")
 
 def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
     if not isinstance(x, kind) or not callable(x):
-        fix = f"Make one: {x.__name__}(...)." if isinstance(x, type) else ""
-        raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected, fix)
+        raise WrongTypeError(
+            "model",
+            f"models.{adapter}()",
+            got=trees.describe(x),
+            expected=expected,
+            fix=f"Make one: {x.__name__}(...)." if isinstance(x, type) else "",
+        )
 
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
@@ -177,9 +195,16 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
             *map(jax.tree.leaves, (lib.to_pure_dict(streams_after), rngs)), strict=True
         )
         if train and key is None and any(a is not b for a, b in stream_pairs):
-            expected = "a key for the model's random streams"
-            fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
-            raise StateError("key", "Model.apply()", "None", expected, fix)
+            raise StateError(
+                "key",
+                "Model.apply()",
+                got="None",
+                expected="a key for the model's random streams",
+                fix=(
+                    "Add a key parameter to loss_fn for model.apply(..., key=key): "
+                    "setup(..., key=0)."
+                ),
+            )
         return out, lib.to_pure_dict(other_variables)
 
     def assemble(params, model_state):
@@ -251,8 +276,13 @@ def equinox(
     _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
     stateful = state is not None
     if stateful and not isinstance(state, eqx.nn.State):
-        got, fix = trees.describe(state), "module, state = eqx.nn.make_with_state(Net)(...)"
-        raise WrongTypeError("state", "models.equinox()", got, "an equinox.nn.State", fix)
+        raise WrongTypeError(
+            "state",
+            "models.equinox()",
+            got=trees.describe(state),
+            expected="an equinox.nn.State",
+            fix="module, state = eqx.nn.make_with_state(Net)(...)",
+        )
     params, static = eqx.filter(module, eqx.is_inexact_array), {}
     for train in (True, False):
         net = eqx.nn.inference_mode(module, value=not train)
@@ -276,8 +306,13 @@ def equinox(
         net = eqx.combine(params, static[False])
         return (net, model_state) if stateful else net
 
-    has_modes = not eqx.tree_equal(static[True], static[False])
-    return _model(params, state if stateful else {}, call, assemble, has_modes=has_modes)
+    return _model(
+        params,
+        state if stateful else {},
+        call,
+        assemble,
+        has_modes=not eqx.tree_equal(static[True], static[False]),
+    )
 
 
 def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
@@ -292,8 +327,13 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     (Array([3., 3.], dtype=float32), None)
     """
     if not callable(fn) or isinstance(fn, type):
-        fix, expected = "The order is raw(fn, params).", "a function fn(params, *x, ...)"
-        raise WrongTypeError("fn", "models.raw()", trees.describe(fn), expected, fix)
+        raise WrongTypeError(
+            "fn",
+            "models.raw()",
+            got=trees.describe(fn),
+            expected="a function fn(params, *x, ...)",
+            fix="The order is raw(fn, params).",
+        )
     names = inspect.signature(fn).parameters
 
     def call(params, model_state, key, train, x, named):

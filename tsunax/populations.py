@@ -64,8 +64,13 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     for name, x in values.items():
         checks.check_arrays(x, name, "Bind values that are no numbers to make.")
         if np.shape(x)[:1] != (n,):
-            got, expected = trees.describe(x), f"an array with a first axis of {n}"
-            raise StateError(repr(name), where, got, expected, "Bind shared values to make.")
+            raise StateError(
+                repr(name),
+                where,
+                got=trees.describe(x),
+                expected=f"an array with a first axis of {n}",
+                fix="Bind shared values to make.",
+            )
     parent_key: Any = as_key(key, where)
     if parent_key is None:
         raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
@@ -77,15 +82,20 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
         lambda *arguments: jax.lax.map(make_member, arguments), keys, values
     )
     if not isinstance(runs, COUNTED):
-        fix = "make returns ts.setup(rule, params, ...), or ts.States of several."
-        raise StateError("result", "make", trees.describe(runs), "a TrainState", fix)
+        raise StateError(
+            "result",
+            "make",
+            got=trees.describe(runs),
+            expected="a TrainState",
+            fix="make returns ts.setup(rule, params, ...), or ts.States of several.",
+        )
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # checks numbers that were tracers inside `make`
     return runs  # pyright: ignore[reportReturnType]
 
 
 # Programs of `population` by their text and inputs. The least recently used programs are dropped
-# beyond this number: a script calls few of them, and each may be large.
+# beyond this number: a script calls few programs, and each may be large.
 _PROGRAMS: dict[Any, jax.stages.Compiled] = {}
 _MAX_PROGRAMS = 16
 
@@ -132,8 +142,13 @@ def select(runs: _State, indices: ArrayLike) -> _State:
 def _members_at(runs: _State, indices: Any, ndim: int, title: str, kind: str) -> _State:
     where = "member()" if title == "member" else "select()"
     if (n := members_of(runs)) is None:
-        fix = "Make one: ts.population(...)."
-        raise StateError("runs", where, trees.describe(runs), "a population", fix)
+        raise StateError(
+            "runs",
+            where,
+            got=trees.describe(runs),
+            expected="a population",
+            fix="Make one: ts.population(...).",
+        )
     if trees.is_gone(runs.clock):
         raise StateError("runs", where, "a population that a step took", "what the step returned")
     index = indices if trees.is_traced(indices) else np.asarray(indices)
@@ -141,8 +156,14 @@ def _members_at(runs: _State, indices: Any, ndim: int, title: str, kind: str) ->
     if is_valid and trees.is_traced(index):
         return _gathered(runs, index % n)
     if not is_valid or index.min() < -n or index.max() >= n:
-        got = f"{index.min()} ... {index.max()}" if is_valid and ndim else trees.describe(indices)
-        raise StateError(title, where, got, f"{kind} below {n}")
+        raise StateError(
+            title,
+            where,
+            got=f"{index.min()} ... {index.max()}"
+            if is_valid and ndim
+            else trees.describe(indices),
+            expected=f"{kind} below {n}",
+        )
     return _gathered(runs, (index % n).astype(np.int32))
 
 

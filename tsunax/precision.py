@@ -62,15 +62,23 @@ class Policy:
             except TypeError:
                 is_dtype = False
             if not is_dtype:
-                expected = f"one of {', '.join(DTYPES)}"
-                raise WrongTypeError(name, "Policy()", trees.describe(value), expected)
+                raise WrongTypeError(
+                    name,
+                    "Policy()",
+                    got=trees.describe(value),
+                    expected=f"one of {', '.join(DTYPES)}",
+                )
             object.__setattr__(self, name, jnp.dtype(value).name)
         checks.check_choice(self.rounding, "Policy()", "rounding", ("nearest", "stochastic"))
         checks.check_choice(self.moments, "Policy()", "moments", ("float32", "bfloat16"))
         if self.stochastic and self.param != "bfloat16":
-            where = "Policy(rounding='stochastic')"
-            fix = "Stochastic rounding cuts float32 to bfloat16."
-            raise WrongTypeError("param", where, self.param, "'bfloat16'", fix)
+            raise WrongTypeError(
+                "param",
+                "Policy(rounding='stochastic')",
+                got=self.param,
+                expected="'bfloat16'",
+                fix="Stochastic rounding cuts float32 to bfloat16.",
+            )
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
         if self.batch is not None:
@@ -165,9 +173,13 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
         return precision
     if isinstance(precision, str) and precision in DTYPES:
         return Policy(compute=precision)
-    expected = f"{', '.join(map(repr, DTYPES))}, or a Policy"
-    fix = hint(str(precision), DTYPES)
-    raise WrongTypeError("precision", where, trees.describe(precision), expected, fix)
+    raise WrongTypeError(
+        "precision",
+        where,
+        got=trees.describe(precision),
+        expected=f"{', '.join(map(repr, DTYPES))}, or a Policy",
+        fix=hint(str(precision), DTYPES),
+    )
 
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
@@ -239,9 +251,11 @@ class LossScale:
         is_due = applied & (self.good + 1 >= self.interval)
         larger = jnp.minimum(self.scale * self.factor, self.ceiling)
         smaller = jnp.maximum(self.scale / self.factor, self.floor)
-        scale = jnp.where(overflowed, smaller, jnp.where(is_due, larger, self.scale))
-        good = jnp.where(overflowed | is_due, 0, self.good + applied.astype(jnp.int32))
-        return dataclasses.replace(self, scale=scale, good=good)
+        return dataclasses.replace(
+            self,
+            scale=jnp.where(overflowed, smaller, jnp.where(is_due, larger, self.scale)),
+            good=jnp.where(overflowed | is_due, 0, self.good + applied.astype(jnp.int32)),
+        )
 
 
 def as_loss_scale(
@@ -260,8 +274,12 @@ def as_loss_scale(
     elif checks.is_real(loss_scale):
         loss_scale = LossScale(loss_scale, dynamic=False)
     if not isinstance(loss_scale, LossScale):
-        expected = "'dynamic', a number or a LossScale"
-        raise WrongTypeError("loss_scale", where, trees.describe(loss_scale), expected)
+        raise WrongTypeError(
+            "loss_scale",
+            where,
+            got=trees.describe(loss_scale),
+            expected="'dynamic', a number or a LossScale",
+        )
     smallest = float(jnp.finfo(jnp.float32).tiny)
     largest = float(jnp.finfo(jnp.float32).max)
     low, high = smallest, largest
@@ -277,12 +295,20 @@ def as_loss_scale(
         or loss_scale.factor <= 1
         or loss_scale.interval < 1
     ):
-        expected = f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}, "
-        expected += "factor > 1, interval ≥ 1"
-        raise StateError("loss_scale", where, loss_scale, expected)
-    scale = jnp.asarray(loss_scale.scale, jnp.float32)
-    good = jnp.asarray(loss_scale.good, jnp.int32)
-    return dataclasses.replace(loss_scale, scale=scale, good=good)
+        raise StateError(
+            "loss_scale",
+            where,
+            got=loss_scale,
+            expected=(
+                f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}, "
+                "factor > 1, interval ≥ 1"
+            ),
+        )
+    return dataclasses.replace(
+        loss_scale,
+        scale=jnp.asarray(loss_scale.scale, jnp.float32),
+        good=jnp.asarray(loss_scale.good, jnp.int32),
+    )
 
 
 __all__ = ["LossScale", "Policy"]

@@ -34,9 +34,9 @@ from tsunax.step import StepInfo, check_norms, update_unchecked
 
 def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    known = [x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x)]
-    found = filter(None, (getattr(x, "sharding", None) for x in known))
-    if not any(len(sharding.device_set) > 1 for sharding in found):
+    arrays = (x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x))
+    shardings = filter(None, (getattr(x, "sharding", None) for x in arrays))
+    if not any(len(sharding.device_set) > 1 for sharding in shardings):
         return None, moving, still
     from tsunax._core.placement import mesh_shardings, resharded
 
@@ -68,7 +68,7 @@ def check_byte_order(batch: PyTree, extra: Extra) -> None:
 def call_on_mesh(
     run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
 ) -> PyTree:
-    """`run(state, batch, extra)` on the mesh of the state; errors are those of its arguments."""
+    """`run(state, batch, extra)` on the mesh of the state; errors name its arguments."""
     check_state(state, where, batch)
     shardings = place_state(state.params)[0]
     try:
@@ -83,19 +83,21 @@ def call_on_mesh(
         raise
 
 
-def _over_members(f: Function, state: TrainState, *given: Any, at_once: int | None = None) -> Any:
-    """`f(state, *given)`; for a population, `f` of each member."""
+def _over_members(
+    f: Function, state: TrainState, *arguments: Any, at_once: int | None = None
+) -> Any:
+    """`f(state, *arguments)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
-        return f(state, *given)
+        return f(state, *arguments)
     from tsunax._step.members import over_members
 
-    return over_members(f, state, *given, at_once=at_once)
+    return over_members(f, state, *arguments, at_once=at_once)
 
 
 class Traced(NamedTuple):
-    """What one trace of a step was given: shapes and types, no values."""
+    """The arguments of one trace of a step: shapes and types, no values."""
 
-    kind: str  # "step", or "loop" for those that run fused
+    kind: str  # "step", or "loop" for a trace in a fused loop
     shardings: PyTree  # on a mesh the sharding of each array that the step changes
     state: PyTree  # with a `jax.typeof` for each array
     given: dict[str, Any]  # {argument: a tree of those}
@@ -135,19 +137,21 @@ class Programs(dict[Any, Any]):
         if not all(map(trees.is_placed, jax.tree.leaves((moving, still)))):
             checks.check_arrays(state, "state")
         shardings, moving, still = place_state(moving, still)
-        is_on_one = shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
-        self._sharding = clock.sharding if is_on_one else None
+        is_on_one_device = (
+            shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
+        )
+        self._sharding = clock.sharding if is_on_one_device else None
         return shardings, moving, still
 
 
 @dataclass(frozen=True)
 class TrainStep(GradientOptions):
-    """What `train_step` returns: a function `(state, batch, **extra) -> (state, info)`.
+    """The result of `train_step`: a function `(state, batch, **extra) -> (state, info)`.
 
     Steps compare by value. `step.lower(state, batch)` is the program of a step,
     `step.pure(state, batch, extra)` the function behind it, and
     `dataclasses.replace(step, accumulate=4)` the same step with another argument. Raises as
-    `train_step`, whose arguments are its fields.
+    `train_step`; the arguments of that are its fields.
     """
 
     donate: bool = True
@@ -159,7 +163,7 @@ class TrainStep(GradientOptions):
         check_norms(self.norms, "train_step()")
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
-        _ = self.gradient  # the errors of all others belong here, not into the first call
+        _ = self.gradient  # other errors belong here, not into the first call
 
     @functools.cached_property
     def gradient(self) -> Function:
@@ -172,7 +176,7 @@ class TrainStep(GradientOptions):
 
     @functools.cached_property
     def row_probe(self) -> FirstLook:
-        """What looks before the first call at the state, and whether the loss mixes rows."""
+        """The look before the first call: at the state, and whether the loss mixes rows."""
         return FirstLook(self, judges_updates=self.norms == "update")
 
     @property
@@ -191,13 +195,13 @@ class TrainStep(GradientOptions):
     ) -> tuple[TrainState, StepInfo]:
         """The step without compilation and donation; for a population, the step of each member.
 
-        For a program of your own: `jax.jit(step.pure)(state, batch, {})`. `extra` is a dict; rules
+        For your program: `jax.jit(step.pure)(state, batch, {})`. `extra` is a dict; rules
         may divide their work over the devices of `mesh`.
         """
         mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
-        return _over_members(self._one, state, batch, extra, mesh, at_once=self.at_once)
+        return _over_members(self._step_member, state, batch, extra, mesh, at_once=self.at_once)
 
-    def _one(
+    def _step_member(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
     ) -> tuple[TrainState, StepInfo]:
         # first: it looks at the names in extra
@@ -208,12 +212,12 @@ class TrainStep(GradientOptions):
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
-        """What each trace of this step was given: `ts.describe` explains why there are several."""
+        """The arguments of each trace of this step: `ts.describe` explains each trace."""
         return []
 
     @functools.cached_property
     def references(self) -> str:
-        """What its functions refer to: equal steps with equal ones share a compiled loop."""
+        """The text of its functions: equal steps with equal texts share a compiled loop."""
         from tsunax._core import stable_text
 
         return stable_text.code_of(self, is_exact=True)
@@ -233,14 +237,18 @@ class TrainStep(GradientOptions):
             state = assemble(kind, moving, still)
             trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
             with tracing(shardings is not None):
-                state, (loss, weight, *seen, _) = self.pure(state, batch, extra, mesh)
+                state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # one that failed is none
             # numbers are put back outside, and info is made there: faster
-            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *seen)
+            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *other_fields)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
-        taken = (1,) if self.donate else ()
-        return jax.jit(train_step, static_argnums=0, donate_argnums=taken, out_shardings=out)
+        return jax.jit(
+            train_step,
+            static_argnums=0,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=out,
+        )
 
     def _place_batch(self, state: TrainState, shardings: Any, batch: PyTree, extra: Extra) -> Any:
         from tsunax._step import on_mesh
@@ -248,13 +256,13 @@ class TrainStep(GradientOptions):
         return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
-        self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any
+        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
-        if more or not isinstance(state, TrainState):
-            check_state(state, "step()", batch, more)
+        if surplus or not isinstance(state, TrainState):
+            check_state(state, "step()", batch, surplus)
         try:
             check_byte_order(batch, extra)
-            # eager grad and vmap trace some arrays only: the others would be donated
+            # eager grad and vmap trace some arrays only: other arrays would be donated
             if trees.is_tracing():
                 if self.row_probe.pending:
                     self.row_probe(state, batch, extra)
@@ -272,13 +280,13 @@ class TrainStep(GradientOptions):
             if self.row_probe.pending:  # all processes at once: a mesh has rows of each
                 self.row_probe(state, batch, extra)
             program = self.programs[shardings]
-            moving, (loss, weight, *seen) = program(kind, moving, still, batch, extra)
+            moving, (loss, weight, *other_fields) = program(kind, moving, still, batch, extra)
         except Exception as error:
             raise_if_faulty(error, state, batch, extra)
             raise
         state = assemble(kind, moving, still)
         weight = weight.value if type(weight) is StaticWeight else weight
-        info = StepInfo._make((loss, weight, *seen, state.numbers))
+        info = StepInfo._make((loss, weight, *other_fields, state.numbers))
         if self.on_nonfinite == "raise":
             from tsunax._step import step_errors
 
@@ -337,10 +345,10 @@ def train_step(
       loss_fn: `loss_fn(params, batch, ...)` returns a scalar (a mean over its rows) or a `Loss`. It
         may name, as further parameters, `key` (new at every call), `model_state`, `train` (True),
         `mask` (f32 of shape (rows,), 1 for real rows), `step`, and the names given to the step as
-        `extra`; it gets what it names. `loss_fn(params, key)` and others whose second argument
-        is `key`, `step`, `model_state` or `ema` take no batch: `step(state)`.
-      accumulate: cut the batch into so many micro-batches, one after another, for the memory of
-        one. Loss and gradients are the same, whatever the masks, if the loss is a mean over rows. A
+        `extra`; it gets these arguments. `loss_fn(params, key)` and other functions with the second
+        argument `key`, `step`, `model_state` or `ema` take no batch: `step(state)`.
+      accumulate: cut the batch into this many micro-batches, one after another, for the memory of
+        one. Loss and gradients are the same, with any masks, if the loss is a mean over rows. A
         loss that compares rows, uses batch statistics, or is a sum over rows changes, with a
         warning: give it in two parts, `ts.whole_batch`. A batch that does not divide is padded
         if loss_fn names `mask`.
@@ -350,21 +358,21 @@ def train_step(
         grad) is never consumed.
       remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
         recompute activations instead of storing them.
-      norms: whether info has `grad_norm`; "update" for `update_norm` beside it, which costs a pass
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass
         over all updates.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices that have rows
-        and keys of their own: losses, metrics and gradients are combined over it (once, by weight),
-        and model states averaged. () for none: combine them yourself. Sharded arrays need none, and
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices with their own
+        rows and keys: losses, metrics and gradients are combined over it (once, by weight), and
+        model states averaged. () for none: combine them yourself. Sharded arrays need none, and
         refuse one.
-      at_once: how many members of a population are computed together, for the memory of so many.
+      at_once: how many members of a population are computed together, for their memory.
       per_example: True for a rule that takes the gradient of each row, along a new first axis, such
         as `optax.contrib.differentially_private_aggregate`. Or a function: it is given the gradient
-        of one row, a tree like `trainable(state)`, and returns another one like it (clipped, for
+        of one row, a tree like `trainable(state)`, and returns a tree like it (clipped, for
         example). The rule gets their mean over rows, in the memory of one micro-batch.
       noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), the scatter of
         gradients between micro-batches. It takes an `accumulate` of at least 2.
       check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a
-        few rows with that of their micro-batches, and warns if they differ.
+        few rows with the loss of their micro-batches, and warns if they differ.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -402,7 +410,7 @@ def train_step(
 
 @dataclass(frozen=True)
 class EvalStep:
-    """What `eval_step(loss_fn, ...)` returns: `f(state, batch, **extra) -> Loss`."""
+    """The result of `eval_step(loss_fn, ...)`: `f(state, batch, **extra) -> Loss`."""
 
     loss_fn: Function
     axis_name: AxisName = None
@@ -417,16 +425,16 @@ class EvalStep:
         return LossFn.of(self.loss_fn, "eval_step()")
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        """The evaluation without compilation; for a population, that of each member.
+        """The evaluation without compilation; for a population, the evaluation of each member.
 
-        For a program of your own: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
+        For your program: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
         """
-        return _over_members(self._one, state, batch, extra)
+        return _over_members(self._evaluate_member, state, batch, extra)
 
-    def _one(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
+    def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, extra, train=False)
-        seen = seen_by(self._fn, state, state.params, batch, keywords, train=False)
-        loss = self._fn(*seen, keywords, merges=True)
+        inputs = seen_by(self._fn, state, state.params, batch, keywords, train=False)
+        loss = self._fn(*inputs, keywords, merges=True)
         if axes := axes_around(self.axis_name, "eval_step()"):
             from tsunax.microbatches import loss_over_devices
 
@@ -460,9 +468,11 @@ class EvalStep:
         none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
         return dataclasses.replace(state, **{**none, "plan": plan})
 
-    def __call__(self, state: TrainState, batch: PyTree = None, *more: Never, **extra: Any) -> Loss:
-        if more:
-            check_state(state, "eval_step()", batch, more)
+    def __call__(
+        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
+    ) -> Loss:
+        if surplus:
+            check_state(state, "eval_step()", batch, surplus)
         run = lambda state, *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
@@ -479,10 +489,10 @@ def eval_step(loss_fn: Function, *, axis_name: AxisName = None, carry: bool = Fa
     """The compiled evaluation of a step's `loss_fn`: `f(state, batch, **extra) -> Loss`.
 
     `train` is False, there is a `key` only if you pass one, and `model_state` is read only; the
-    precision is that of the state. Results of several batches merge: `a.merge(b).compute()` is the
+    precision comes from the state. Results of several batches merge: `a.merge(b).compute()` is the
     mean over all rows of both. With `carry=True` the Loss has the `model_state` that `loss_fn`
     returns, and `evaluate` gives it to the next batch: hidden states, for example. `axis_name` and
-    errors are those of `train_step`.
+    errors are as in `train_step`.
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts

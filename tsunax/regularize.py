@@ -25,8 +25,12 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     selected = trees.take(params, patterns.select(where, params, place))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
-        got = f"{patterns.where_text(where)}, which selects no floats"
-        raise PatternError("where", place, got, "at least one")
+        raise PatternError(
+            "where",
+            place,
+            got=f"{patterns.where_text(where)}, which selects no floats",
+            expected="at least one",
+        )
     for leaf in leaves:
         checks.check_alive(leaf, place)
     # by identity only of arrays: equal Python floats may be one object
@@ -36,7 +40,7 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
 def _magnitudes(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # |x| with the gradient 0 at 0: that of jnp.abs is 1 there
+    # |x| with the gradient 0 at 0: jnp.abs has the gradient 1 there
     return jnp.sum(jnp.real(x * jnp.conj(jax.lax.stop_gradient(jnp.sign(x)))))
 
 

@@ -9,7 +9,7 @@
 
     run, history = ts.fit(step, run, data, steps=1000)
 
-A pytree with a clock of its own, and no more: the step function says what happens in a step.
+A pytree with its clock, and no more: the step function says what happens in a step.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class States(Clocked):
     any tree of arrays: environments, a replay buffer. A step is a function of run and batch that
     returns `(run, info)` and ends with `run.advance(...)`, which counts the call:
 
-    - `run.step`: calls in which no update of a member was rejected. What `fit`, logs and
-      checkpoints count.
+    - `run.step`: calls in which no update of a member was rejected. `fit`, logs and
+      checkpoints count these.
     - `run.calls`: every call of the step, however often it calls a member.
     - `run.rejected`, `run.rejected_in_a_row`: calls in which the update of a member was rejected.
 
@@ -63,7 +63,7 @@ class States(Clocked):
     # int32 (members,): each member's `rejected` at the last advance(). A copy, because outside of
     # jit the members of the old run may have been donated.
     tally: jax.Array
-    carry: PyTree  # set by the step, whatever the verdicts
+    carry: PyTree  # set by the step, with any verdict
     members: Mapping[str, TrainState]
     _repr_html_ = tables.folded
 
@@ -128,8 +128,13 @@ class States(Clocked):
         Raises as `replace`.
         """
         if all_or_none and jnp.ndim(self.clock) > 1:
-            fix = "Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch)."
-            raise StateError("run", "advance()", "a population", "one run", fix)
+            raise StateError(
+                "run",
+                "advance()",
+                got="a population",
+                expected="one run",
+                fix="Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch).",
+            )
         run = self.replace(**new)
         is_rejected = jnp.any(run.tally > self.tally, -1)  # `replace` has counted rejected calls
         clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
@@ -140,17 +145,17 @@ class States(Clocked):
         tally = _rejected_counts(members.values()) if all_or_none else run.tally
         return _assembled_run(clock, tally, run.carry, members)
 
-    def member_at(self, where: object, by: str) -> tuple[str, str]:
+    def member_at(self, where: object, caller: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it, both strings.
 
         Of "critic/encoder/**" they are `("critic", "encoder/**")`. Raises StateError, with the name
-        `by` of the caller, unless `where` is a string that begins with a member.
+        of the `caller`, unless `where` is a string that begins with a member.
         """
         name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
             printed = where if isinstance(where, str) else trees.describe(where)
             fix = "Give a member, or 'member/pattern'."
-            raise StateError(unknown("member", by, printed, self.members, fix))
+            raise StateError(unknown("member", caller, printed, self.members, fix))
         return name, inner_pattern or "**"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
@@ -186,21 +191,34 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
 
 def _check_members(members: Mapping[str, Any]) -> None:
     if not members:
-        fix = "For example ts.States(generator=g, critic=c)."
-        raise StateError("members", "States()", "none", "a training state by name", fix)
+        raise StateError(
+            "members",
+            "States()",
+            got="none",
+            expected="a training state by name",
+            fix="For example ts.States(generator=g, critic=c).",
+        )
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in reserved_names:
-            expected = "a name that can be an attribute, and is none of States'"
-            raise StateError("name", "States()", repr(name), expected)
+            raise StateError(
+                "name",
+                "States()",
+                got=repr(name),
+                expected="a name that can be an attribute, and is none of States'",
+            )
         _check_state(name, state)
 
 
 def _check_sizes(members: Mapping[str, TrainState], shape: tuple[int, ...], where: str) -> None:
     for name, state in members.items():
         if (other_shape := jnp.shape(state.clock)[:-1]) != shape:
-            got = f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}"
-            raise StateError("members", where, got, "populations of one size, or none")
+            raise StateError(
+                "members",
+                where,
+                got=f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}",
+                expected="populations of one size, or none",
+            )
 
 
 def _check_state(name: str, state: object) -> None:
@@ -208,8 +226,13 @@ def _check_state(name: str, state: object) -> None:
         fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
         if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
             fix = "A step returns two things: state, info = step(state, batch)."
-        title, got = f"member {name!r}", trees.describe(state)
-        raise WrongTypeError(title, "States", got, "a TrainState", fix)
+        raise WrongTypeError(
+            f"member {name!r}",
+            "States",
+            got=trees.describe(state),
+            expected="a TrainState",
+            fix=fix,
+        )
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:

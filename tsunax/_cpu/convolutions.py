@@ -2,9 +2,9 @@
 
 XLA's fast CPU kernel takes one layout, batch x spatial x features. XLA brings a convolution into it
 in the entry computation of a program, but not in the body of a `scan`, `while_loop` or `fori_loop`
-(jax#12868). There another layout, as that of every gradient, runs in scalar loops, up to 50 times
+(jax#12868). There another layout, such as every gradient has, runs in scalar loops, up to 50 times
 slower. `fast` writes the transposes that XLA leaves out. It replaces equations of the jaxpr by
-others of the same type, so that it reaches the convolutions of the gradient in any model.
+equations of the same type, so that it reaches the convolutions of the gradient in any model.
 """
 
 import functools
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from tsunax._cpu.rewriting import Equation, Jaxpr, rewritten
 
-# of the inner functions that stand for a convolution: they are not looked into again
+# The name of the inner functions that replace a convolution: they are not rewritten again.
 NAME = "convolution_in_loop"
-# others have no fast kernel
+# Other dtypes have no fast kernel.
 _DTYPES = frozenset(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
 _PARAMETERS = frozenset(
     "batch_group_count dimension_numbers feature_group_count lhs_dilation out_sharding padding "
@@ -33,11 +33,11 @@ def fast(fn: Callable) -> Callable:
     Wrap the differentiated function, `fast(jax.value_and_grad(loss_fn))`: the gradient's
     convolutions are the slow ones. Arguments are trees of arrays, static ones are closed over.
 
-    Bits are those of the same convolution outside of a loop, with two exceptions, within 1e-6 of
+    Bits are as of the same convolution outside of a loop, with two exceptions, within 1e-6 of
     the largest value. Grouped convolutions that read 4 features or fewer per group stay as they
     are, which is faster. The gradient of a grouped kernel is computed as a convolution of feature
     groups: XLA's own form of it, also outside of loops, costs up to 200 times as much. Left alone
-    are float64, complex and integer convolutions, those of more than three spatial axes or with an
+    are float64, complex and integer convolutions, any with more than three spatial axes or with an
     explicit sharding, and what is inside `shard_map` or Pallas.
 
     >>> f = fast(jax.grad(lambda w, x: jnp.sum(jax.lax.conv(x, w, (1,), "SAME") ** 2)))
@@ -49,8 +49,8 @@ def fast(fn: Callable) -> Callable:
 
 def equations(jaxpr: Jaxpr) -> list[Equation]:
     """The equations of a program, with a call of a fast convolution for each slow one."""
-    is_one = lambda eqn: eqn.primitive.name == "conv_general_dilated"
-    return [_convolution(eqn) if is_one(eqn) else eqn for eqn in jaxpr.eqns]
+    is_convolution = lambda eqn: eqn.primitive.name == "conv_general_dilated"
+    return [_convolution(eqn) if is_convolution(eqn) else eqn for eqn in jaxpr.eqns]
 
 
 def _convolution(eqn: Equation) -> Equation:
@@ -60,9 +60,9 @@ def _convolution(eqn: Equation) -> Equation:
         return eqn
     if any(map(_is_cut, (x.sharding, w.sharding, out.sharding, eqn.params["out_sharding"]))):
         return eqn
-    is_known = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
+    has_kernel = x.dtype == w.dtype and {x.dtype, out.dtype} <= _DTYPES and 3 <= x.ndim <= 5
     params = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
-    if not is_known or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
+    if not has_kernel or 0 in x.shape + w.shape or not _is_slow(x.shape, w.shape, params):
         return eqn
     call = _convolution_call(x, w, tuple(params.items()))
     if call is None or call.outvars[0].aval != out:
@@ -71,7 +71,7 @@ def _convolution(eqn: Equation) -> Equation:
 
 
 def _is_cut(sharding) -> bool:
-    """Whether the type says that an axis is spread over a mesh (XLA may spread others)."""
+    """Whether the type says that an axis is spread over a mesh (XLA may spread other axes)."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
@@ -111,7 +111,7 @@ def _in_kernel_layout(x, w, *, dimension_numbers, feature_group_count, batch_gro
     (n, c, *x_space), (o, i, *w_space), (out_n, out_c, *out_space) = dimension_numbers
     x = jnp.transpose(x, (n, *x_space, c))
     w = jnp.transpose(w, (*w_space, i, o))
-    # as XLA computes a convolution of feature groups: one kernel per group, the same additions
+    # XLA computes a convolution of feature groups so: one kernel per group, the same additions
     if batch_group_count not in (1, w.shape[-1]):
         x = _as_features(x, batch_group_count)
         feature_group_count, batch_group_count = batch_group_count, 1

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from tsunax._cpu.rewriting import Equation, Jaxpr, rewritten
 
-LEAST = 1 << 16  # bytes of a sum: smaller ones are computed again faster than they are kept
+# Bytes of a sum: smaller sums are computed again faster than they are kept.
+MIN_BYTES = 1 << 16
 # For each dtype the bits of a NaN that arithmetic never makes: no sum has them
 _NEVER = {"float32": (jnp.uint32, 0x7FE12345), "bfloat16": (jnp.uint16, 0x7FE1),
           "float16": (jnp.uint16, 0x7FE1)}  # fmt: skip
@@ -46,26 +47,26 @@ def _equations(jaxpr: Jaxpr) -> list[Equation]:
     readers = collections.Counter(map(id, jaxpr.outvars))
     for eqn in jaxpr.eqns:
         readers.update({id(x) for x in eqn.invars})
-    found = []
+    equations = []
     for eqn in jaxpr.eqns:
         if not _is_large_sum(eqn) or readers[id(eqn.outvars[0])] < 2:
-            found.append(eqn)
+            equations.append(eqn)
             continue
         (out,) = eqn.outvars
         fused = type(out)(out.aval)
         call = _sum_call(out.aval).replace(
             invars=[fused], outvars=[out], source_info=eqn.source_info
         )
-        found += [eqn.replace(outvars=[fused]), call]
-    return found
+        equations += [eqn.replace(outvars=[fused]), call]
+    return equations
 
 
 def _is_large_sum(eqn: Equation) -> bool:
     if eqn.primitive.name != "add_any":
         return False
     aval = eqn.outvars[0].aval
-    is_known = aval.dtype.name in _NEVER and isinstance(aval.size, int)  # no symbolic shape
-    return is_known and aval.size * aval.dtype.itemsize >= LEAST
+    has_bytes = aval.dtype.name in _NEVER and isinstance(aval.size, int)  # no symbolic shape
+    return has_bytes and aval.size * aval.dtype.itemsize >= MIN_BYTES
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-# of jax.extend.core, which costs 20 ms to import
+# Types of jax.extend.core, which costs 20 ms to import.
 Jaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
-# Their inner programs are rewritten, too; those of shard_map, pallas_call ... have own layouts
+# Their inner programs are rewritten, too. Programs in shard_map, pallas_call ... have own layouts.
 _OPEN = frozenset(
     "jit pjit scan while cond remat2 checkpoint call closed_call custom_jvp_call "
     "custom_vjp_call".split()
@@ -26,12 +26,12 @@ def rewritten(fn: Callable, change: Callable, closed: str = "") -> Callable:
     from jax.extend import core  # costs 20 ms to import, and only some steps need it
 
     if not all(hasattr(core, name) for name in ("ClosedJaxpr", "Jaxpr", "jaxpr_as_fun")):
-        return fn  # of a jax to come
+        return fn  # a later version of jax
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
         # One equation around it all, so that the rewritten program is not traced again; of a
-        # function that is new each time, because jit remembers what an old one closed over.
+        # function that is new each time, because jit remembers the values of an old closure.
         trace = jax.make_jaxpr(jax.jit(functools.partial(fn)), return_shape=True)
         program, shapes = trace(*args, **kwargs)
         program = of_program(program, change, closed, {})
@@ -47,48 +47,59 @@ def _constants(outer: Jaxpr) -> dict[int, np.ndarray]:
     """The results that are numbers of the program, by position."""
     from jax.extend import core
 
-    found: dict[int, Any] = {}
+    constants: dict[int, Any] = {}
     for eqn in outer.eqns:
         inner = eqn.params["jaxpr"]
         for out, x in zip(eqn.outvars, getattr(inner, "jaxpr", inner).outvars, strict=True):
             if isinstance(x, core.Literal):
-                found[id(out)] = np.asarray(x.val, getattr(x.aval, "dtype", None))
-    return {i: found[id(x)] for i, x in enumerate(outer.outvars) if id(x) in found}
+                constants[id(out)] = np.asarray(x.val, getattr(x.aval, "dtype", None))
+    return {i: constants[id(x)] for i, x in enumerate(outer.outvars) if id(x) in constants}
 
 
-def of_program(program: Any, change: Callable, closed: str, done: dict) -> Any:
+def of_program(program: Any, change: Callable, closed: str, rewritten_programs: dict) -> Any:
     """The program with other equations; the same object if none changes."""
     from jax.extend import core
 
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
-        inner = of_program(program.jaxpr, change, closed, done)
+        inner = of_program(program.jaxpr, change, closed, rewritten_programs)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if id(program) not in done:  # one object stays one: lowering and compiling are cached by it
-        inner = [_of_equation(eqn, change, closed, done) for eqn in program.eqns]
-        new = program if _same(inner, program.eqns) else program.replace(eqns=inner)
+    if (
+        id(program) not in rewritten_programs
+    ):  # one object stays one: lowering and compiling are cached by it
+        inner = [_of_equation(eqn, change, closed, rewritten_programs) for eqn in program.eqns]
+        new = program if _are_identical(inner, program.eqns) else program.replace(eqns=inner)
         eqns = change(new)
-        done[id(program)] = program, new if _same(eqns, new.eqns) else new.replace(eqns=eqns)
-    return done[id(program)][1]
+        rewritten_programs[id(program)] = (
+            program,
+            new if _are_identical(eqns, new.eqns) else new.replace(eqns=eqns),
+        )
+    return rewritten_programs[id(program)][1]
 
 
-def _of_equation(eqn: Equation, change: Callable, closed: str, done: dict) -> Equation:
+def _of_equation(
+    eqn: Equation, change: Callable, closed: str, rewritten_programs: dict
+) -> Equation:
     if eqn.primitive.name not in _OPEN or (closed and eqn.params.get("name") == closed):
         return eqn
-    params = {name: _of_parameter(x, change, closed, done) for name, x in eqn.params.items()}
-    return eqn if _same(params.values(), eqn.params.values()) else eqn.replace(params=params)
+    params = {
+        name: _of_parameter(x, change, closed, rewritten_programs) for name, x in eqn.params.items()
+    }
+    return (
+        eqn if _are_identical(params.values(), eqn.params.values()) else eqn.replace(params=params)
+    )
 
 
-def _of_parameter(value: Any, change: Callable, closed: str, done: dict) -> Any:
+def _of_parameter(value: Any, change: Callable, closed: str, rewritten_programs: dict) -> Any:
     from jax.extend import core
 
     if isinstance(value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)):
-        return of_program(value, change, closed, done)
+        return of_program(value, change, closed, rewritten_programs)
     if isinstance(value, tuple):  # the branches of a cond
-        new = tuple(_of_parameter(x, change, closed, done) for x in value)
-        return value if _same(new, value) else new
+        new = tuple(_of_parameter(x, change, closed, rewritten_programs) for x in value)
+        return value if _are_identical(new, value) else new
     return value
 
 
-def _same(new: Any, old: Any) -> bool:
+def _are_identical(new: Any, old: Any) -> bool:
     new, old = list(new), list(old)
     return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))

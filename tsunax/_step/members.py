@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from tsunax._core import placement, trees
 from tsunax.errors import StateError
 from tsunax.state import TrainState
 from tsunax.states import COUNTED, States
@@ -18,6 +20,41 @@ def members_of(state: Any) -> int | None:
         return None
     shape: tuple[int, ...] = state.clock.shape
     return shape[0] if len(shape) > 1 else None
+
+
+def refuse_population(
+    state: Any, where: str, fix: str = "Give ts.populations.member(state, i)."
+) -> None:
+    """Raise StateError for a population."""
+    if members_of(state) is not None:
+        raise StateError("state", where, got="a population", expected="one state", fix=fix)
+
+
+def row_axes(state: Any, mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh that divide rows; none for a population: each member gets all rows."""
+    return placement.data_axes(mesh) if members_of(state) is None else ()
+
+
+def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) -> np.ndarray:
+    """A flag for each member of a population: all, or the members at indices or of a mask.
+
+    The flag of a single state has no axis. Raises StateError for other indices.
+    """
+    flags, n = np.ones(state.clock.shape[:-1], bool), members_of(state)
+    if members is None:
+        return flags
+    if trees.is_traced(members):
+        raise StateError("members", caller, "a traced array", "indices with values, or a mask")
+    indices, got = np.array(members, ndmin=1), trees.describe(members)
+    if indices.dtype != bool and len({*indices.flat}) < indices.size:
+        raise StateError("members", caller, got, "each index once, or a mask of bools")
+    flags[()] = False
+    try:
+        flags[indices if indices.size else ()] = indices.size > 0
+    except IndexError:
+        expected = f"indices of members below {n or 0}, or a mask"
+        raise StateError("members", caller, got, expected) from None
+    return flags
 
 
 @jax.tree_util.register_dataclass

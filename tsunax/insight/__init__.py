@@ -1,4 +1,4 @@
-"""Insight: the cost of a step, where it broke, and which batch size and learning rate fit.
+"""Insight: the cost of a step, the origin of its NaN, and which batch size and learning rate fit.
 
 No other module of the package imports it.
 """

@@ -124,7 +124,7 @@ class Collective:
     """Communication of one kind in a compiled program: per run of the program and per device."""
 
     kind: str
-    count: float  # a collective in a loop counts once per trip, if XLA knows the number of trips
+    count: float  # a collective in a loop counts once per trip, if XLA computes the number of trips
     bytes: float  # the size of all results
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import checks, placement, trees
-from tsunax._step.members import members_of
+from tsunax._step.members import row_axes
 from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
@@ -64,8 +64,9 @@ def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     batch, extra = as_shapes(state, batch, extra)
     lowered = step.lower(state, batch, **extra)
     try:
-        fast_options = FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
-        compiled = lowered.compile(compiler_options=fast_options)
+        compiled = lowered.compile(
+            compiler_options=FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
+        )
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):  # versions of XLA differ in their options
             raise
@@ -81,12 +82,16 @@ def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[
         return batch, extra
 
     def spread(x, axes=()):
-        sharding = NamedSharding(mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(axes) if axes and x.ndim else PartitionSpec()
+            ),
+        )
 
-    # Each member of a population gets all rows, so they are not divided over devices.
-    rows = placement.data_axes(mesh) if members_of(state) is None else ()
-    return jax.tree.map(lambda x: spread(x, rows), batch), jax.tree.map(spread, extra)
+    axes = row_axes(state, mesh)
+    return jax.tree.map(lambda x: spread(x, axes), batch), jax.tree.map(spread, extra)
 
 
 def need_in(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Need:
@@ -163,8 +168,13 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
         if device.device_kind in memory_by_kind:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
-        got, fix = f"{device.device_kind}, a device that is not here", "Give memory=32 << 30."
-        raise DeviceError("memory", where, got, "a number", fix)
+        raise DeviceError(
+            "memory",
+            where,
+            got=f"{device.device_kind}, a device that is not here",
+            expected="a number",
+            fix="Give memory=32 << 30.",
+        )
     is_on_device = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
     state_bytes = sum(map(bytes_per_device, filter(is_on_device, arrays)))
     info = device_info(device)
@@ -174,8 +184,13 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return info.memory_total - bytes_of_others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
-        got, fix = f"{device}, which does not say how much it has", "Give memory=16 << 30."
-        raise DeviceError("memory", where, got, "a number", fix)
+        raise DeviceError(
+            "memory",
+            where,
+            got=f"{device}, which does not say how much it has",
+            expected="a number",
+            fix="Give memory=16 << 30.",
+        )
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + state_bytes, "free on this machine" + (
         f", over {n} devices" if n > 1 else ""

@@ -215,7 +215,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-@functools.lru_cache(maxsize=64)  # every trip of a loop asks for the same body
+@functools.lru_cache(maxsize=64)  # every trip of a loop has the same body
 def _compiled(jaxpr: Any, variables: tuple | None) -> Callable:
     """`(consts, arguments) -> results` of a program; with `variables`, it returns their values."""
     from jax.extend import core

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function, PyTree, checks, placement, processes, tables, trees
-from tsunax._step.members import members_of
+from tsunax._core import Function, PyTree, checks, processes, tables, trees
+from tsunax._step.members import row_axes
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
@@ -29,7 +29,7 @@ __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 
 _MAX_ROWS = 1 << 31  # rows, unless `max_size` is given: no device has memory for more
 # A search starts at this multiple of the smallest size: XLA compiles batches of very few rows into
-# special programs, which tell little about large batches. A larger multiple may start too high.
+# special programs, unlike the programs of large batches. A larger multiple may start too high.
 _FIRST_MULTIPLE = 8
 # Bytes by which memory may differ from a straight line: XLA rounds each buffer up, to 64 bytes on a
 # CPU and to 256 on a GPU. Not added if the line met all trials exactly: then nothing was rounded.
@@ -254,15 +254,26 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
     if non_numeric := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
         raise WrongTypeError("example", where, trees.describe(non_numeric[0]), "one batch")
     if not any(map(np.ndim, jax.tree.leaves(example))):
-        fix = "A loss that draws its own samples has their number in loss_fn."
-        raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
+        raise WrongTypeError(
+            "example",
+            where,
+            got=trees.describe(example),
+            expected="a batch with rows",
+            fix="A loss that draws its own samples has their number in loss_fn.",
+        )
     step = fused_loop.lowerable(step, state)
     if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        got = trees.describe(margin)
-        raise HyperparameterError("margin", where, got, "a number from 0 to below 1")
+        raise HyperparameterError(
+            "margin", where, got=trees.describe(margin), expected="a number from 0 to below 1"
+        )
     if not hasattr(step, "lower"):
-        got, fix = trees.describe(step), "ts.train_step(loss_fn), or jax.jit it."
-        raise WrongTypeError("step", where, got, "one that can be lowered", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="one that can be lowered",
+            fix="ts.train_step(loss_fn), or jax.jit it.",
+        )
     allowed_bytes, source = _memory.limit_of(memory, state, where)
     words = functools.partial(processes.current().gather, timeout=processes.LAST)
     allowed_bytes = min(map(int, words(where, str(allowed_bytes))))
@@ -301,14 +312,17 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
             if smallest_trial.need
             else "could not be compiled"
         )
-        expected = f"at most {trees.bytes_str(limit)} ({source})"
-        fix = "remat=True, a lower precision or a mesh with fsdp need less."
-        got = f"{smallest_trial.size} that {needed}"
-        raise DoesNotFitError("smallest batch size", where, got, expected, fix)
+        raise DoesNotFitError(
+            "smallest batch size",
+            where,
+            got=f"{smallest_trial.size} that {needed}",
+            expected=f"at most {trees.bytes_str(limit)} ({source})",
+            fix="remat=True, a lower precision or a mesh with fsdp need less.",
+        )
     answer = largest_size if whole_batch is None else whole_batch // largest_size
     return answer, SizeReport(title, answer, tuple(trials), limit, source)
 
 
 def _parts(state: Any) -> int:
     mesh = _memory.mesh_of(state)
-    return 1 if mesh is None or members_of(state) is not None else placement.row_parts(mesh)
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(state, mesh))

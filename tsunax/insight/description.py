@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
 from tsunax._step.certainty import certainty
+from tsunax._step.members import over_members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.errors import StateError, WrongTypeError
@@ -31,7 +32,7 @@ from tsunax.states import States, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
-MAX_ROWS = 40  # leaves in the printed table; `leaves` has all of them
+MAX_ROWS = 40  # leaves in the printed table; `leaves` has every leaf
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` returns: plain data, and a page of text when it is printed.
+    """The result of `describe`: plain data, and a page of text when it is printed.
 
     `flops` counts products and convolutions of a call on all `devices` (of the kind `device`), a
     multiply-add as two, cuDNN's attention included, other custom calls not. `memory` and
@@ -69,8 +70,8 @@ class Description:
     recompiles: tuple[str, ...]
     device: str
     devices: int
-    limits: str  # what only a real device shows; "" if the device is here
-    judged: str  # what the verdict looks at: loss and gradient, or also the update; and why
+    limits: str  # facts that only a real device shows; "" if the device is here
+    judged: str  # the inputs of the verdict: loss and gradient, or also the update; and why
     _repr_html_ = tables.folded
 
     def utilization(self, seconds_per_step: float, peak: float) -> float:
@@ -118,13 +119,23 @@ def describe(
     """
     where = "describe()"
     if not isinstance(step, TrainStep) and not (isinstance(state, States) and callable(step)):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="a train_step",
+            fix="Make one: ts.train_step(loss_fn).",
+        )
     if not isinstance(state, States):
         check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        fix = "Call it outside of jit, with arrays or shapes."
-        raise StateError("state or batch", where, "a traced one", "a concrete one", fix)
+        raise StateError(
+            "state or batch",
+            where,
+            got="a traced one",
+            expected="a concrete one",
+            fix="Call it outside of jit, with arrays or shapes.",
+        )
     batch_leaves = jax.tree.leaves(batch)
     if batch_leaves and not any(isinstance(x, jax.ShapeDtypeStruct) for x in batch_leaves):
         checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
@@ -175,9 +186,7 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
 
-    jax.eval_shape(
-        trace_certainty if np.ndim(state.clock) == 1 else jax.vmap(trace_certainty), state
-    )
+    jax.eval_shape(lambda state: over_members(trace_certainty, state), state)
     return f"by {reasons[0]}"
 
 

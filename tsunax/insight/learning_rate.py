@@ -14,8 +14,8 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Figure, PyTree, checks, trees
-from tsunax._step.members import members_of
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError
+from tsunax._step.members import refuse_population
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
 from tsunax.program import TrainStep
@@ -150,14 +150,19 @@ def find_learning_rate(
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
     if not (0 <= smooth < 1 < stop):
-        got = f"smooth={smooth}, stop={stop}"
-        raise HyperparameterError("average", where, got, "0 <= smooth < 1 < stop")
+        raise HyperparameterError(
+            "average", where, got=f"smooth={smooth}, stop={stop}", expected="0 <= smooth < 1 < stop"
+        )
     if isinstance(data, Iterator):
-        got, expected = trees.describe(data), "data that can be read again"
-        raise WrongTypeError("data", where, got, expected, "Give a list, or ts.batches.")
+        raise WrongTypeError(
+            "data",
+            where,
+            got=trees.describe(data),
+            expected="data that can be read again",
+            fix="Give a list, or ts.batches.",
+        )
     check_state(state, where)
-    if members_of(state) is not None:
-        raise StateError("state", where, "a population", "one: ts.populations.member(state, i)")
+    refuse_population(state, where)
     state = jax.tree.map(own, state)
     ramped_step, first_call = _Ramp(step, name), np.asarray(state.calls - state.rejected)
     ramp = np.float32(low), np.float32(math.log(high / low) / (points - 1)), first_call
@@ -209,8 +214,9 @@ def _with_suggestions(name: str, rates, losses, smoothed, used: int) -> tuple[fl
         if used > 2:
             got = f"a loss that never falls, up to {last_rate}"
             fix = "Other low= and high=, or a larger batch."
-        expected = "one that falls somewhere"
-        raise HyperparameterError(name, "find_learning_rate()", got, expected, fix)
+        raise HyperparameterError(
+            name, "find_learning_rate()", got=got, expected="one that falls somewhere", fix=fix
+        )
     steepest = float(rates[half_width + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
     return steepest, RangeTest(name, rates, losses, smoothed, used, steepest, tenth)

@@ -14,11 +14,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, checks, trees
+from tsunax._core import Extra, Function, PyTree, checks, trees
 from tsunax._core.dataflow import source_line
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
-from tsunax._step.members import members_of
+from tsunax._step.members import refuse_population
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, place_state
@@ -31,7 +31,7 @@ __all__ = ["ReplayReport", "replay"]
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What `replay` returns: plain data, and the paragraph `text` when it is printed.
+    """The result of `replay`: plain data, and the paragraph `text` when it is printed.
 
     `result` was not finite: "loss", "gradient of params['w']" or "new params['w']" (the rule's).
     `argument` is the leaf of batch, params or model state that was already not finite, or else
@@ -84,23 +84,7 @@ def replay(
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
-    where = "replay()"
-    if isinstance(state, States):
-        checks.check_all_alive(state, "state")
-    elif not isinstance(step, TrainStep):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
-    else:
-        check_state(state, where, batch)
-    if members_of(state) is not None:
-        fix = "Give ts.populations.member(state, i)."
-        raise StateError("state", where, "a population", "one member", fix)
-    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        fix = "Call it outside of jit, with the arrays of that call."
-        raise StateError("state", where, "a traced one", "a concrete one", fix)
-    for name, tree in {"state": state, "batch": batch, **extra}.items():
-        if jax.tree.leaves(tree):
-            checks.check_arrays(tree, name)
+    _check_arguments(step, state, batch, extra)
     if isinstance(state, States) or not isinstance(step, TrainStep):  # search its infos first
         call_step, arguments = fused_loop.fused(step, True).once, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
@@ -148,6 +132,35 @@ def replay(
     title = f"{overflowing[0].upper()}{overflowing[1:]}"
     text = f"{title} overflows when it is squared: every value is finite."
     return ReplayReport(text, overflowing, in_gradient=True)
+
+
+def _check_arguments(step: Function, state: Any, batch: PyTree, extra: Extra) -> None:
+    """Raise for arguments with which `replay` cannot run the step."""
+    where = "replay()"
+    if isinstance(state, States):
+        checks.check_all_alive(state, "state")
+    elif not isinstance(step, TrainStep):
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected="a train_step",
+            fix="Make one: ts.train_step(loss_fn).",
+        )
+    else:
+        check_state(state, where, batch)
+    refuse_population(state, where)
+    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
+        raise StateError(
+            "state",
+            where,
+            got="a traced one",
+            expected="a concrete one",
+            fix="Call it outside of jit, with the arrays of that call.",
+        )
+    for name, tree in {"state": state, "batch": batch, **extra}.items():
+        if jax.tree.leaves(tree):
+            checks.check_arrays(tree, name)
 
 
 MOVED_FIELDS = "new params", "new model_state", "new average", "new opt_state"

@@ -21,10 +21,10 @@ from tsunax.rules.number_table import as_scalar
 
 
 def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
-    """A rule without state from `f(updates, params, **extra) -> updates`."""
+    """A rule without state from `f(updates, **extra) -> updates`."""
 
     def update(updates, state, params=None, **extra):
-        return f(updates, params, **extra), state
+        return f(updates, **extra), state
 
     return as_rule(lambda params: optax.EmptyState(), update)
 
@@ -46,7 +46,7 @@ def _clip(max_delta: optax.ScalarOrSchedule):
     """
     bound = as_scalar(max_delta)
 
-    def clip(updates, params, **_):
+    def clip(updates, **_):
         return jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
 
     return _stateless(clip)
@@ -66,7 +66,7 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """
     bound = as_scalar(max_norm)
 
-    def clip(updates, params, **extra):
+    def clip(updates, **extra):
         norm = _norm_of(updates, **extra)
         is_within = (norm < bound) | (norm == 0)  # a schedule may bring the bound to 0
         scaled = lambda g: jnp.where(is_within, g, (g / norm.astype(g.dtype)) * bound)

@@ -79,8 +79,13 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
         check_rule(rule, "chain()", fix)
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
-        fix = "What follows would run on every call: accumulate(chain(...), every)."
-        raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
+        raise RuleError(
+            "accumulate",
+            "chain()",
+            got="a rule behind it",
+            expected="it at the end",
+            fix="What follows would run on every call: accumulate(chain(...), every).",
+        )
     inits, updates = zip(*rules, strict=True) if rules else ((), ())
     return as_rule(Init(_chain_init, (inits,)), _ChainUpdate(updates))
 
@@ -103,13 +108,21 @@ def _flags_by_pattern(patterns: tuple[str, ...], params: PyTree) -> dict[str, tu
             owner or (pattern if flag else None) for owner, flag in zip(owners, flags, strict=True)
         ]
         if pattern not in owners:
-            fix = "The patterns before it take all of its leaves."
-            raise PatternError(f"group {pattern!r}", "partition()", "no leaf", "at least one", fix)
+            raise PatternError(
+                f"group {pattern!r}",
+                "partition()",
+                got="no leaf",
+                expected="at least one",
+                fix="The patterns before it take all of its leaves.",
+            )
     if None in owners:
-        where = trees.access_str("params", leaves[owners.index(None)][1])
-        expected = f"a match by one of {', '.join(map(repr, patterns))}"
-        fix = "Add a last pattern '**' for the rest."
-        raise PatternError("leaf", where, "no pattern that matches it", expected, fix)
+        raise PatternError(
+            "leaf",
+            trees.access_str("params", leaves[owners.index(None)][1]),
+            got="no pattern that matches it",
+            expected=f"a match by one of {', '.join(map(repr, patterns))}",
+            fix="Add a last pattern '**' for the rest.",
+        )
     return {pattern: tuple(owner == pattern for owner in owners) for pattern in patterns}
 
 
@@ -143,13 +156,12 @@ class _PartitionUpdate:
             of_group = lambda tree, group_flags=group_flags: (
                 None if tree is None else trees.partition(tree, group_flags)[0]
             )
-            outside_squares = sum(
-                (s for s, is_in_group in zip(squares, group_flags, strict=True) if not is_in_group),
-                outside,
-            )
-            arguments = {"outside": outside_squares, **extra}
-            if grad is not None:
-                arguments["grad"] = of_group(grad)
+            pairs = zip(squares, group_flags, strict=True)
+            arguments = {
+                "outside": sum((s for s, is_in_group in pairs if not is_in_group), outside),
+                **extra,
+                **({} if grad is None else {"grad": of_group(grad)}),
+            }
             for name, f in searches.items():
                 arguments[name] = _function_of_group(f, params, group_flags, name == "grad_fn")
             old_inner = inner[pattern] = state.inner[pattern]
@@ -186,7 +198,7 @@ def _function_of_group(f, params, group_flags, is_gradient: bool):
 def partition(
     rules: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Give each part of the params a rule of its own: `{pattern: rule}`.
+    """Give each part of the params its own rule: `{pattern: rule}`.
 
     A leaf belongs to the first pattern that matches it. Each rule sees its own leaves only, but
     `clip_by_global_norm` as the first rule of a group takes the norm of all groups.
@@ -232,10 +244,16 @@ class _SkipZeroUpdate:
 def _without_window(init: Function, params: PyTree) -> PyTree:
     state = init(params)
     if accumulation.any_emitted(state) is not None:
-        fix = (
-            "The last gradient of a window would decide for all. Write accumulate(skip_zero(rule))."
+        raise RuleError(
+            "rule",
+            "skip_zero()",
+            got="accumulate inside",
+            expected="it outside",
+            fix=(
+                "The last gradient of a window would decide for all. "
+                "Write accumulate(skip_zero(rule))."
+            ),
         )
-        raise RuleError("rule", "skip_zero()", "accumulate inside", "it outside", fix)
     return state
 
 

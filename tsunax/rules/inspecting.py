@@ -16,22 +16,35 @@ from tsunax._core.checks import SEARCHES, accepting
 from tsunax.errors import RuleError, TsunaxError, WrongTypeError, told
 from tsunax.rules.extra_arguments import blank
 from tsunax.rules.live_factory import LiveFactory
-from tsunax.rules.live_rules import LiveUpdate, is_known
+from tsunax.rules.live_rules import LiveUpdate, is_library_factory
 
 
 def check_rule(rule: object, where: str, fix: str = "") -> None:
     """Raise unless this is an optax rule that can be hashed. `fix` is for other objects."""
     if not isinstance(rule, optax.GradientTransformation):
-        expected, got = "an optax.GradientTransformation", trees.describe(rule)
-        raise WrongTypeError("rule", where, got, expected, fix or _hint_for(rule))
+        raise WrongTypeError(
+            "rule",
+            where,
+            got=trees.describe(rule),
+            expected="an optax.GradientTransformation",
+            fix=fix or _hint_for(rule),
+        )
     if not (callable(rule.init) and callable(rule.update)):
-        got = f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}"
-        raise WrongTypeError("rule", where, got, "two functions")
+        raise WrongTypeError(
+            "rule",
+            where,
+            got=f"one with init {trees.describe(rule.init)}, update {trees.describe(rule.update)}",
+            expected="two functions",
+        )
     try:
         hash(rule)
     except TypeError as error:
-        expected = "one that can be hashed, as functions can: jit looks it up"
-        raise RuleError("rule", where, told(error), expected) from None
+        raise RuleError(
+            "rule",
+            where,
+            got=told(error),
+            expected="one that can be hashed, as functions can: jit looks it up",
+        ) from None
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
@@ -77,8 +90,9 @@ def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -
         got = _difference(updates, params, "updates")
         got = got and f"other updates ({got})"
         if not got and (difference := _difference(new_state, old_state, "opt_state")):
-            text = f"optimizer state {difference}. The rule {name} changes it from call to call."
-            raise RuleError(text)
+            raise RuleError(
+                f"optimizer state {difference}. The rule {name} changes it from call to call."
+            )
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=not got)
         if not got and all(u.dtype == p.dtype for u, p in pairs if complex_leaves):
             return
@@ -86,16 +100,27 @@ def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -
         return
     if complex_leaves and not isinstance(cause, TsunaxError):
         where, leaf = complex_leaves[0]
-        fix = "Wrap the rule: optax.contrib.split_real_and_imaginary(rule)."
-        expected = "real numbers for this rule"
-        raise RuleError("leaf", where, f"dtype {leaf.dtype}", expected, fix) from cause
-    fix_text, title = "", "rule" if "<" in name else f"rule {name}"
-    if "unexpected keyword argument" in got and not hasattr(rule.update, "around"):
-        fix_text = (
+        raise RuleError(
+            "leaf",
+            where,
+            got=f"dtype {leaf.dtype}",
+            expected="real numbers for this rule",
+            fix="Wrap the rule: optax.contrib.split_real_and_imaginary(rule).",
+        ) from cause
+    is_foreign_argument = "unexpected keyword argument" in got
+    is_foreign_argument &= not hasattr(rule.update, "around")
+    raise RuleError(
+        "rule" if "<" in name else f"rule {name}",
+        "setup()",
+        got=got,
+        expected="updates like the params",
+        fix=(
             "optax's wrappers give extra arguments to all rules inside, also to those that take "
-        )
-        fix_text += "others: join them with ts.rules.chain or ts.rules.partition."
-    raise RuleError(title, "setup()", got, "updates like the params", fix_text) from cause
+            "others: join them with ts.rules.chain or ts.rules.partition."
+            if is_foreign_argument
+            else ""
+        ),
+    ) from cause
 
 
 def takes_rows(update: Function, params: PyTree) -> bool:
@@ -147,7 +172,7 @@ _NEED_A_TRACE = ("sm3", "scale_by_muon", "scale_by_distance_over_gradients")
 def _is_sure_to_work(update: Any) -> bool:
     """Whether an update is made of rules that are known to work."""
     if isinstance(update, LiveUpdate):
-        return is_known(update.live.factory) and update.live.title not in _NEED_A_TRACE
+        return is_library_factory(update.live.factory) and update.live.title not in _NEED_A_TRACE
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
         return False
     return all(

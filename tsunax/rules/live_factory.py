@@ -89,7 +89,7 @@ P = ParamSpec("P")
 
 
 class LiveFactory(Generic[P]):
-    """What `live(factory)` returns: call it like the factory."""
+    """The result of `live(factory)`: call it like the factory."""
 
     def __init__(
         self, factory: Callable[P, optax.GradientTransformation], static: tuple[str, ...] = ()
@@ -141,16 +141,18 @@ class LiveFactory(Generic[P]):
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
-            where = f"{self.__name__}()"
-            names = f"{self.__name__}({trees.listed(parameter_names, 12)})"
-            got = str(error).replace("missing a required argument:", "none for")
-            raise WrongTypeError("arguments", where, got, names) from None
+            raise WrongTypeError(
+                "arguments",
+                f"{self.__name__}()",
+                got=str(error).replace("missing a required argument:", "none for"),
+                expected=f"{self.__name__}({trees.listed(parameter_names, 12)})",
+            ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
 
 def _signature(factory: Callable) -> inspect.Signature:
-    """Raise WrongTypeError for *args and **kwargs: each number needs a parameter of its own."""
+    """Raise WrongTypeError for *args and **kwargs: each number needs its own parameter."""
     expected = "a function with named parameters"
     try:
         signature = inspect.signature(factory)
@@ -158,8 +160,12 @@ def _signature(factory: Callable) -> inspect.Signature:
         raise WrongTypeError("factory", "live()", trees.describe(factory), expected) from None
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            got = f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
-            raise WrongTypeError("factory", "live()", got, expected)
+            raise WrongTypeError(
+                "factory",
+                "live()",
+                got=f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)",
+                expected=expected,
+            )
     return signature
 
 
@@ -191,9 +197,13 @@ def live(
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
     if not callable(factory) or isinstance(factory, LiveFactory):
-        fix = "Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3)."
-        expected = "a function that makes an optax rule"
-        raise WrongTypeError("factory", "live()", trees.describe(factory), expected, fix)
+        raise WrongTypeError(
+            "factory",
+            "live()",
+            got=trees.describe(factory),
+            expected="a function that makes an optax rule",
+            fix="Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3).",
+        )
     live_factory = LiveFactory(factory, static)
     for name in static:
         if name not in (parameters := live_factory.__signature__.parameters):

@@ -55,23 +55,22 @@ class Live:
     def columns(self) -> int:
         return len(self.names) + sum(s.size for s in self.schedules if s)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
+    def __eq__(self, rule: object) -> bool:
+        if self is rule:
             return True
         # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
-        if type(other) is not type(self) or self.statics.keys() != other.statics.keys():
+        if type(rule) is not type(self) or self.statics.keys() != rule.statics.keys():
             return False
         compared_fields = lambda x: (x.factory, x.names, x.schedules)
-        equal_statics = (self._is_equal(v, other.statics[k]) for k, v in self.statics.items())
-        return compared_fields(self) == compared_fields(other) and all(equal_statics)
+        equal_statics = (self._is_equal(v, rule.statics[k]) for k, v in self.statics.items())
+        return compared_fields(self) == compared_fields(rule) and all(equal_statics)
 
     def __hash__(self) -> int:
         return hash((self.factory, self.names))
 
     @staticmethod
     def _is_equal(a, b) -> bool:
-        flat_pair = jax.tree.flatten(a), jax.tree.flatten(b)
-        (a, treedef_a), (b, treedef_b) = flat_pair
+        (a, treedef_a), (b, treedef_b) = jax.tree.flatten(a), jax.tree.flatten(b)
         is_equal = lambda x, y: x is y or (type(x) is type(y) and bool(x == y))
         try:  # compare leaf by leaf with types, because `(1,) == (True,)`
             return treedef_a == treedef_b and all(map(is_equal, a, b))
@@ -82,13 +81,13 @@ class Live:
         """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
         numbers, column = {}, len(self.names)
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
-            value, complement, is_held = table[0, i], table[1, i], table[2, i]
+            value, complement, held_flag = table[0, i], table[1, i], table[2, i]
             if schedule:
                 scheduled = jnp.asarray(
                     schedule.at(step, table[0, column : column + schedule.size]), table.dtype
                 )
-                value = jnp.where(is_held > 0, value, scheduled)
-                complement = jnp.where(is_held > 0, complement, 1 - scheduled)
+                value = jnp.where(held_flag > 0, value, scheduled)
+                complement = jnp.where(held_flag > 0, complement, 1 - scheduled)
                 column += schedule.size
             numbers[name] = Number(value, complement)
         return numbers
@@ -103,8 +102,12 @@ class Live:
         finally:
             building.reset(outer)
         if not isinstance(tx, optax.GradientTransformation):
-            expected = "an optax.GradientTransformation"
-            raise WrongTypeError("result", f"{self.title}()", trees.describe(tx), expected)
+            raise WrongTypeError(
+                "result",
+                f"{self.title}()",
+                got=trees.describe(tx),
+                expected="an optax.GradientTransformation",
+            )
         return optax.with_extra_args_support(tx)
 
 
@@ -121,7 +124,7 @@ def factory_name(factory: object) -> str:
     return (getattr(factory, "__name__", None) or type(factory).__name__).strip("_")
 
 
-def is_known(factory: object) -> bool:
+def is_library_factory(factory: object) -> bool:
     """Whether a factory is optax's or ours, and so known to work with any live number."""
     return (getattr(factory, "__module__", None) or "").partition(".")[0] in ("optax", "tsunax")
 
@@ -199,8 +202,13 @@ class LiveUpdate:
     ) -> tuple[PyTree, LiveState]:
         table: Any = state.table if is_live(state) else None
         if table is None:
-            where, fix = f"{self.live.title}()", "For the state of a TrainState use ts.update."
-            raise RuleError("state", where, trees.describe(state), "the one of its init", fix)
+            raise RuleError(
+                "state",
+                f"{self.live.title}()",
+                got=trees.describe(state),
+                expected="the one of its init",
+                fix="For the state of a TrainState use ts.update.",
+            )
         call_arguments = (
             state.count if step is None else step,
             updates,
@@ -234,8 +242,12 @@ def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")
     if mesh is not None and not isinstance(mesh, _MESH_TYPES):
-        got, expected = trees.describe(mesh), "a Mesh, or None"
-        raise WrongTypeError("device_mesh", f"rules.{live.title}", got, expected)
+        raise WrongTypeError(
+            "device_mesh",
+            f"rules.{live.title}",
+            got=trees.describe(mesh),
+            expected="a Mesh, or None",
+        )
     # shard_map is used inside programs only: outside of jit, JAX computes array by array.
     is_cut_over_mesh = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
     is_cut_over_mesh = is_cut_over_mesh and trees.is_tracing()
@@ -254,7 +266,7 @@ def _run_factory(live: Live, table, inner, clock, updates, params, extra):
 
     as_number = lambda x: x
     is_full_precision = all(trees.dtype_of(x) == table.dtype for x in jax.tree.leaves(updates))
-    if is_full_precision and is_known(live.factory):
+    if is_full_precision and is_library_factory(live.factory):
         return run(as_number, updates, inner, params)
     # Some rules turn an exact complement into a strong float32, which would promote bfloat16 state.
     try:

@@ -83,9 +83,11 @@ def update_muon(
         iteration_arguments = {
             name: arguments[name] for name in ("ns_steps", "preconditioning", "eps")
         }
-        matrix_axes = MuonDimensionNumbers()
         rule = scale_by_muon(
-            beta=0.0, nesterov=False, weight_dimension_numbers=matrix_axes, **iteration_arguments
+            beta=0.0,
+            nesterov=False,
+            weight_dimension_numbers=MuonDimensionNumbers(),
+            **iteration_arguments,
         )
         fresh: Any = MuonState(jnp.int32(0), jnp.zeros_like(x), old_momentum.ns_coeffs)
         result: Any = rule.update(x, fresh)

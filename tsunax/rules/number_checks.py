@@ -75,19 +75,24 @@ def check_number(where: str, name: str, value: Any, kind: str = "a number or a s
     number = value if isinstance(value, int) else float(np.asarray(value))
     if not -largest_float <= number <= largest_float:  # NaN too
         got = f"{number}" if isinstance(number, float) else "an int of many digits"
-        expected = (
-            "a finite number"
+        raise HyperparameterError(
+            name,
+            where,
+            got=got,
+            expected="a finite number"
             if got in ("nan", "inf", "-inf")
-            else f"one within ±{largest_float:.2g}"
+            else f"one within ±{largest_float:.2g}",
         )
-        raise HyperparameterError(name, where, got, expected)
     low, includes_low, high = _RANGES.get(name, (None, True, None))
     too_low = low is not None and (number < low or (number == low and not includes_low))
     if too_low or (high is not None and number >= high):
-        bounds = f"{'≥' if includes_low else '>'} {low}" + (
-            f" and < {high}" if high is not None else ""
+        raise HyperparameterError(
+            name,
+            where,
+            got=f"{value}",
+            expected=f"{'≥' if includes_low else '>'} {low}"
+            + (f" and < {high}" if high is not None else ""),
         )
-        raise HyperparameterError(name, where, f"{value}", bounds)
 
 
 def checked_schedule(where: str, name: str, value: Scalar | Function) -> ScheduleShape | None:
@@ -117,9 +122,12 @@ def check_schedule(where: str, name: str, schedule: Function) -> None:
     for step in {*steps, sum(steps)}:
         value = float(result_of(place_of_step, name, schedule, step))
         if (low is not None and value < low) or (high is not None and value > high):
-            expected = f"≥ {low}" + (f" and ≤ {high}" if high is not None else "")
-            place_of_step = f"{where}, step {step} of its schedule"
-            raise HyperparameterError(name, place_of_step, value, expected)
+            raise HyperparameterError(
+                name,
+                f"{where}, step {step} of its schedule",
+                got=value,
+                expected=f"≥ {low}" + (f" and ≤ {high}" if high is not None else ""),
+            )
     shape_at(f"{where}, its schedule under jit", name, schedule)
 
 

@@ -2,7 +2,7 @@
 
 A number that a user may change while training (a learning rate, a beta) is a column of four rows:
 its value, its complement `1 - value`, whether it is held against its schedule, and the value given
-at `setup`, from which a restored run sees what was adjusted.
+at `setup`, from which a restored run finds adjusted numbers.
 
 **Why outside of the optimizer state.** The state of a live rule has its own table. A `TrainState`
 keeps all tables of its rule in a separate array: `hoist` takes them out at `setup`, `lower` puts
@@ -218,28 +218,24 @@ class Numbers:
         column_names = []
         for live_index, s, group, _ in self.columns():
             names = self.layout.names[live_index][group]
+            sizes = [schedule.size if schedule else 0 for schedule in s.live.schedules]
             column_names += [(name, 0) for name in names]
-            for name, schedule in zip(names, s.live.schedules, strict=True):
-                column_names += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
+            column_names += [
+                (x, 1 + j) for x, n in zip(names, sizes, strict=True) for j in range(n)
+            ]
         return column_names
 
     def adjusted_names(self) -> set[str]:
         """The flat names of numbers that differ from their values at `setup`."""
         values = np.asarray(self.values)
-        is_adjusted = np.any(
-            values[..., 0, :] != values[..., 3, :], axis=tuple(range(values.ndim - 2))
-        )
-        names = [name for name, _ in self.column_names()]
-        return {
-            name
-            for name, is_this_adjusted in zip(names, is_adjusted, strict=True)
-            if is_this_adjusted
-        }
+        is_adjusted = values[..., 0, :] != values[..., 3, :]
+        is_adjusted = is_adjusted.reshape(-1, values.shape[-1]).any(axis=0)
+        return {self.column_names()[column][0] for column in np.flatnonzero(is_adjusted)}
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
-        Schedules on a clock of their own are read at `counts`, see `own_counts`, or left out.
+        Schedules with their own clock are read at `counts`, see `own_counts`, or left out.
         """
         numbers = {}
         # Copy the table to the host once, instead of waiting for each number.
@@ -323,15 +319,11 @@ def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
     """{index of a live state: its count}, for live states with schedules on their own count."""
-    layout = numbers.layout
-    leaves = dict(zip(plain_leaves(layout), jax.tree.leaves(opt_state), strict=True))
-    counts_by_index = [
-        (live_index, s.count) for live_index, (_, s) in enumerate(layout.lives) if s.own_clock
-    ]
+    leaves = dict(zip(plain_leaves(numbers.layout), jax.tree.leaves(opt_state), strict=True))
     return {
-        live_index: leaves[count_leaf]
-        for live_index, count_leaf in counts_by_index
-        if count_leaf is not None
+        live_index: leaves[s.count]
+        for live_index, (_, s) in enumerate(numbers.layout.lives)
+        if s.own_clock and s.count is not None
     }
 
 
@@ -350,10 +342,8 @@ def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     states = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
-            states += [
-                (path, x),
-                *((path + inner_path, s) for inner_path, s in live_states(x.inner)),
-            ]
+            inner_states = live_states(x.inner)
+            states += [(path, x), *((path + inner_path, s) for inner_path, s in inner_states)]
     return states
 
 
@@ -395,42 +385,32 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
     A name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain repeats
-    it. Leaves with values of their own add `@pattern`.
+    it. Leaves with their own values add `@pattern`.
     """
     lives = live_states(opt_state)
     indices, groups_of_rules = chain_indices(lives), [patterns(path) for path, _ in lives]
-    names_and_groups = [
-        (name, groups_of_rules[live_index])
-        for live_index, (_, s) in enumerate(lives)
+    pairs = [
+        (name, rules)
+        for (_, s), rules in zip(lives, groups_of_rules, strict=True)
         for name in s.live.names
     ]
-    rules_with_name = Counter(name for name, _ in names_and_groups)
-    rules_with_name_in_group = Counter(names_and_groups)
+    counts, counts_in_group = Counter(name for name, _ in pairs), Counter(pairs)
     labels_by_live = [s.cut.labels if s.cut else ("",) for _, s in lives]
-    place_by_name: dict[str, tuple[int, int]] = {}
-    for group, live_index in sorted(
-        (group, live_index)
-        for live_index, labels in enumerate(labels_by_live)
-        for group in range(len(labels))
-    ):
-        for name in lives[live_index][1].live.names:
-            index = (
-                indices[live_index]
-                if rules_with_name_in_group[name, groups_of_rules[live_index]] > 1
-                else ""
-            )
-            shown_groups = groups_of_rules[live_index] if rules_with_name[name] > 1 else ()
-            flat_name = "@".join(
-                filter(None, (name, *shown_groups, labels_by_live[live_index][group]))
-            )
-            flat_name = f"{index}.{flat_name}" if index else flat_name
-            while flat_name in place_by_name:  # a cut has the same pattern as a group of rules
+    flat_names: dict[tuple[int, int], list[str]] = {
+        (group, i): [] for i, labels in enumerate(labels_by_live) for group in range(len(labels))
+    }
+    used_names: set[str] = set()
+    for group, i in sorted(flat_names):
+        for name in lives[i][1].live.names:
+            rules = groups_of_rules[i] if counts[name] > 1 else ()
+            flat_name = "@".join(filter(None, (name, *rules, labels_by_live[i][group])))
+            if indices[i] and counts_in_group[name, groups_of_rules[i]] > 1:
+                flat_name = f"{indices[i]}.{flat_name}"
+            while flat_name in used_names:  # a cut has the same pattern as a group of rules
                 flat_name += "'"
-            place_by_name[flat_name] = live_index, group
-    names = lambda live_index, group: tuple(
-        flat_name for flat_name, place in place_by_name.items() if place == (live_index, group)
-    )
+            used_names.add(flat_name)
+            flat_names[group, i].append(flat_name)
     return tuple(
-        tuple(names(live_index, group) for group in range(len(labels)))
-        for live_index, labels in enumerate(labels_by_live)
+        tuple(tuple(flat_names[group, i]) for group in range(len(labels)))
+        for i, labels in enumerate(labels_by_live)
     )

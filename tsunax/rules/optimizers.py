@@ -78,10 +78,11 @@ OPTAX = tuple(name for name in _LIVE if hasattr(optax, name))
 CONTRIB = tuple(name for name in _LIVE if name not in OPTAX and hasattr(optax.contrib, name))
 for _name in (*OPTAX, *CONTRIB):
     _module = "optax" if _name in OPTAX else "optax.contrib"
-    _equivalence = "the same arguments and defaults, the same trajectory up to rounding"
-    _raises = "Raises HyperparameterError for a number that is out of range or not finite, and\n"
-    _raises += "  WrongTypeError for an argument of another type."
     _LIVE[_name].__name__ = _LIVE[_name].__qualname__ = _name
     # optax's text follows, in its own margin of two.
-    _text = f"`{_module}.{_name}` with live numbers: {_equivalence}.\n\n  {_raises}\n\n  "
-    _LIVE[_name].__doc__ = f"{_text}{_LIVE[_name].factory.__doc__}"
+    _LIVE[_name].__doc__ = (
+        f"`{_module}.{_name}` with live numbers: the same arguments and defaults, the same "
+        "trajectory up to rounding.\n\n  Raises HyperparameterError for a number that is out of "
+        "range or not finite, and\n  WrongTypeError for an argument of another type.\n\n  "
+        f"{_LIVE[_name].factory.__doc__}"
+    )

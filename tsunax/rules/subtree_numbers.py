@@ -1,10 +1,10 @@
 """Cuts: several groups of values in one live rule, for disjoint sets of leaves.
 
-`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves numbers of their own during a run.
+`adjust(state, "head/**", learning_rate=1e-4)` gives some leaves their own numbers during a run.
 The rule stays one rule: a global norm is over all leaves. The table of numbers gets one more group,
 and at every update the whole rule runs once per group, on all leaves, with the numbers of the
 group. Each leaf, and each leaf of the optimizer state that belongs to it, is then taken from the
-run of its own group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
+run of its group; XLA drops the rest. Leaves of the optimizer state that belong to no parameter
 (counts) exist once per group, because they may depend on its numbers.
 
 This is wrong for a rule that updates a leaf by the *numbers* of another leaf. No rule of optax does
@@ -87,8 +87,9 @@ def recut(
         counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
         # Copy them, because two groups must not donate the same buffer.
         extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
-        table = s.table[..., np.asarray(parents), :]
-        return dataclasses.replace(s, table=table, extra=extra, cut=interned(cut))
+        return dataclasses.replace(
+            s, table=s.table[..., np.asarray(parents), :], extra=extra, cut=interned(cut)
+        )
 
     # Compute on the host: each cut has new shapes, which would compile on a device.
     if not trees.is_traced(numbers.values):

@@ -55,9 +55,11 @@ def _check_narrow(fans, params):
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes_by_path.get(name := trees.shown_path(path)) != np.ndim(x):
             narrow_axes = f"{axes_by_path[name]} axes" if name in axes_by_path else "nothing"
-            expected = f"{np.ndim(x)} axes, as in the wide model"
             raise RuleError(
-                f"leaf {name}", "scale_by_width()", f"{narrow_axes} in narrow", expected
+                f"leaf {name}",
+                "scale_by_width()",
+                got=f"{narrow_axes} in narrow",
+                expected=f"{np.ndim(x)} axes, as in the wide model",
             )
     return optax.EmptyState()
 

@@ -47,16 +47,20 @@ class _WrapUpdate:
             got = trees.describe(result)
             if isinstance(result, tuple):
                 got = f"({', '.join(map(trees.describe, result))})"
-            fix = "Return updates, dataclasses.replace(state, inner=...)."
-            expected = "updates and a state like the one given"
-            raise RuleError("result", f"{factory_name(self.around)}()", got, expected, fix)
+            raise RuleError(
+                "result",
+                f"{factory_name(self.around)}()",
+                got=got,
+                expected="updates and a state like the one given",
+                fix="Return updates, dataclasses.replace(state, inner=...).",
+            )
         return result
 
 
 def wrap(
     rule: optax.GradientTransformation, update: Function, init: Function | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """A rule around another rule: `update` decides when to call the inner one, and with what.
+    """A rule around another rule: `update` decides when to call the inner one, and how.
 
     Args:
       rule: the rule inside; its numbers stay live.

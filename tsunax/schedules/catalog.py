@@ -3,22 +3,11 @@
 # Without `from __future__ import annotations`: the annotations of a formula are its checks.
 
 import itertools
-from collections.abc import Mapping
-from typing import Annotated, Any
 
 import jax.numpy as jnp
 
-from tsunax._core import checks, trees
 from tsunax.schedules import schedule_type as t
-from tsunax.schedules.schedule_type import (
-    Length,
-    NotNegative,
-    Positive,
-    Value,
-    Wait,
-    schedule,
-    steps_since,
-)
+from tsunax.schedules.schedule_type import Length, NotNegative, Positive, Value, Wait, schedule
 
 # ---------------------------------------------------------------------------- parts of the formulas
 
@@ -30,13 +19,13 @@ def _interpolated(a, b, u):
 
 def _elapsed_fraction(step, begin, length):
     """From 0 at `begin` to 1 `length` steps later; flat before and after."""
-    return jnp.clip(steps_since(step, begin) / jnp.maximum(length, 1), 0, 1)
+    return jnp.clip(t.steps_since(step, begin) / jnp.maximum(length, 1), 0, 1)
 
 
 def _remaining_fraction(step, begin, length):
     """From 1 at `begin` to 0 `length` steps later; 1 - ramp would keep no digit near the end."""
     length = jnp.maximum(length, 1)
-    return jnp.clip((length - steps_since(step, begin)) / length, 0, 1)
+    return jnp.clip((length - t.steps_since(step, begin)) / length, 0, 1)
 
 
 def _cosine(u):
@@ -66,14 +55,14 @@ def _piecewise(step, points, curve="linear"):
     value = points[0][1]
     for (begin, a), (end, b) in itertools.pairwise(points):
         on_segment = _interpolated(a, b, curve_of(_elapsed_fraction(step, begin, end - begin)))
-        value = jnp.where(steps_since(step, begin) >= 0, on_segment, value)
-    return jnp.where(steps_since(step, points[-1][0]) >= 0, points[-1][1], value)
+        value = jnp.where(t.steps_since(step, begin) >= 0, on_segment, value)
+    return jnp.where(t.steps_since(step, points[-1][0]) >= 0, points[-1][1], value)
 
 
 def _after_warmup(step, init_value, peak_value, warmup_steps, value):
     """A straight line from `init_value` to `peak_value` in `warmup_steps`, then `value`."""
     rise = _interpolated(init_value, peak_value, _elapsed_fraction(step, 0, warmup_steps))
-    return jnp.where(steps_since(step, warmup_steps) < 0, rise, value)
+    return jnp.where(t.steps_since(step, warmup_steps) < 0, rise, value)
 
 
 def _exponential(step, init_value, transition_steps, decay_rate, staircase, end_value):
@@ -89,25 +78,6 @@ def _length_of_fraction(fraction, steps):
     """A fraction of a length, rounded down. The float32 just below a whole number is rounded up."""
     return jnp.floor(fraction * steps * (1 + 2.0**-23))
 
-
-def _check_milestones(where, name, value):
-    """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
-    steps_and_scales = value.items() if isinstance(value, Mapping) else value or ()
-    pairs = [
-        (t.check_wait(where, f"a step of {name}", n), t.check_scale(where, f"{name}[{n}]", scale))
-        for n, scale in steps_and_scales
-    ]
-    is_traced = any(trees.is_traced(n) for n, _ in pairs)
-    return tuple(pairs if is_traced else sorted(pairs, key=lambda pair: pair[0]))
-
-
-def _check_curve(where, name, value):
-    checks.check_choice(value, where, name, ("linear", "cosine"))
-    return value
-
-
-Curve = Annotated[Any, _check_curve]
-Milestones = Annotated[Any, _check_milestones]
 
 # ------------------------------------------------------------------------------------------ optax's
 
@@ -163,7 +133,7 @@ def exponential_decay(
     With `staircase` (a bool) the exponent is rounded down. `decay_rate` is above 0; one above 1
     grows, to the largest float at most.
     """
-    steps = steps_since(step, transition_begin)
+    steps = t.steps_since(step, transition_begin)
     return _exponential(steps, init_value, transition_steps, decay_rate, staircase, end_value)
 
 
@@ -233,7 +203,9 @@ def cosine_onecycle_schedule(
 
 
 @schedule
-def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: Milestones = None):
+def piecewise_constant_schedule(
+    step, init_value: Value, boundaries_and_scales: t.Milestones = None
+):
     """`init_value`, a float, times the scale of each milestone that has been reached.
 
     `boundaries_and_scales` is a dict `{step: scale}`, or pairs.
@@ -244,13 +216,13 @@ def piecewise_constant_schedule(step, init_value: Value, boundaries_and_scales: 
     """
     value = init_value * jnp.ones(jnp.shape(step))
     for begin, scale in boundaries_and_scales:
-        value = jnp.where(steps_since(step, begin) >= 0, _clipped_to_finite(value * scale), value)
+        value = jnp.where(t.steps_since(step, begin) >= 0, _clipped_to_finite(value * scale), value)
     return value
 
 
 @schedule
 def piecewise_interpolate_schedule(
-    step, interpolate_type: Curve, init_value: Value, boundaries_and_scales: Milestones = None
+    step, interpolate_type: t.Curve, init_value: Value, boundaries_and_scales: t.Milestones = None
 ):
     """`piecewise_constant_schedule` with lines or half cosines from milestone to milestone.
 
@@ -318,7 +290,7 @@ def warmup_exponential_decay_schedule(
     The decay is `exponential_decay(peak_value, transition_steps, decay_rate, transition_begin,
     staircase, end_value)` of the steps after the warm-up.
     """
-    steps = steps_since(steps_since(step, warmup_steps), transition_begin)
+    steps = t.steps_since(t.steps_since(step, warmup_steps), transition_begin)
     decayed = _exponential(steps, peak_value, transition_steps, decay_rate, staircase, end_value)
     return _after_warmup(step, init_value, peak_value, warmup_steps, decayed)
 
@@ -367,7 +339,7 @@ def warmup_stable_decay(
     >>> warmup_stable_decay(0.0, 1.0, warmup_steps=2, stable_steps=3, cooldown_steps=2).values(8)
     array([0. , 0.5, 1. , 1. , 1. , 1. , 0.5, 0. ], dtype=float32)
     """
-    after_warmup = steps_since(step, warmup_steps)
+    after_warmup = t.steps_since(step, warmup_steps)
     cooled = _interpolated(
         peak_value, end_value, _elapsed_fraction(after_warmup, stable_steps, cooldown_steps)
     )

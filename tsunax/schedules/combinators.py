@@ -19,16 +19,25 @@ from tsunax.schedules.schedule_type import Piece, Schedule, schedule, value_at, 
 def _check_pieces(where, name, value):
     """((piece, its length), ...); the last piece has no end, and needs no length."""
     if not isinstance(value, (list, tuple)) or not value:
-        expected = "a list of (schedule, length); the last one may be a schedule alone"
-        raise WrongTypeError(name, where, trees.describe(value), expected)
+        raise WrongTypeError(
+            name,
+            where,
+            got=trees.describe(value),
+            expected="a list of (schedule, length); the last one may be a schedule alone",
+        )
     checked_pieces = []
     for i, item in enumerate(value):
         piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
         if length is not None:
             length = t.check_steps(where, f"{name}[{i}][1]", length)
         elif i < len(value) - 1:
-            got, fix = "a piece without a length", "Only the last piece goes on without end."
-            raise HyperparameterError(f"{name}[{i}]", where, got, "(schedule, length)", fix)
+            raise HyperparameterError(
+                f"{name}[{i}]",
+                where,
+                got="a piece without a length",
+                expected="(schedule, length)",
+                fix="Only the last piece goes on without end.",
+            )
         checked_pieces.append((t.check_piece(where, f"{name}[{i}][0]", piece), length))
     return tuple(checked_pieces)
 

@@ -71,12 +71,12 @@ class Schedule:
         steps = np.arange(check_steps("values()", "n", n), dtype=np.int32)
         return np.asarray(_evaluate_all(jax.tree.map(_as_float, self), steps))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Schedule):
+    def __eq__(self, schedule: object) -> bool:
+        if not isinstance(schedule, Schedule):
             return NotImplemented
         numbers, treedef = jax.tree.flatten(self)
-        other_numbers, other_treedef = jax.tree.flatten(other)
-        return treedef == other_treedef and all(map(_is_same, numbers, other_numbers))
+        other_numbers, other_treedef = jax.tree.flatten(schedule)
+        return treedef == other_treedef and all(map(_are_equal, numbers, other_numbers))
 
     def __hash__(self) -> int:
         concrete_numbers = (
@@ -126,9 +126,9 @@ def _rejoined(x: Any) -> Any:
 _is_schedule_or_count = lambda x: isinstance(x, (Schedule, LargeCount))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    is_known = not (trees.is_traced(a) or trees.is_traced(b))
-    return a is b or (is_known and np.array_equal(np.asarray(a), np.asarray(b)))
+def _are_equal(a: Any, b: Any) -> bool:
+    is_traced = trees.is_traced(a) or trees.is_traced(b)
+    return a is b or (not is_traced and np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 def _as_float(x):
@@ -140,8 +140,12 @@ def _as_step(step, title: str):
     """A step, or an array of steps, as int32 from 0 to `LAST`."""
     dtype = trees.dtype_of(step)
     if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
-        expected = "a whole number, or an array of them"
-        raise WrongTypeError("step", f"{title}()", trees.describe(step), expected)
+        raise WrongTypeError(
+            "step",
+            f"{title}()",
+            got=trees.describe(step),
+            expected="a whole number, or an array of them",
+        )
     if isinstance(step, int):  # may exceed int64, so it is clipped in Python
         return np.int32(min(max(step, 0), LAST_STEP))
     if isinstance(step, jax.Array):
@@ -187,7 +191,7 @@ def steps_since(step: jax.Array, begin: Scalar) -> jax.Array:
     return (step - begin_step) + (begin_step - begin)
 
 
-# -------------------------------------------------------------------------- what an argument may be
+# -------------------------------------------------------------------------- checks of arguments
 
 # A check is a function (where, name, value) -> value in the form that the schedule stores.
 Check: TypeAlias = Callable[[str, str, Any], Any]
@@ -234,14 +238,34 @@ def check_piece(where: str, name: str, value: Any) -> Any:
         return value
     out = number_checks.shape_at(where, name, value)
     if not checks.is_real(out) or out.shape:
-        got = f"{trees.describe(out)} from the function"
-        raise HyperparameterError(name, where, got, "one number for a step")
+        raise HyperparameterError(
+            name,
+            where,
+            got=f"{trees.describe(out)} from the function",
+            expected="one number for a step",
+        )
     return jax.tree_util.Partial(value) if jax.tree_util.all_leaves([value]) else value
 
 
 def _check_flag(where: str, name: str, value: Any) -> bool:
     checks.check_flags(where, **{name: value})
     return bool(value)
+
+
+def _check_milestones(where, name, value):
+    """((step, scale), ...) in the order of the steps, from a mapping or from pairs."""
+    steps_and_scales = value.items() if isinstance(value, Mapping) else value or ()
+    pairs = [
+        (check_wait(where, f"a step of {name}", n), check_scale(where, f"{name}[{n}]", scale))
+        for n, scale in steps_and_scales
+    ]
+    is_traced = any(trees.is_traced(n) for n, _ in pairs)
+    return tuple(pairs if is_traced else sorted(pairs, key=lambda pair: pair[0]))
+
+
+def _check_curve(where, name, value):
+    checks.check_choice(value, where, name, ("linear", "cosine"))
+    return value
 
 
 def _or_schedule(check: Callable) -> Callable:
@@ -263,6 +287,8 @@ Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
 Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
 Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
 Piece = Annotated[Any, check_piece]
+Curve = Annotated[Any, _check_curve]
+Milestones = Annotated[Any, _check_milestones]
 
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
@@ -272,9 +298,13 @@ def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
         and isinstance(decay_steps, int | float)
         and warmup_steps >= decay_steps
     ):
-        got = f"warmup_steps={warmup_steps}, decay_steps={decay_steps}"
-        fix = "decay_steps is the whole length."
-        raise HyperparameterError("arguments", where, got, "warmup_steps < decay_steps", fix)
+        raise HyperparameterError(
+            "arguments",
+            where,
+            got=f"warmup_steps={warmup_steps}, decay_steps={decay_steps}",
+            expected="warmup_steps < decay_steps",
+            fix="decay_steps is the whole length.",
+        )
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:
@@ -304,8 +334,10 @@ def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedul
     parameters = list(signature.parameters.values())[1:]
     # Annotations with checks are removed: `help` would print addresses of functions.
     has_check = lambda p: hasattr(p.annotation, "__metadata__")
-    printed_parameters = [p.replace(annotation=p.empty) if has_check(p) else p for p in parameters]
-    signature = signature.replace(parameters=printed_parameters, return_annotation=Schedule)
+    signature = signature.replace(
+        parameters=[p.replace(annotation=p.empty) if has_check(p) else p for p in parameters],
+        return_annotation=Schedule,
+    )
     # The names of closure variables are part of the text that a resumed run compares: keep them.
     kept_as = {p.name: check_piece if p.name == "schedule" else _check_of(p) for p in parameters}
     where = f"{formula.__name__}()"

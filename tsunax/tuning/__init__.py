@@ -1,6 +1,6 @@
 """Tuning: many runs of an objective, one for each choice of a search space.
 
-It knows nothing of states or steps.
+It does not depend on states or steps.
 """
 
 from tsunax.tuning import spaces

@@ -69,9 +69,13 @@ class Journal:
             try:
                 self.study.add_trial(_as_optuna_trial(trial, space))
             except Exception as error:  # Optuna's lock raises RuntimeError for some errors of disks
-                fix = f"The same command goes on with trial {trial.index}."
-                details = str(self.path), told(error), "a journal that can be written", fix
-                raise SaveError("journal", *details) from error
+                raise SaveError(
+                    "journal",
+                    str(self.path),
+                    got=told(error),
+                    expected="a journal that can be written",
+                    fix=f"The same command goes on with trial {trial.index}.",
+                ) from error
         self.trials[trial.index] = trial
 
     def close(self) -> None:
@@ -97,8 +101,9 @@ def _as_checkpoint_errors(folder: Path):
     except TsunaxError:
         raise
     except Exception as error:  # a damaged journal also makes Optuna's own assertions fail
-        expected = "a directory of a sweep, or a new one"
-        raise CheckpointError("journal", str(folder), told(error), expected) from error
+        raise CheckpointError(
+            "journal", str(folder), got=told(error), expected="a directory of a sweep, or a new one"
+        ) from error
 
 
 def _load(path: Path, mode: str = "") -> Any:
@@ -169,20 +174,20 @@ def _raise_first_difference(folder: Path, *settings: dict[str, Any]) -> None:
     name = next(
         name for name in old_setting | new_setting if new_setting.get(name) != old_setting.get(name)
     )
-    expected = f"{old_setting.get(name, 'nothing')}, as in {folder}"
-    got, fix = new_setting.get(name, "nothing"), "Give another directory."
-    raise CheckpointError(name, "tune()", got, expected, fix)
+    raise CheckpointError(
+        name,
+        "tune()",
+        got=new_setting.get(name, "nothing"),
+        expected=f"{old_setting.get(name, 'nothing')}, as in {folder}",
+        fix="Give another directory.",
+    )
 
 
 def _ended(study: Any) -> dict[int, Trial]:
     """The trials that ended, by the number that `_numbers` gives them."""
     trials = study.get_trials(deepcopy=False)
     numbers = _numbers(study, trials)
-    ended = {
-        numbers[optuna_trial.number]: optuna_trial
-        for optuna_trial in trials
-        if optuna_trial.state.is_finished()
-    }
+    ended = {numbers[t.number]: t for t in trials if t.state.is_finished()}
     return {index: _as_trial(ended[index], index) for index in sorted(ended)}
 
 
@@ -192,20 +197,12 @@ def _numbers(study: Any, trials: Sequence[Any]) -> dict[int, int]:
     Trials of `tune` keep the number with which they were drawn, because a vectorized search ends
     them in another order. Trials of Optuna's workers get free numbers, but no points of a grid.
     """
-    attributes = (
-        (optuna_trial.number, optuna_trial.user_attrs.get(_ATTRIBUTES_KEY, {}))
-        for optuna_trial in trials
-    )
-    own_numbers = {number: about["index"] for number, about in attributes if "index" in about}
-    used_numbers = {*own_numbers.values()}
+    about_trials = {t.number: t.user_attrs.get(_ATTRIBUTES_KEY, {}) for t in trials}
+    numbers = {number: about["index"] for number, about in about_trials.items() if "index" in about}
+    used_numbers = {*numbers.values()}
     first_free = study.user_attrs.get(_ATTRIBUTES_KEY, {}).get("points", 0)
     free_numbers = (i for i in itertools.count(first_free) if i not in used_numbers)
-    return {
-        optuna_trial.number: own_numbers[optuna_trial.number]
-        if optuna_trial.number in own_numbers
-        else next(free_numbers)
-        for optuna_trial in trials
-    }
+    return {t: numbers[t] if t in numbers else next(free_numbers) for t in about_trials}
 
 
 def _as_trial(optuna_trial: Any, index: int) -> Trial:
@@ -216,9 +213,7 @@ def _as_trial(optuna_trial: Any, index: int) -> Trial:
         "values": optuna_trial.params,
         "value": optuna_trial.value,
         "cause": None,
-    }
-    fields["metrics"] = {name: x for name, x in optuna_trial.user_attrs.items() if is_number(x)}
-    fields |= {
+        "metrics": {name: x for name, x in optuna_trial.user_attrs.items() if is_number(x)},
         "seconds": optuna_trial.duration.total_seconds(),
         **optuna_trial.user_attrs.get(_ATTRIBUTES_KEY, {}),
     }
@@ -271,13 +266,7 @@ class Search:
         self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **options)
         if journal.study is not None:
             journal_trials = journal.study.get_trials(deepcopy=False)
-            self.study.add_trials(
-                [
-                    optuna_trial
-                    for optuna_trial in journal_trials
-                    if optuna_trial.state.is_finished()
-                ]
-            )
+            self.study.add_trials([t for t in journal_trials if t.state.is_finished()])
 
     def values(self, index: int) -> dict[str, Any]:
         # A new sampler for each trial: after a kill the proposals are the same as without it.
@@ -316,7 +305,7 @@ def suggested_values(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
 def as_optuna(
     objective: Callable[..., Any], space: Mapping[str, Any], metric: str | None = None
 ) -> Callable[[Any], float]:
-    """An objective and its space for a study of Optuna of your own: as many workers as you start.
+    """An objective and its space for your own study of Optuna: as many workers as you start.
 
         study.optimize(ts.tuning.as_optuna(objective, space), n_trials=100, n_jobs=4)
 

@@ -83,8 +83,12 @@ class Result:
             first_failure = (
                 f"; the first failed with {failed_trials[0].cause}" if failed_trials else ""
             )
-            got = f"{len(self.trials)} trials, none of them done{first_failure}"
-            raise TrialError("best", "Result", got, "one that is done")
+            raise TrialError(
+                "best",
+                "Result",
+                got=f"{len(self.trials)} trials, none of them done{first_failure}",
+                expected="one that is done",
+            )
         return min(done_trials, key=lambda trial: rank_of(trial.value, self.mode))
 
     @property
@@ -136,8 +140,9 @@ def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: 
     """The trial with this `outcome`: a result of the objective, `Pruned`, or a Cause."""
     trial = Trial(index, values, "done", seconds=round(seconds, 6), reports=dict(reports))
     if outcome is Pruned:
-        last_value = next(reversed(reports.values()), None)
-        return dataclasses.replace(trial, status="pruned", value=last_value)
+        return dataclasses.replace(
+            trial, status="pruned", value=next(reversed(reports.values()), None)
+        )
     if not isinstance(outcome, Cause):
         try:
             metrics, value = numbers(outcome, metric)
@@ -156,15 +161,23 @@ def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     """All numbers of a result, and the number that is compared. Raises for other types."""
     if not isinstance(result, Mapping):
         if metric is not None:
-            expected = f"a dict with {metric!r}, as metric= says"
-            raise WrongTypeError("result", "objective", trees.describe(result), expected)
+            raise WrongTypeError(
+                "result",
+                "objective",
+                got=trees.describe(result),
+                expected=f"a dict with {metric!r}, as metric= says",
+            )
         return {}, number(result, "objective")
     metrics = {str(name): number(x, f"objective, {name!r}") for name, x in result.items()}
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
     if name is None:
-        got = f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})"
-        fix = "Say which: tune(..., metric=...)."
-        raise HyperparameterError("result", "objective", got, "one", fix)
+        raise HyperparameterError(
+            "result",
+            "objective",
+            got=f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})",
+            expected="one",
+            fix="Say which: tune(..., metric=...).",
+        )
     if name not in metrics:
         raise HyperparameterError(unknown("metric", "objective", name, metrics))
     return metrics, metrics[name]

@@ -146,8 +146,13 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
 def checked_space(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """A space with plain values as Python's own types. Raises for entries of other types."""
     if not isinstance(space, Mapping) or not space:
-        fix = 'A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.'
-        raise WrongTypeError("space", where, trees.describe(space), "names and entries", fix)
+        raise WrongTypeError(
+            "space",
+            where,
+            got=trees.describe(space),
+            expected="names and entries",
+            fix='A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.',
+        )
     checked_entry = lambda name, x: x if is_drawn(x) else _plain_value(x, f"space[{name!r}]")
     return {name: checked_entry(name, entry) for name, entry in space.items()}
 
@@ -167,10 +172,16 @@ def _plain_value(value: Any, where: str) -> Any:
         raise HyperparameterError("value", where, value, "a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    fix = "For one of a list in each trial: ts.tuning.spaces.choice([...]). Bind an object to the "
-    fix += "objective: functools.partial(f, x=...)."
-    expected = "an entry of ts.tuning.spaces, None, a bool, number, string or tuple"
-    raise WrongTypeError("value", where, trees.describe(value), expected, fix)
+    raise WrongTypeError(
+        "value",
+        where,
+        got=trees.describe(value),
+        expected="an entry of ts.tuning.spaces, None, a bool, number, string or tuple",
+        fix=(
+            "For one of a list in each trial: ts.tuning.spaces.choice([...]). Bind an object to "
+            "the objective: functools.partial(f, x=...)."
+        ),
+    )
 
 
 def _check_and_convert_bounds(entry: Any, kind: type) -> None:
@@ -180,10 +191,15 @@ def _check_and_convert_bounds(entry: Any, kind: type) -> None:
         x = getattr(entry, name)
         x = x.item() if isinstance(x, np.generic) else x
         if isinstance(x, bool) or not isinstance(x, kind | int):
-            expected = "an int" if kind is int else "a number"
-            raise WrongTypeError(name, where, trees.describe(x), expected)
+            raise WrongTypeError(
+                name, where, got=trees.describe(x), expected="an int" if kind is int else "a number"
+            )
         object.__setattr__(entry, name, x)
     low, high = entry.low, entry.high
     if not (0 if entry.log else -math.inf) < low < high < math.inf:
-        expected = f"{'0 < ' * entry.log}low < high, both finite"
-        raise HyperparameterError("bounds", where, f"low={low}, high={high}", expected)
+        raise HyperparameterError(
+            "bounds",
+            where,
+            got=f"low={low}, high={high}",
+            expected=f"{'0 < ' * entry.log}low < high, both finite",
+        )

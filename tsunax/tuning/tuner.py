@@ -103,19 +103,13 @@ def tune(
     if unknown_names := [name for name in names if name not in space]:
         raise HyperparameterError(unknown("vectorized", where, str(unknown_names[0]), space))
     if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
-        got, expected = f"backend={backend!r}", "'optuna' for a sampler or pruner, and not for"
-        raise HyperparameterError("backend", where, got, f"{expected} vectorized names")
-    points = [{}]
-    if backend == "grid":
-        points = spaces.points(space)
-        trials = len(points) if trials is None else trials
-        if points == [{}]:
-            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
-    checks.check_count(trials, where, "trials")
-    assert trials is not None
-    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
-        fix = "For a range, write ts.tuning.spaces.log_uniform(low, high)."
-        raise HyperparameterError("space", where, "constants alone", "an entry that varies", fix)
+        raise HyperparameterError(
+            "backend",
+            where,
+            got=f"backend={backend!r}",
+            expected="'optuna' for a sampler or pruner, and not for vectorized names",
+        )
+    points, trials = _points_and_trials(space, backend, trials)
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
     about |= {"points": len(points)} if backend == "grid" else {}
@@ -135,8 +129,9 @@ def tune(
             for i in range(trials)
             if i not in journal.trials
         )
-        ended_trials = lambda: tuple(journal.trials[i] for i in sorted(journal.trials))
-        current_result = lambda: Result(ended_trials(), (*space,), mode)
+        current_result = lambda: Result(
+            tuple(journal.trials[i] for i in sorted(journal.trials)), (*space,), mode
+        )
         closing_text = "interrupted"
         try:
             with _Ending(signal.SIGINT) as ending:
@@ -154,22 +149,57 @@ def tune(
     return result
 
 
+def _points_and_trials(
+    space: Mapping[str, Any], backend: str, trials: int | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The points of a grid, or `[{}]`, and the number of trials. Raises unless trials differ."""
+    where = "tune()"
+    points = [{}]
+    if backend == "grid":
+        points = spaces.points(space)
+        trials = len(points) if trials is None else trials
+        if points == [{}]:
+            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
+    checks.check_count(trials, where, "trials")
+    assert trials is not None
+    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
+        raise HyperparameterError(
+            "space",
+            where,
+            got="constants alone",
+            expected="an entry that varies",
+            fix="For a range, write ts.tuning.spaces.log_uniform(low, high).",
+        )
+    return points, trials
+
+
 def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
     """Raise unless the objective can be called with the names of the space."""
     arguments = dict.fromkeys(space)
     if not callable(objective):
-        expected = "a function that returns a number"
-        raise WrongTypeError("objective", "tune()", trees.describe(objective), expected)
+        raise WrongTypeError(
+            "objective",
+            "tune()",
+            got=trees.describe(objective),
+            expected="a function that returns a number",
+        )
     if reserved_in_space := [name for name in _trials.RESERVED_NAMES if name in space]:
-        expected = "another name: tune gives it itself"
-        raise HyperparameterError("name", "space of tune()", repr(reserved_in_space[0]), expected)
+        raise HyperparameterError(
+            "name",
+            "space of tune()",
+            got=repr(reserved_in_space[0]),
+            expected="another name: tune gives it itself",
+        )
     try:
         arguments |= _trials.reserved_arguments_of(objective, None, len)
         inspect.signature(objective).bind(**arguments)
     except TypeError:
-        expected = f"one of {', '.join(space)} (the names of the space)"
-        got = trees.describe_call(objective)
-        raise HyperparameterError("objective", "tune()", got, expected) from None
+        raise HyperparameterError(
+            "objective",
+            "tune()",
+            got=trees.describe_call(objective),
+            expected=f"one of {', '.join(space)} (the names of the space)",
+        ) from None
 
 
 def _groups(
@@ -269,12 +299,12 @@ def read(directory: StrPath) -> Result:
 def as_trainable(
     objective: Callable[..., Any], metric: str = "value"
 ) -> Callable[[Mapping[str, Any]], None]:
-    """An objective as a function trainable of Ray Tune, for a `ray.tune.Tuner` of your own.
+    """An objective as a function trainable of Ray Tune, for your own `ray.tune.Tuner`.
 
         space = {"learning_rate": ray.tune.uniform(0, 1)}
         tuner = ray.tune.Tuner(ts.tuning.as_trainable(objective), param_space=space)
 
-    Ray gets what it returns and reports under `metric`, and the `step` of a report: a scheduler
+    Ray gets its results and reports under `metric`, and the `step` of a report: a scheduler
     takes `time_attr="step"`. Ray handles exceptions of the objective.
     """
 
