@@ -71,8 +71,8 @@ def _strict_ranks():
         yield
 
 
-# In a chain of runs with more and more libraries, a test has to pass once. This names a file, which is made if it is missing:
-# a run adds the tests that pass, and leaves out the ones in it.
+# In a chain of runs with more and more libraries, a test has to pass once. This names a file, which is made if it is
+# missing: a run adds the tests that pass, and leaves out the ones in it.
 _PASSED = "TSUNAX_TEST_PASSED"
 
 

@@ -225,3 +225,37 @@ def test_float16_params_that_would_overflow_are_rejected():
     for update in (ts.update, jax.jit(ts.update)):
         after, info = update(state, {"w": jnp.full(2, -64.0, jnp.float16)})
         assert not bool(info.applied) and bool(jnp.isfinite(after.params["w"]).all())
+
+
+def test_an_update_of_half_the_last_distance_may_be_infinite():
+    """The largest float32 plus 2^103 is a tie, which rounds to infinity."""
+    params = {"w": jnp.full(3, jnp.finfo(jnp.float32).max)}
+    assert np.isinf(params["w"] + jnp.float32(2.0**103)).all()
+    of_size = lambda size: optax.chain(optax.scale_by_sign(), optax.scale(size))
+    assert is_certain(of_size(2.0**103), params) is not True
+    below = np.nextafter(np.float32(2.0**103), np.float32(0))
+    assert np.isfinite(params["w"] + below).all() and is_certain(of_size(float(below)), params) is True
+
+
+def test_smooth_signs_of_complex_numbers_have_no_bound():
+    """|tanh| is below one on the real axis alone: it has a pole at i π / 2."""
+    lion = lambda mode: optax.chain(optax.scale_by_lion(mode=mode, smooth_beta=1.0), optax.scale(-1e-3))
+    real, complex_params = {"w": jnp.ones(3)}, {"w": jnp.ones(3, jnp.complex64)}
+    assert is_certain(lion("smooth"), real) is True
+    assert is_certain(lion("hard"), complex_params) is True
+    assert "may make an infinite update" in is_certain(lion("smooth"), complex_params)
+
+
+class NotOfOurs:
+    """A user's update, which happens to have a method of that name."""
+
+    def __call__(self, grads, state, params=None):
+        return jax.tree.map(lambda g: g * 1e30, grads), state
+
+    def bounded(self, survey, state, bounds):
+        return [(0.0, 0.0)]
+
+
+def test_a_method_of_a_user_says_nothing_about_bounds():
+    rule = optax.GradientTransformation(lambda params: (), NotOfOurs())
+    assert "may make an infinite update" in is_certain(rule, {"w": jnp.ones(3)})

@@ -20,7 +20,7 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, missing_name, unknown
@@ -89,11 +89,10 @@ class TrainState(Clocked):
     plan: Plan = field()
 
     _fields: ClassVar[tuple[dataclasses.Field[Any], ...]]  # all but the plan, as declared
-    _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, but params: see `split`
-    _still: ClassVar[tuple[str, ...]]  # the fields that a step only reads
-    _get_moving: ClassVar[Function]  # a state -> the values of `_moving`, as a tuple
-    _get_still: ClassVar[Function]  # a state -> the values of `_still`
-    _repr_html_ = tables.folded
+    _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, params first
+    _parts: ClassVar[tuple[str, ...]]  # the names of the values that `assemble` joins
+    _get_moving: ClassVar[Function]  # the dict of fields -> the values of `_moving`, as a tuple
+    _get_still: ClassVar[Function]  # the dict of fields -> the values that a step only reads
 
     @classmethod
     def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
@@ -169,6 +168,11 @@ class TrainState(Clocked):
 
         return state_text(self)
 
+    def _repr_html_(self) -> str:
+        from tsunax._core import tables
+
+        return tables.folded(self)
+
 
 def count_in(clock: Any, i: int) -> Any:
     """One of the counts in a clock, or its shape in the shape of one."""
@@ -222,23 +226,25 @@ def overwritten_part(state: TrainState) -> PyTree:
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays that a step changes (it donates and returns them), and those it only reads."""
-    params, unmoved = state.params, None
-    if state.plan.moving is not None:
-        params, unmoved = trees.partition(state.params, state.plan.moving)
     cls = type(state)
-    return (params, *cls._get_moving(state)), (unmoved, *cls._get_still(state))
+    fields = vars(state)  # twice as fast as attributes, once a step
+    moving = cls._get_moving(fields)
+    still = cls._get_still(fields)
+    flags = fields["plan"].moving
+    if flags is None:
+        return moving, (None, *still)
+    params, unmoved = trees.partition(moving[0], flags)
+    return (params, *moving[1:]), (unmoved, *still)
 
 
 def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
-    unmoved = still[0]
-    params = moving[0] if unmoved is None else trees.merge(moving[0], unmoved)
-    state = object.__new__(cls)  # `__init__` takes three times as long: once a step
-    fields = vars(state)
-    fields.update(zip(cls._moving, moving[1:], strict=True))
-    fields.update(zip(cls._still, still[1:], strict=True))
-    fields["params"], fields["plan"] = params, plan
+    state = object.__new__(cls)  # `__init__` takes half as long again, once a step
+    # Each part has params; the moving part comes later and wins.
+    vars(state).update(zip(cls._parts, (*still, *moving, plan), strict=True))
+    if still[0] is not None:
+        vars(state)["params"] = trees.merge(moving[0], still[0])
     return state
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax._src import core
 from jax.core import Tracer
 
 from tsunax.errors import ParamsError, listed
@@ -168,15 +169,11 @@ def manual_axes() -> tuple:
     if axes or jax.__version_info__ >= (0, 8):
         return axes
     # in older versions pmap is no shard_map, and looks like a vmap with a named axis
-    from jax._src import core
-
     return tuple(core.get_axis_env().axis_sizes)
 
 
 def is_tracing() -> bool:
     """Whether some trace is under way: of jit, vmap, grad or scan (some may trace few arrays)."""
-    from jax._src import core
-
     return not core.trace_state_clean()
 
 

@@ -5,6 +5,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tsunax import guard
 from tsunax._core import PyTree, Scalar, trees
@@ -28,9 +29,10 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, st
     if len(kinds) > 1 or "" in kinds:
         return None, "float16, or dtypes of several ranges"
     opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    is_complex = any(map(jnp.iscomplexobj, seen))
     norm, (kind,) = lambda: guard.global_norm(base(state)), kinds
     try:
-        found = update_bounds.certain(state.plan.update, opt_state, kind, weight, norm)
+        found = update_bounds.certain(state.plan.update, opt_state, kind, is_complex, weight, norm)
     except update_bounds.Undeclared as error:
         return None, f"{error} may make an infinite update of a finite gradient"
     if not isinstance(found, bool):

@@ -217,7 +217,7 @@ def _donated_bytes_and_failures(
     """Bytes per device that the step consumes, and the donated leaves that no result reuses."""
     argument_names, aliased = _cost.donated_in(text)
     is_single = isinstance(state, TrainState)
-    fields = ("params", *state._moving) if is_single else ()
+    fields = state._moving if is_single else ()
     root, moving = ("moving", split(state)[0]) if is_single else ("state", state)
     total, failed = 0, []
     for path, x in jax.tree_util.tree_leaves_with_path(moving):

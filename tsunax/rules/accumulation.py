@@ -19,6 +19,7 @@ from tsunax.rules import number_checks
 from tsunax.rules.clipping import SpikeState
 from tsunax.rules.extra_arguments import Init, as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
+from tsunax.rules.update_bounds import MadeOfRules
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +84,7 @@ def _first_window(init, params) -> Window:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(MadeOfRules):
     update: Function
     every: int | Function  # int, or a schedule
 

@@ -22,6 +22,7 @@ from tsunax.rules.extra_arguments import Init, as_rule, blank, with_extra
 from tsunax.rules.inspecting import check_rule
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.live_rules import LiveUpdate
+from tsunax.rules.update_bounds import MadeOfRules
 
 
 def _chain_init(inits, params):
@@ -29,7 +30,7 @@ def _chain_init(inits, params):
 
 
 @dataclass(frozen=True)
-class _ChainUpdate:
+class _ChainUpdate(MadeOfRules):
     updates: tuple[Callable, ...]
 
     @property
@@ -53,9 +54,9 @@ class _ChainUpdate:
             extra.pop("grad_norm", None)
         return grads, tuple(new_states)
 
-    def bounded(self, survey, states, bounds):
-        for update, state in zip(self.updates, states, strict=True):
-            bounds = survey.walk(update, state, bounds)
+    def bounded(self, survey, state, bounds):
+        for update, own_state in zip(self.updates, state, strict=True):
+            bounds = survey.walk(update, own_state, bounds)
         return bounds
 
 
@@ -137,7 +138,7 @@ def _partition_init(patterns, inits, params):
 
 
 @dataclass(frozen=True)
-class _PartitionUpdate:
+class _PartitionUpdate(MadeOfRules):
     patterns: tuple[str, ...]
     updates: tuple[Callable, ...]
 
@@ -226,7 +227,7 @@ def partition(
 
 
 @dataclass(frozen=True)
-class _SkipZeroUpdate:
+class _SkipZeroUpdate(MadeOfRules):
     init: Callable  # without its numbers; it tells which leaf of the state belongs to which param
     update: Callable
 

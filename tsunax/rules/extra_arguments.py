@@ -10,6 +10,7 @@ from tsunax._core import Function, PyTree
 from tsunax._core.checks import keyword_names
 from tsunax.rules.live_rules import Scope
 from tsunax.rules.number_table import map_live
+from tsunax.rules.update_bounds import MadeOfRules
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def _plain_init(init: Function, params: PyTree) -> PyTree:
 
 
 @dataclass(frozen=True)
-class PlainUpdate:
+class PlainUpdate(MadeOfRules):
     """The update of a rule that accepts only the extra arguments in `takes`."""
 
     update: Function

@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Function, Maybe, PyTree, Scalar, trees
 from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
+from tsunax.rules.update_bounds import MadeOfRules
 
 if TYPE_CHECKING:
     from tsunax.rules.subtree_numbers import Cut
@@ -183,7 +184,7 @@ class LiveState:
 
 
 @dataclass(frozen=True)
-class LiveUpdate:
+class LiveUpdate(MadeOfRules):
     """The update half of a live rule, which reads the numbers from the state."""
 
     live: Live

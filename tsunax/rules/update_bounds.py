@@ -8,7 +8,7 @@ that is not here has no bound, and its steps are judged by their update.
 
 A bound is a pair `(b, c)`: each update is `c · p` plus at most `b`, where p is its parameter and
 `c` the decay, if there is any. Params stay finite if `c` is between -1 and 0 and `b` is below half
-of the distance between the two largest numbers of their dtype.
+of the distance between the two largest numbers of their dtype: half of it rounds to infinity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.rules.number_table import as_scalar
 
 # Of the dtype that is computed with: the largest element of a tree whose norm is finite, and the
-# largest update that cannot make a finite parameter infinite.
+# smallest update that can make a finite parameter infinite.
 LARGEST = {"float32": (2.0**64, 2.0**103), "float64": (2.0**512, 2.0**970)}
 BELOW_ONE = 1 - 2.0**-20  # Averages with a longer memory than this are judged by their update.
 LONGEST = 2.0**20  # so many gradients add up in a trace with such a decay
@@ -36,12 +36,20 @@ class Undeclared(Exception):
     """The rule whose updates have no bound, in words."""
 
 
+class MadeOfRules:
+    """The update of a rule of ours that is made of rules: it says how it combines their bounds."""
+
+    def bounded(self, survey: Survey, state: Any, bounds: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+
 @dataclass
 class Survey:
     """A walk through a rule and its state, and the conditions on numbers that it collects."""
 
     largest: float  # element of a gradient with a finite norm
-    limit: float  # of an update
+    limit: float  # updates are below it
+    is_complex: bool  # whether some leaf is
     weight: Scalar  # of this call
     params_norm: Function  # () -> the norm of the params
     conditions: list[Any] = field(default_factory=list)
@@ -58,7 +66,7 @@ class Survey:
 
     def walk(self, update: Any, state: Any, bounds: list[Any], init: Any = None) -> list[Any]:
         """The bounds of a rule's updates from those of the updates that it is given."""
-        if hasattr(type(update), "bounded"):  # a rule of ours that is made of rules
+        if isinstance(update, MadeOfRules):
             return update.bounded(self, state, bounds)
         numbers, name = _closure(update), _factory(update)
         if name == "with_extra_args_support":
@@ -76,16 +84,23 @@ class Survey:
             raise Undeclared(name or trees.describe_call(update))
         numbers = _closure(init) | numbers
         bounds = [_BOUNDS[name](numbers, self, b, c, state) for b, c in bounds]
-        self.need(*(b <= self.limit for b, _ in bounds), *(abs(c) <= 1 for _, c in bounds))
+        self.need(*(b < self.limit for b, _ in bounds), *(abs(c) <= 1 for _, c in bounds))
         return bounds
 
 
-def certain(update: Any, opt_state: PyTree, dtype: str, weight: Scalar, params_norm: Any) -> Any:
+def certain(
+    update: Any,
+    opt_state: PyTree,
+    dtype: str,
+    is_complex: bool,
+    weight: Scalar,
+    params_norm: Function,
+) -> Any:
     """Whether updates are finite if the gradient is: a bool, or a traced one if numbers are live.
 
     Raises Undeclared, with the name of the rule, if there is no bound.
     """
-    survey = Survey(*LARGEST[dtype], weight, params_norm)
+    survey = Survey(*LARGEST[dtype], is_complex, weight, params_norm)
     try:
         with np.errstate(all="ignore"):  # NumPy's numbers warn where others are infinite
             bounds = survey.walk(update, opt_state, [(survey.largest, 0.0)])
@@ -163,6 +178,8 @@ def _ema(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> A
 
 def _signs(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     sharpness = n.get("smooth_beta", 1.0)
+    if seen.is_complex and n.get("mode") == "smooth":  # tanh has poles off the real axis
+        raise Undeclared("scale_by_lion(mode='smooth') of complex numbers")
     seen.need(
         seen.flat(b, c) * abs(sharpness) <= seen.limit,
         *(_is_decay(n[k]) for k in ("b1", "b2") if k in n),
