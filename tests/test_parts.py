@@ -328,7 +328,7 @@ def test_where_data_begin(make, before, as_for, trained, new):
         reading.source.next()
         reading.follow(has_begun=True)
         assert data.get_state() == reading.source.state()
-        reading.back()
+        reading.return_data()
         assert data.get_state() == place
         data.close()
 

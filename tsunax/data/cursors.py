@@ -338,13 +338,13 @@ def as_source(data: Iterable[PyTree]) -> Source:
 class Reading:
     """Data that a loop reads, from where it begins; the data that were given follow it.
 
-    With `goes_on` a new state begins with the first batch, and a trained one where the data are.
+    With `continues` a new state begins with the first batch, and a trained one where the data are.
     Without, data begin as in a `for`: a new epoch. A place that was set is the beginning in any
     case. `batches` are read by a copy with a place of its own, because others may loop over them
     meanwhile; after each call the data that were given move to that place.
     """
 
-    def __init__(self, data: Any, goes_on: bool, is_new: bool) -> None:
+    def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
         begins = is_new and isinstance(data, Data) and not data.is_placed
         self._given: Any = None
         self._has_begun = False
@@ -356,7 +356,7 @@ class Reading:
         if isinstance(data, Data) and self.source.resumable and not begins:
             is_copy = self._given is not None
             place, is_placed = self._was if is_copy else (data.get_state(), data.is_placed)
-            if goes_on or is_placed:  # in the middle of an epoch, if they are there
+            if continues or is_placed:  # in the middle of an epoch, if they are there
                 self.source.restore(place)
             elif is_copy:
                 epoch = place["epoch"] + (place["position"] > 0)
@@ -369,13 +369,13 @@ class Reading:
         if self._given is not None and self._has_begun:
             self._given.follow(self.source.state())
 
-    def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
+    def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Go on from a place that a checkpoint has, or raise DataError for data that cannot."""
         self.source.restore(place, fast_forward)
         if self._given is not None:
             self._given.set_state(place)
 
-    def back(self) -> None:
+    def return_data(self) -> None:
         """Put the data back to where they were, if they can be."""
         if self._start is not None:
             self.source.restore(self._start)
