@@ -124,7 +124,7 @@ def import_problems(package: Path) -> list[str]:
 
 
 # The files that one call needs (`scripts/size`), and the most that they may be. A file more needs a reason.
-NEEDED = {"program": 24, "run.evaluation": 37, "loop": 53, "checkpoints.saving": 47}
+NEEDED = {"program": 24, "run.evaluation": 34, "loop": 53, "checkpoints.saving": 47}
 
 
 def size_module():
@@ -156,7 +156,7 @@ def unknown_rooms(package: Path) -> list[str]:
 # --- how many processes there are, only `distributed` knows ------------------------------------
 
 # Who may ask: the cut of the rows of a batch, and the check that each process has its own part.
-ASKS_FOR_PROCESSES = {"data.batching", "run.agreement"}
+ASKS_FOR_PROCESSES = {"data.batching"}
 
 
 def questions_for_processes(path: Path) -> list[str]:

@@ -25,8 +25,8 @@ from tests.programs import processes
 from tsunax import distributed
 from tsunax._core import processes as everyone
 from tsunax.distributed import _jax_private, _peers, joining
+from tsunax.distributed.agreement import Agreement
 from tsunax.errors import DataError, ProcessError, WrongTypeError
-from tsunax.run.agreement import Alike
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -774,7 +774,7 @@ def test_one_index_everywhere(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert (distributed.process_index(), distributed.process_count(), distributed.is_main()) == (1, 2, False)
     assert ts.batches(np.zeros(8), 4).process == (1, 2)
-    alike = Alike("fit()", {}, [])
+    alike = Agreement("fit()", {}, [])
     alike.spans = True
     alike._check_part(1, 2)
     with pytest.raises(DataError, match="got the part of process 0 on process 1, expected its own"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from tests.test_distributed import Started, found, free_port, ready
-from tsunax.run.agreement import outline
+from tsunax.distributed.agreement import outline
 
 
 @pytest.fixture

@@ -22,15 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, trees
+from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, processes, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
+from tsunax.data.positions import innermost
 from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
-from tsunax.run import agreement, fused_loop, opening
-from tsunax.run import feed as _feed
+from tsunax.run import chunks, fused_loop, opening
 from tsunax.run.calling import Caller, Trainee
+from tsunax.run.chunks import Limits
+from tsunax.run.feed import RESIDENT, Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
@@ -65,9 +67,9 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
     # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
-    batches = jax.tree.map(lambda x: _feed.with_room(x, max(k, 2)), batches)
+    batches = jax.tree.map(lambda x: chunks.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
-    feed, n = _feed.place(fused_loop.Stacked(batches), k, home, step=step)
+    feed, n = chunks.place(fused_loop.Stacked(batches), k, home, step=step)
     state, infos = _loop_of(step)(state, feed, n, placement.place_extra(extra, state))
     return state, infos.stacked(state, slice(k))
 
@@ -102,14 +104,14 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    feed = _feed.Feed(step, data, state, "auto", float("inf"))
-    alike = agreement.Alike("run_epoch()", state, data)
-    alike.start(step=agreement.outline(step), place=feed.source.state())
+    feed = Feed(step, data, state, Limits())
+    agreement = processes.current().agreement("run_epoch()", state, innermost(data))
+    agreement.start({"step": step}, {}, place=feed.source.state())
     trainee, parts, steps_done = Trainee(state), [], 0
-    caller = Caller(_loop_of(step), feed, alike, trainee, extra)
+    caller = Caller(_loop_of(step), feed, agreement, trainee, extra)
 
-    def next_chunks() -> list[_feed.Chunk] | None:
-        return caller.take(_feed.RESIDENT, steps_done) or None  # none at the end of the epoch
+    def next_chunks() -> list[chunks.Chunk] | None:
+        return caller.take(RESIDENT, steps_done) or None  # none at the end of the epoch
 
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
@@ -146,17 +148,19 @@ def iterate(
     goal = Goal("iterate()", steps, epochs, has_data=data is not None)
     check_step("iterate()", step, state)
     checks.check_count(steps_per_call, "iterate()", "steps_per_call")
-    feed = _feed.Feed(step, data, state, steps_per_call, float("inf"), goal.left(0), goes_on=True)
-    alike = agreement.Alike("iterate()", state, data)
+    feed = Feed(
+        step, data, state, Limits(steps_per_call, steps=goal.steps_left(0)), continues_data=True
+    )
+    agreement = processes.current().agreement("iterate()", state, innermost(data))
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
-    alike.start(**settings, step=agreement.outline(step), place=feed.source.state())
+    agreement.start({"step": step}, {}, **settings, place=feed.source.state())
     trainee, steps_done = Trainee(state), 0
-    caller = Caller(_loop_of(step), feed, alike, trainee, extra)
+    caller = Caller(_loop_of(step), feed, agreement, trainee, extra)
 
-    def next_chunks() -> list[_feed.Chunk] | None:
+    def next_chunks() -> list[chunks.Chunk] | None:
         if goal.reached(steps_done, feed.epoch):
             return None
-        return caller.take(int(min(steps_per_call, goal.left(steps_done))), steps_done)
+        return caller.take(int(min(steps_per_call, goal.steps_left(steps_done))), steps_done)
 
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
@@ -294,7 +298,7 @@ def fit(
         is_over = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
         run.rows.reopen(run.step, is_over or fitting.beginning.has_open_row)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
-        waits = saver is not None or fitting.alike.spans
+        waits = saver is not None or fitting.agreement.spans
         signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
         try:
             with Interrupt(*signals) as interrupt, fitting.parts_begun():
@@ -303,9 +307,9 @@ def fit(
             with_state(error, run)
             raise
         if dry_run:
-            fitting.feed.back()
+            fitting.feed.return_data()
     # a signal that came too late to tell the other processes: again, as if it came after `fit`
-    if interrupt.asked and not fitting.signal and fitting.alike.spans:
+    if interrupt.asked and not fitting.signal and fitting.agreement.spans:
         os.kill(os.getpid(), interrupt.asked)
     asked = fitting.signal or interrupt.asked
     if asked == signal.SIGTERM:

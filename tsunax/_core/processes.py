@@ -4,8 +4,8 @@
     everyone.compare("shard()", {"state": state})    # nothing to do for one process
 
 `Alone` is one process, and agrees with itself. If there are several, `tsunax.distributed` has the
-object with the same methods. So nobody asks how many processes there are, and one process does not
-load the code of several.
+object with the same methods. So no caller counts processes, and one process does not load the code
+of several.
 """
 
 import importlib
@@ -81,6 +81,12 @@ class Alone:
     ) -> None:
         """Raise ProcessError unless `things()` are the same on all processes."""
 
+    def agreement(self, where: str, state: Any, data: Any) -> "Unanimous":
+        """The comparisons of processes during a run or an evaluation."""
+        if getattr(data, "gathers", False):  # each process may read its share of the rows
+            check_started()
+        return Unanimous()
+
     def agree(self, asked: int = 0) -> int:
         """What any process asked for, on all of them at the same call; 0 before."""
         return asked
@@ -92,6 +98,42 @@ class Alone:
     def name_of(self, index: int) -> str:
         """How messages call a process."""
         return f"process {index}"
+
+
+class Unanimous:
+    """The agreement of one process, with the methods of `distributed.agreement.Agreement`."""
+
+    spans: bool = False  # whether the state is on devices of several processes
+
+    def start(
+        self, functions: Mapping[str, Any], values: Mapping[str, Any], **settings: Any
+    ) -> None:
+        """Compare settings, functions and values before the first call."""
+
+    def batch(self, place: str, batch: Any, steps: int = 1, trouble: str = "") -> None:
+        """Compare the next batch of data that each process reads by itself."""
+
+    def chunk(self, step: int, chunk: Any, source: Any) -> None:
+        """Compare the batches of a call."""
+
+    def program(self, trace: Callable[..., Any], *arguments: Any) -> None:
+        """Compare the program of the first call."""
+
+    def agree(self, signal: int) -> int:
+        """The signal that any process got, at the same call on all; 0 without."""
+        return signal
+
+    def signal(self, signal: int) -> int:
+        """The signal that any process got until the end of the run; 0 without."""
+        return signal
+
+    def numbers(self, place: str, row: dict[str, float]) -> dict[str, float]:
+        """The numbers of process 0."""
+        return row
+
+    def slowest(self, seconds: Mapping[str, float]) -> str:
+        """The process that made all wait; "" if none is slow."""
+        return ""
 
 
 ALONE = Alone()

@@ -55,9 +55,9 @@ class Batches(Positioned):
         self._known_order: dict[int, order.EpochOrder] = {}
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = shuffle or process[1] > 1
-        self._full, rest = divmod(self._rows, batch_size)
-        self._is_rest_whole = order.is_whole(rest, batch_size, process[1])
-        self._rest = len(range(rest)[order.share(rest, batch_size, process)])
+        self._full, tail = divmod(self._rows, batch_size)
+        self._is_tail_whole = order.is_whole(tail, batch_size, process[1])
+        self._tail = len(range(tail)[order.share(tail, batch_size, process)])
         self._leaves, self._treedef = jax.tree.flatten(arrays)
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
@@ -73,7 +73,7 @@ class Batches(Positioned):
             fix = "prefetch brings batches there."
             raise DataError("device", "batches()", "records", "arrays", fix)
         self._sharding = on_devices.placement(device, "batches()")
-        for rows in (self.share, 0 if drop_remainder else self._rest):
+        for rows in (self.share, 0 if drop_remainder else self._tail):
             on_devices.sharding_of((rows,), self._sharding)
         # every device has all rows, and gathers its own without traffic
         self._replicated = on_devices.sharding_of((), self._sharding)
@@ -118,8 +118,8 @@ class Batches(Positioned):
     def _order_of(self, epoch: int) -> order.EpochOrder:
         if epoch not in self._known_order:
             self._known_order.clear()
-            given = self._rows, self._shuffle, self._seed, epoch, self.batch_size, self.process
-            self._known_order[epoch] = order.EpochOrder(*given)
+            arguments = self._rows, self._shuffle, self._seed, epoch, self.batch_size, self.process
+            self._known_order[epoch] = order.EpochOrder(*arguments)
         return self._known_order[epoch]
 
     def device_order(self, epoch: int) -> jax.Array | None:
@@ -132,11 +132,13 @@ class Batches(Positioned):
 
     def _gathered(self, order: Any, first: int, shape: tuple[int, ...]) -> Any:
         rows = slice(first, first + math.prod(shape))
-        at = rows if order is None else order[rows]
+        chosen_rows = rows if order is None else order[rows]
         if self.resident is not None:
             run = on_devices.gather_to(self._sharding, shape, order is not None)
-            return run(self.resident, np.int32(first) if order is None else at)
-        batch = self._treedef.unflatten([row_readers.read(leaf, at) for leaf in self._leaves])
+            return run(self.resident, np.int32(first) if order is None else chosen_rows)
+        batch = self._treedef.unflatten(
+            [row_readers.read(leaf, chosen_rows) for leaf in self._leaves]
+        )
         if not self._is_in_memory:
             check_casts(batch, "batch", f"rows {first} to {rows.stop - 1} of an epoch")
         if len(shape) == 1:
@@ -168,9 +170,9 @@ class _Epoch:
             return None
         full = data._full - position
         k = 1 if most is None else max(min(most, full), 1)
-        rows = data.share if full else data._rest
+        rows = data.share if full else data._tail
         self.place = data._place = epoch, position + k
-        data.is_whole = not full and data._is_rest_whole
+        data.is_whole = not full and data._is_tail_whole
         return position * data.share, (rows,) if most is None else (k, rows)
 
     def take(self, k: int | None) -> Any:

@@ -53,9 +53,9 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     if not rows:
         raise DataError(root, where, trees.describe(batch), "a tree of arrays")
     if len(rows) > 1:
-        found = ", ".join(f"{n} in {place}" for n, place in rows.items())
+        rows_by_place = ", ".join(f"{n} in {place}" for n, place in rows.items())
         fix = "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself."
-        got, fix = found.replace(" in ", " rows in ", 1), fix if root == "batch" else ""
+        got, fix = rows_by_place.replace(" in ", " rows in ", 1), fix if root == "batch" else ""
         raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
         raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
@@ -71,7 +71,7 @@ def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, s
     return [(node, access(path, inner), x) for path, node in nodes for inner, x in leaves(node)]
 
 
-def _lost(x: Any) -> tuple[str, str, str] | None:
+def _loss_of_cast(x: Any) -> tuple[str, str, str] | None:
     """What JAX would lose of a NumPy array, or refuse, as `got, expected, fix`."""
     if not isinstance(x, np.ndarray):
         return None
@@ -84,24 +84,24 @@ def _lost(x: Any) -> tuple[str, str, str] | None:
     # only 64-bit arrays, and only if JAX cuts them to 32
     if x.dtype.char not in "lLqQd" or not x.size or jax.config.read("jax_enable_x64"):
         return None
-    held = np.finfo(np.float32) if x.dtype.kind == "f" else np.iinfo(f"{x.dtype.kind}4")
+    range_of_32_bits = np.finfo(np.float32) if x.dtype.kind == "f" else np.iinfo(f"{x.dtype.kind}4")
     low, high = np.minimum.reduce(x, None), np.maximum.reduce(x, None)
-    if not (held.min <= low and high <= held.max) and x.dtype.kind == "f":
+    if not (range_of_32_bits.min <= low and high <= range_of_32_bits.max) and x.dtype.kind == "f":
         real = np.isfinite(x)  # NaN and inf stay
         low, high = np.min(x, initial=0, where=real), np.max(x, initial=0, where=real)
-    if held.min <= low and high <= held.max:
+    if range_of_32_bits.min <= low and high <= range_of_32_bits.max:
         return None
-    expected = f"what {held.dtype}, to which JAX casts them, can hold"
+    expected = f"what {range_of_32_bits.dtype}, to which JAX casts them, can hold"
     fix = "Leave it out, make it smaller, or set jax_enable_x64."
     return f"{x.dtype} values from {low} to {high}", expected, fix
 
 
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
     """Raise DataError for what JAX would lose (integers, infinities, a mask) or not take."""
-    if any(map(_lost, jax.tree.leaves(tree))):
+    if any(map(_loss_of_cast, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
-            if lost := _lost(leaf):
-                raise DataError("leaf", place + (where and f", {where}"), *lost)
+            if loss := _loss_of_cast(leaf):
+                raise DataError("leaf", place + (where and f", {where}"), *loss)
 
 
 def own(leaf: PyTree) -> PyTree:
@@ -118,6 +118,6 @@ def own(leaf: PyTree) -> PyTree:
 def owned(tree: PyTree, root: str, where: str = "") -> PyTree:
     """The tree with copies of NumPy arrays and of objects that share their memory; checks casts."""
     leaves, treedef = jax.tree.flatten(tree)
-    if any(map(_lost, leaves)):
+    if any(map(_loss_of_cast, leaves)):
         check_casts(tree, root, where)
     return treedef.unflatten(map(own, leaves))

@@ -59,8 +59,10 @@ class _Stack:
         self.count += 1
 
     def stacked(self) -> Any:
-        done = [jnp.stack(x) if isinstance(x, list) else x[: self.count] for x in self.leaves]
-        return self.treedef.unflatten(done)
+        stacked_leaves = [
+            jnp.stack(x) if isinstance(x, list) else x[: self.count] for x in self.leaves
+        ]
+        return self.treedef.unflatten(stacked_leaves)
 
 
 class Source:
@@ -79,9 +81,9 @@ class Source:
         self.position: int = 0
         self.is_whole: bool = False  # whether the last batch has all rows on every process
         self._batches: Any = None  # the iterator of this epoch
-        self._held: Any = None  # a batch that `take` read too much, the state before, `is_whole`
-        self._given, self._restored = 0, False
-        self._is_ours = isinstance(data, Data)
+        self._excess: Any = None  # a batch that `take` read too much, the state before, `is_whole`
+        self._count_read, self._restored = 0, False
+        self._is_data = isinstance(data, Data)
 
     @property
     def restartable(self) -> bool:
@@ -94,14 +96,14 @@ class Source:
 
         For an iterator with a state: once it exists.
         """
-        if self._is_ours:
+        if self._is_data:
             return self.data.resumable
         return any(hasattr(x, name) for x in (self.data, self._batches) for name in SETTERS)
 
     @property
     def trouble(self) -> str:
         """The error that comes instead of the next batch, if it is known; else ""."""
-        error = self._held[0] if self._held is not None else None
+        error = self._excess[0] if self._excess is not None else None
         return told(error) if isinstance(error, TsunaxError) else ""
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,7 +129,7 @@ class Source:
             return END
         if batch is None:
             raise DataError("batch", where, "None", "a tree of arrays")
-        if batch is END or self._is_ours:
+        if batch is END or self._is_data:
             return batch
         leaves, treedef = jax.tree.flatten(batch)
         if all(type(x) is np.ndarray for x in leaves):
@@ -135,8 +137,8 @@ class Source:
         check_casts(batch, "batch", where)  # here for the masks that are lost below
         for leaf in leaves:
             checks.check_alive(leaf, where)
-        is_other = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
-        return treedef.unflatten(np.asarray(x) if is_other(x) else x for x in leaves)
+        is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
+        return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
     def _ended(self) -> None:
         if self.position == 0:
@@ -144,8 +146,8 @@ class Source:
             kind = type(self.data).__name__
             if not self.restartable:
                 fix = f"A {kind} can be read once: give a list, ts.batches(...) or a grain dataset."
-            if self._given and fix:
-                got = f"a {kind} that is used up after {self._given} batches"
+            if self._count_read and fix:
+                got = f"a {kind} that is used up after {self._count_read} batches"
                 with contextlib.suppress(Exception):  # a length may raise anything
                     got += f" (its length is {len(self.data)})"
                 expected = "data that can be iterated again"
@@ -159,17 +161,17 @@ class Source:
         Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
         batch = self._next()
-        if batch is None or self._is_ours:
+        if batch is None or self._is_data:
             return batch
         return owned(batch, "batch", f"batch {self.position - 1} of epoch {self.epoch}")
 
     def _next(self) -> Any:
         """The next batch, in memory that the data may use again."""
-        if self._held is None:
+        if self._excess is None:
             batch = self._pull()
             is_whole = self._pulls_whole
         else:
-            (batch, _, is_whole), self._held = self._held, None
+            (batch, _, is_whole), self._excess = self._excess, None
         if isinstance(batch, TsunaxError):
             raise batch
         if batch is END:
@@ -180,10 +182,14 @@ class Source:
 
     @property
     def _pulls_whole(self) -> bool:
-        return self._is_ours and self.data.is_whole
+        return self._is_data and self.data.is_whole
 
     def _count(self, n: int) -> None:
-        self.position, self._given, self._restored = self.position + n, self._given + n, False
+        self.position, self._count_read, self._restored = (
+            self.position + n,
+            self._count_read + n,
+            False,
+        )
 
     def take(self, k: int) -> PyTree:
         """The next k batches as one tree with a leading axis; None as in `next`.
@@ -191,7 +197,7 @@ class Source:
         Eight batches of shape (32, 4) have the shape (8, 32, 4): `source.take(8)`. Fewer at the end
         of an epoch, and if shapes change. `Batches` gather them at once. Raises as `next`.
         """
-        if self._is_ours and self.data.gathers:
+        if self._is_data and self.data.gathers:
             chunk = self._pull(k)
             if chunk is END:
                 return self._ended()
@@ -201,20 +207,20 @@ class Source:
         if (batch := self._next()) is None:
             return None
         chunk, shapes = _Stack(batch, k), _shapes(batch)
-        while chunk.count < k and self._held is None:
-            before = self.state()
+        while chunk.count < k and self._excess is None:
+            place = self.state()
             try:
                 batch = self._pull()
             except TsunaxError as error:  # after the batches before it
                 batch = error
-            is_other = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
-            if is_other or self._pulls_whole:
-                self._held = batch, before, self._pulls_whole
+            ends_stack = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
+            if ends_stack or self._pulls_whole:
+                self._excess = batch, place, self._pulls_whole
             else:
                 chunk.add(batch)
                 self._count(1)
         stacked = chunk.stacked()
-        if not self._is_ours:
+        if not self._is_data:
             first, last = self.position - chunk.count, self.position - 1
             check_casts(stacked, "batch", f"one of batches {first} to {last} of epoch {self.epoch}")
         return stacked
@@ -237,18 +243,18 @@ class Source:
     @property
     def is_placed(self) -> bool:
         """Whether `restore` was called after the last batch."""
-        return self._restored or (self._is_ours and self.data.is_placed)
+        return self._restored or (self._is_data and self.data.is_placed)
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Take over the `state`, a dict, of a copy of its data: `follow(copy.get_state())`."""
         self.data.follow(state)
-        self._batches, self._held, self._restored = None, None, False
+        self._batches, self._excess, self._restored = None, None, False
         self.epoch, self.position = state["epoch"], state["position"]
 
     def rewind(self) -> None:
         """Skip the rest of an epoch that was begun, unless its position was just restored."""
         if self.position and not self._restored:
-            self._batches = self._held = None
+            self._batches = self._excess = None
             self.epoch, self.position = self.epoch + 1, 0
 
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
@@ -259,9 +265,9 @@ class Source:
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch, `{"epoch", "position"}`, and the data's own state."""
-        if self._held is not None:
-            return self._held[1]
-        if self._is_ours:
+        if self._excess is not None:
+            return self._excess[1]
+        if self._is_data:
             return self.data.get_state()
         return {"epoch": self.epoch, "position": self.position, "data": self._call(GETTERS)[1]}
 
@@ -271,12 +277,12 @@ class Source:
         Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
         `fast_forward=True` they are read from the beginning, and earlier batches dropped.
         """
-        keys = ["epoch", "position"] if self._is_ours else ["data", "epoch", "position"]
+        keys = ["epoch", "position"] if self._is_data else ["data", "epoch", "position"]
         if not isinstance(state, Mapping) or not set(keys) <= set(state):
             raise DataError("state", "restore", state, ", ".join(keys))
-        self._batches = self._held = None
+        self._batches = self._excess = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
-        if self._is_ours:
+        if self._is_data:
             options = {} if self.data.resumable else {"fast_forward": fast_forward}
             return self.data.set_state(state, **options)
         if state["data"] is not None:
@@ -338,25 +344,29 @@ def as_source(data: Iterable[PyTree]) -> Source:
 class Reading:
     """Data that a loop reads, from where it begins; the data that were given follow it.
 
-    With `goes_on` a new state begins with the first batch, and a trained one where the data are.
+    With `continues` a new state begins with the first batch, and a trained one where the data are.
     Without, data begin as in a `for`: a new epoch. A place that was set is the beginning in any
     case. `batches` are read by a copy with a place of its own, because others may loop over them
     meanwhile; after each call the data that were given move to that place.
     """
 
-    def __init__(self, data: Any, goes_on: bool, is_new: bool) -> None:
-        begins = is_new and isinstance(data, Data) and not data.is_placed
-        self._given: Any = None
-        self._has_begun = False
+    def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
+        begins_anew = is_new and isinstance(data, Data) and not data.is_placed
+        self._user_data: Any = None
+        self._is_begun = False
         if isinstance(data, Data) and isinstance(innermost(data), Positioned):
-            self._given, self._was, data = data, (data.get_state(), data.is_placed), data.afresh()
-        elif begins and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
+            self._user_data, self._user_place, data = (
+                data,
+                (data.get_state(), data.is_placed),
+                data.afresh(),
+            )
+        elif begins_anew and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source: Source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable and not begins:
-            is_copy = self._given is not None
-            place, is_placed = self._was if is_copy else (data.get_state(), data.is_placed)
-            if goes_on or is_placed:  # in the middle of an epoch, if they are there
+        if isinstance(data, Data) and self.source.resumable and not begins_anew:
+            is_copy = self._user_data is not None
+            place, is_placed = self._user_place if is_copy else (data.get_state(), data.is_placed)
+            if continues or is_placed:  # in the middle of an epoch, if they are there
                 self.source.restore(place)
             elif is_copy:
                 epoch = place["epoch"] + (place["position"] > 0)
@@ -365,24 +375,24 @@ class Reading:
 
     def follow(self, has_begun: bool = False) -> None:
         """Move the data that were given to the place of the source, once a batch was read."""
-        self._has_begun = self._has_begun or has_begun
-        if self._given is not None and self._has_begun:
-            self._given.follow(self.source.state())
+        self._is_begun = self._is_begun or has_begun
+        if self._user_data is not None and self._is_begun:
+            self._user_data.follow(self.source.state())
 
-    def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
+    def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Go on from a place that a checkpoint has, or raise DataError for data that cannot."""
         self.source.restore(place, fast_forward)
-        if self._given is not None:
-            self._given.set_state(place)
+        if self._user_data is not None:
+            self._user_data.set_state(place)
 
-    def back(self) -> None:
+    def return_data(self) -> None:
         """Put the data back to where they were, if they can be."""
         if self._start is not None:
             self.source.restore(self._start)
-        if self._given is not None:
-            place, is_placed = self._was
-            (self._given.set_state if is_placed else self._given.follow)(place)
-            self._given = None
+        if self._user_data is not None:
+            place, is_placed = self._user_place
+            (self._user_data.set_state if is_placed else self._user_data.follow)(place)
+            self._user_data = None
 
     def close(self) -> None:
         """End what reads ahead."""

@@ -76,13 +76,13 @@ def pack_graphs(items: Sequence[PyTree], *, nodes: int, edges: int, graphs: int)
         part["senders"] += begin[NODE]
         part["receivers"] += begin[NODE]
         part["graph_of_node"] += begin[GRAPH]
-    found = {}
+    packed_parts = {}
     for name, kind in _ONE_FOR_EACH.items():
         spans = [(row, begin[kind]) for row, begin in places]
         nothing = {"receivers": nodes, "graph_of_node": graphs}.get(name, 0)
         fill = functools.partial(_filled, spans, (rows, limits[kind]), nothing)
-        found[name] = jax.tree.map(fill, *[part[name] for part in parts])
-    return Graphs(**found)
+        packed_parts[name] = jax.tree.map(fill, *[part[name] for part in parts])
+    return Graphs(**packed_parts)
 
 
 def _filled(spans: Sequence[Any], shape: Any, nothing: int, *leaves: np.ndarray) -> np.ndarray:
@@ -98,8 +98,8 @@ def _size(part: Mapping[str, Any]) -> np.ndarray:
 
 def _kind(part: Mapping[str, PyTree]) -> PyTree:
     """What all graphs have in common: trees of arrays that differ in their lengths only."""
-    found = {name: part[name] for name in ("nodes", "edges", "globals")}
-    return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[1:]]} each", found)
+    common_fields = {name: part[name] for name in ("nodes", "edges", "globals")}
+    return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[1:]]} each", common_fields)
 
 
 def _of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
@@ -117,27 +117,35 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     """A graph as arrays with one row for each node, edge and graph."""
     if is_graphs(item):
         item = _of_jraph(item, where)
-    needed, most, by = {"nodes", "senders", "receivers"}, {"edges", "globals"}, "pack_graphs()"
-    if not isinstance(item, Mapping) or not needed <= item.keys() <= needed | most:
+    needed, optional, where_packed = (
+        {"nodes", "senders", "receivers"},
+        {"edges", "globals"},
+        "pack_graphs()",
+    )
+    if not isinstance(item, Mapping) or not needed <= item.keys() <= needed | optional:
         expected = "{'nodes', 'senders', 'receivers'}, and perhaps 'edges' and 'globals'"
-        raise WrongTypeError(where, by, trees.describe(item), expected)
-    part = {name: jax.tree.map(np.asarray, item.get(name)) for name in ("nodes", *most)}
+        raise WrongTypeError(where, where_packed, trees.describe(item), expected)
+    part = {name: jax.tree.map(np.asarray, item.get(name)) for name in ("nodes", *optional)}
     part |= {name: np.asarray(item[name]) for name in ("senders", "receivers")}
-    n, m = check_batch(part["nodes"], by, f"{where}['nodes']"), part["senders"].size
+    n, m = check_batch(part["nodes"], where_packed, f"{where}['nodes']"), part["senders"].size
     for name in ("senders", "receivers", "edges"):
         for path, x in jax.tree_util.tree_leaves_with_path(part[name]):
             if x.shape[: None if name != "edges" else 1] != (m,):
-                at = trees.access_str(f"{where}['{name}']", path)
-                raise DataError(at, by, trees.describe(x), f"one row for each of {m} edges")
+                path_text = trees.access_str(f"{where}['{name}']", path)
+                raise DataError(
+                    path_text, where_packed, trees.describe(x), f"one row for each of {m} edges"
+                )
     for name in ("senders", "receivers"):
         x = part[name]
         if m and (x.dtype.kind not in "iu" or not 0 <= x.min() <= x.max() < n):
             got = f"{trees.describe(x)} from {x.min()} to {x.max()}"
-            raise DataError(f"{where}['{name}']", by, got, f"integers from 0 to {n - 1}, nodes")
+            raise DataError(
+                f"{where}['{name}']", where_packed, got, f"integers from 0 to {n - 1}, nodes"
+            )
         part[name] = x.astype(np.int32)
     part["globals"] = jax.tree.map(lambda x: x[None], part["globals"])
     part |= {"graph_of_node": np.zeros(n, np.int32), "mask": np.ones(1, bool)}
     if np.any(_size(part) > limits):
         got, expected = f"{n} nodes, {m} edges", "at most {} nodes, {} edges, {} graphs"
-        raise DataError(where, by, got, expected.format(*limits))
+        raise DataError(where, where_packed, got, expected.format(*limits))
     return part

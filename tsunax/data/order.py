@@ -36,17 +36,17 @@ def permutation(n: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndar
     low, high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
 
-    def once(x: np.ndarray) -> np.ndarray:
-        left, right = x >> low, x & ((np.uint64(1) << low) - np.uint64(1))
-        for one, other in zip(keys[::2], keys[1::2], strict=True):
-            left ^= _mixed(right, one) >> (np.uint64(64) - high)
-            right ^= _mixed(left, other) >> (np.uint64(64) - low)
-        return (left << low) | right
+    def permute_once(x: np.ndarray) -> np.ndarray:
+        left_half, right_half = x >> low, x & ((np.uint64(1) << low) - np.uint64(1))
+        for first_key, second_key in zip(keys[::2], keys[1::2], strict=True):
+            left_half ^= _mixed(right_half, first_key) >> (np.uint64(64) - high)
+            right_half ^= _mixed(left_half, second_key) >> (np.uint64(64) - low)
+        return (left_half << low) | right_half
 
     def permuted(x: np.ndarray) -> np.ndarray:
-        x = once(x.astype(np.uint64))
-        while (outside := np.flatnonzero(x >= n)).size:
-            x[outside] = once(x[outside])
+        x = permute_once(x.astype(np.uint64))
+        while (too_large := np.flatnonzero(x >= n)).size:
+            x[too_large] = permute_once(x[too_large])
         return x
 
     return permuted
@@ -70,38 +70,40 @@ class EpochOrder:
         self.batch_size: int = batch_size
         self.process: Process = process
         self.batches: int = n // batch_size
-        rest = n % batch_size
-        self.rest: slice = share(rest, batch_size, process)  # of the short batch at the end
+        tail = n % batch_size
+        self.tail: slice = share(tail, batch_size, process)  # of the short batch at the end
         self.dtype: type = np.int32 if n < 2**31 else np.int64
-        self.of: Any = lambda at: at  # from places in the epoch of all processes to rows
+        self.rows_at: Any = lambda places: (
+            places
+        )  # from places in the epoch of all processes to rows
         if shuffle:  # up to SORTED rows at once
-            self.of = permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
+            self.rows_at = permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
         # the rows that were computed last, and the index of the first
-        self.known: tuple[int, np.ndarray] = 0, np.empty(0, self.dtype)
+        self.computed_rows: tuple[int, np.ndarray] = 0, np.empty(0, self.dtype)
 
-    def __getitem__(self, at: slice) -> np.ndarray:
-        start, stop, _ = at.indices(len(self))
-        first, rows = self.known
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, _ = places.indices(len(self))
+        first, rows = self.computed_rows
         if not first <= start <= stop <= first + len(rows):
             end = min(max(stop, start + AHEAD), len(self))
             blocks = [(i, min(i + AHEAD, end)) for i in range(start, end, AHEAD)]
-            parts = [self.of(self._places(*block)).astype(self.dtype) for block in blocks]
+            parts = [self.rows_at(self._places(*block)).astype(self.dtype) for block in blocks]
             first, rows = start, np.concatenate(parts)
-            self.known = (first, rows) if len(parts) == 1 else self.known
+            self.computed_rows = (first, rows) if len(parts) == 1 else self.computed_rows
         return rows[start - first : stop - first]
 
     def __len__(self) -> int:
-        mine = self.batch_size // self.process[1]
-        return self.batches * mine + self.rest.stop - self.rest.start
+        share_size = self.batch_size // self.process[1]
+        return self.batches * share_size + self.tail.stop - self.tail.start
 
     def _places(self, start: int, stop: int) -> np.ndarray:
-        at, (index, count) = np.arange(start, stop), self.process
+        places, (index, count) = np.arange(start, stop), self.process
         if count == 1:
-            return at
-        mine = self.batch_size // count
-        full = at // mine * self.batch_size + index * mine + at % mine
-        rest = at + self.batches * (self.batch_size - mine) + self.rest.start
-        return np.where(at < self.batches * mine, full, rest)
+            return places
+        share_size = self.batch_size // count
+        full = places // share_size * self.batch_size + index * share_size + places % share_size
+        tail_places = places + self.batches * (self.batch_size - share_size) + self.tail.start
+        return np.where(places < self.batches * share_size, full, tail_places)
 
 
 def share(rows: int, batch_size: int, process: Process) -> slice:

@@ -77,17 +77,19 @@ class Positioned(Data):
 
         The position in a checkpoint of `fit` has `settings`, too: other ones raise DataError.
         """
-        now, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
-        before = place.pop("settings", now)
-        is_known = isinstance(before, Mapping)
-        if is_known and (differ := [name for name in now if before.get(name) != now[name]]):
+        settings, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
+        saved_settings = place.pop("settings", settings)
+        has_settings = isinstance(saved_settings, Mapping)
+        if has_settings and (
+            differ := [name for name in settings if saved_settings.get(name) != settings[name]]
+        ):
             listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
-            expected = f"{listed(before)}, as in the checkpoint"
+            expected = f"{listed(saved_settings)}, as in the checkpoint"
             fix = "Another order of the data is another run: give it another path."
-            raise DataError("data", "resume", listed(now), expected, fix)
+            raise DataError("data", "resume", listed(settings), expected, fix)
         is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
         fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
-        if not (fits and is_known) or int(state["position"]) > len(self):
+        if not (fits and has_settings) or int(state["position"]) > len(self):
             expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
             raise DataError("state", "set_state()", state, expected)
         self._place = int(state["epoch"]), int(state["position"])
@@ -96,9 +98,9 @@ class Positioned(Data):
 
     def afresh(self) -> Self:
         """The same data at the beginning, with a separate position."""
-        other = copy.copy(self)
-        other._place, other.is_placed = (0, 0), False
-        return other
+        copied = copy.copy(self)
+        copied._place, copied.is_placed = (0, 0), False
+        return copied
 
     def follow(self, state: Mapping[str, Any]) -> None:
         self._place, self.is_placed = (state["epoch"], state["position"]), False

@@ -23,9 +23,13 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
         return lambda batch, is_whole: batch
     sharding = placement(device, "prefetch()")
     if spans_processes(sharding):  # each of them has its part of the rows
-        all_of_it = sharding_of((), sharding)
-        at = lambda x, is_whole: all_of_it if is_whole or not np.ndim(x) else sharding
-        return lambda batch, is_whole: jax.tree.map(lambda x: put(x, at(x, is_whole)), batch)
+        replicated = sharding_of((), sharding)
+        sharding_of_leaf = lambda x, is_whole: (
+            replicated if is_whole or not np.ndim(x) else sharding
+        )
+        return lambda batch, is_whole: jax.tree.map(
+            lambda x: put(x, sharding_of_leaf(x, is_whole)), batch
+        )
     if not isinstance(sharding, NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
     where = lambda x: sharding_of(np.shape(x), sharding)
@@ -89,9 +93,9 @@ class Prefetched(Data):
     def afresh(self) -> "Prefetched":
         """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
-        other = copy.copy(self)
-        other._source, other._state, other._end = as_source(data), None, lambda: None
-        return other
+        copied = copy.copy(self)
+        copied._source, copied._state, copied._end = as_source(data), None, lambda: None
+        return copied
 
     def __repr__(self) -> str:
         return f"Prefetched({self.data!r}, size {self._size})"
@@ -113,9 +117,9 @@ class Prefetched(Data):
         thread.start()
         try:
             while end.alive:
-                if isinstance(found := ready.get(), list):
-                    raise found.pop()  # it keeps this frame, which must not keep it
-                batch, self._state, self.is_whole = found
+                if isinstance(item := ready.get(), list):
+                    raise item.pop()  # it keeps this frame, which must not keep it
+                batch, self._state, self.is_whole = item
                 if batch is END:
                     return
                 slots.put(True)

@@ -62,10 +62,14 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     if not isinstance(rows, slice):  # h5py takes increasing rows only
         order = np.argsort(rows)
         rows, back = rows[order], np.argsort(order)
-    found = leaf[rows]
-    check_casts(found, "rows")  # of a file, which may have masks
+    rows_of_leaf = leaf[rows]
+    check_casts(rows_of_leaf, "rows")  # of a file, which may have masks
     # a slice of a tensor shares its memory
-    return np.asarray(found).copy() if isinstance(rows, slice) else np.asarray(found)[back]
+    return (
+        np.asarray(rows_of_leaf).copy()
+        if isinstance(rows, slice)
+        else np.asarray(rows_of_leaf)[back]
+    )
 
 
 def as_columns(arrays: PyTree) -> PyTree:

@@ -153,6 +153,11 @@ class Several(processes.Alone):
         # If the processes train as one program, each device has a part.
         return jax.device_count() if count == self.count else count
 
+    def agreement(self, where: str, state: Any, data: Any) -> processes.Unanimous:
+        from tsunax.distributed.agreement import Agreement
+
+        return Agreement(where, state, data)
+
     def name_of(self, index: int) -> str:
         peers = joining._peers_of_run
         return f"process {index}" if peers is None else peers.name_of(index)

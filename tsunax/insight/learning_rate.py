@@ -19,8 +19,9 @@ from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
 from tsunax.program import TrainStep
-from tsunax.run import feed as _feed
 from tsunax.run import fused_loop, plots
+from tsunax.run.chunks import Limits
+from tsunax.run.feed import Feed
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["RangeTest", "find_learning_rate"]
@@ -174,7 +175,7 @@ def find_learning_rate(
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, until_divergence) -> np.ndarray:
     """Losses in float64 until they diverge: NaN for rejected steps, left out for repeated steps."""
-    loop, feed = fused_loop.fused(ramp, True), _feed.Feed(ramp, data, state, "auto", math.inf)
+    loop, feed = fused_loop.fused(ramp, True), Feed(ramp, data, state, Limits())
     losses, calls = np.zeros(0), 0
     try:
         while len(losses) < points and until_divergence(losses)[1] == len(losses):
@@ -186,7 +187,7 @@ def _losses(ramp: _Ramp, state, data, points: int, extra, until_divergence) -> n
             chunk_losses = np.where(columns["rejected"], np.nan, columns["loss"].astype(np.float64))
             losses = np.concatenate([losses, chunk_losses[~columns["repeated"]]])
     finally:
-        feed.back()
+        feed.return_data()
         feed.close()
     return np.pad(losses, (0, points - len(losses)), constant_values=np.nan)
 

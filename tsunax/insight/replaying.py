@@ -86,7 +86,7 @@ def replay(
     """
     _check_arguments(step, state, batch, extra)
     if isinstance(state, States) or not isinstance(step, TrainStep):  # search its infos first
-        call_step, arguments = fused_loop.fused(step, True).once, (state, batch, extra)
+        call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
         report = _report_on_first_bad(infos_of, ("info",), arguments, 1)

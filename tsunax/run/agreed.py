@@ -2,19 +2,18 @@
 
 from typing import Any
 
-from tsunax.run.agreement import Alike
 from tsunax.run.part import Part
 
 
 class Agreed(Part):
     """At each boundary all processes agree whether the run stops, and on the state."""
 
-    def __init__(self, alike: Alike) -> None:
-        self.alike = alike
+    def __init__(self, agreement: Any) -> None:
+        self.agreement = agreement
 
     def due(self, run: Any, events: Any) -> bool:
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
         said = run.stopped, run.state, run.is_changed
-        run.stopped = self.alike.boundary(f"step {run.step}", *said)
+        run.stopped = self.agreement.boundary(f"step {run.step}", *said)

@@ -11,7 +11,7 @@ from tsunax._core import Function, checks, trees
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
-from tsunax.run.options import Options, is_bare, wants
+from tsunax.run.options import Options, is_bare, is_callback_due
 from tsunax.run.part import Part, blamed
 from tsunax.run.run import Run
 from tsunax.state import TrainState, donated
@@ -29,8 +29,8 @@ class CallbackCalls(Part):
 
     def next_step(self, step: int) -> float:
         places = (place for place in self.options.places if place > step)
-        found = [(step // n + 1) * n for n in self.options.callback_intervals]
-        return min([*found, *places], default=float("inf"))
+        next_steps = [(step // n + 1) * n for n in self.options.callback_intervals]
+        return min([*next_steps, *places], default=float("inf"))
 
     def due(self, run: Run, events: Any) -> bool:
         return True
@@ -41,7 +41,9 @@ class CallbackCalls(Part):
             run.event = event
             is_tried = options.dry_run and event == "step"
             for name, callback in zip(options.names, options.callbacks, strict=False):
-                if wants(callback, event, run.step) or (is_tried and not is_bare(callback)):
+                if is_callback_due(callback, event, run.step) or (
+                    is_tried and not is_bare(callback)
+                ):
                     run.memory = self.memory.setdefault(name, {})
                     with blamed("callback", callback, run):
                         _call(run, options.clock, callback, run)
@@ -51,8 +53,8 @@ class CallbackCalls(Part):
         options, heard = self.options, []
         for event in events:
             if event == "step":
-                is_wanted = any(wants(f, "step", step) for f in options.callbacks)
-                heard += ["step"] * is_wanted + ["log"] * (step % options.log_every == 0)
+                is_due = any(is_callback_due(f, "step", step) for f in options.callbacks)
+                heard += ["step"] * is_due + ["log"] * (step % options.log_every == 0)
             elif event == "end" and options.dry_run:
                 heard += ["step", "end"]
             else:

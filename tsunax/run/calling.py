@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tsunax._core import PyTree, placement
+from tsunax._core import PyTree, placement, processes
 from tsunax.program import TrainStep
-from tsunax.run import agreement, fused_loop
-from tsunax.run.feed import Chunk, Feed
+from tsunax.run import fused_loop
+from tsunax.run.chunks import Chunk
+from tsunax.run.feed import Feed
 
 
 class Call(NamedTuple):
@@ -35,13 +36,13 @@ class Caller:
         self,
         loop: fused_loop.Fused,
         feed: Feed,
-        alike: agreement.Alike,
+        agreement: processes.Unanimous,
         trainee: Any,
         extra: Mapping[str, Any],
     ) -> None:
         self.loop: fused_loop.Fused = loop
         self.feed: Feed = feed
-        self.alike: agreement.Alike = alike
+        self.agreement: processes.Unanimous = agreement
         self.trainee: Any = trainee
         self.unread: list[Call] = []  # calls whose infos nobody has read
         self._given: dict[str, Any] | None = None  # what `extra` was placed from
@@ -58,7 +59,7 @@ class Caller:
     def take(self, n: int, done: int) -> list[Chunk]:
         """The batches of a call after `done` steps, n at most; none at the end of an epoch."""
         chunk = self.feed.take(n, self.trainee.state, done)
-        self.alike.chunk(done + 1, chunk, self.feed.source)
+        self.agreement.chunk(done + 1, chunk, self.feed.source)
         return [] if chunk is None else [chunk]
 
     def calls(self, next_chunks: Callable[[], list[Chunk] | None]) -> Iterator[list[Call]]:
@@ -76,11 +77,13 @@ class Caller:
         first, state, extra = chunks[0], self.trainee.state, self.extra
         if first.n is None:  # the step is called as it is
             if isinstance(step := self.loop.step, TrainStep):
-                self.alike.program(functools.partial(step.trace, **extra), state, first.feed.batch)
-            self.trainee.state, infos = self.loop.once(state, first.feed.batch, extra)
+                self.agreement.program(
+                    functools.partial(step.trace, **extra), state, first.feed.batch
+                )
+            self.trainee.state, infos = self.loop.call_step(state, first.feed.batch, extra)
             self.unread.append(Call(first, infos))
             return
-        self.alike.program(self.loop.trace, state, first.feed, first.n, extra)
+        self.agreement.program(self.loop.trace, state, first.feed, first.n, extra)
         calls = fused_loop.Calls(self.loop, state, extra)
         try:
             for chunk in chunks:

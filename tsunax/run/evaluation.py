@@ -9,17 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import Extra, Function, PyTree, checks, placement, trees
+from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
 from tsunax._step.loss_fn import LossFn
 from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
-from tsunax.data.positions import Data
+from tsunax.data.positions import Data, innermost
 from tsunax.errors import LossError, WrongTypeError
 from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
-from tsunax.run.agreement import Alike, outline
 from tsunax.state import TrainState
 
 # whether `evaluate` takes the first batch only: `fit` looks at the names
@@ -67,34 +66,34 @@ def evaluate(
             fix = "The order is evaluate(eval_step, state, data)."
         got, expected = trees.describe(eval_step), "f(state, batch) -> ts.Loss"
         raise WrongTypeError("eval_step", "evaluate()", got, expected, fix)
-    is_ours = isinstance(eval_step, EvalStep)
-    pads = is_ours and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
+    is_eval_step = isinstance(eval_step, EvalStep)
+    pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, first, rows, home = None, None, 0, placement.state_sharding(state)
     extra = placement.place_extra(extra, state)
     alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
-    merged, computed = _OF_MEMBERS if is_population else _OF_ONE
-    alike = Alike("evaluate()", state, data)
-    alike.start(eval_step=outline(eval_step))
+    merged, computed = _OF_MEMBERS if is_population else _OF_STATE
+    agreement = processes.current().agreement("evaluate()", state, innermost(data))
+    agreement.start({"eval_step": eval_step}, {})
     # with a place of its own: these may be the data of a run under way
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
-        here = check_batch(batch, "evaluate()")
-        rows = rows or here
+        batch_rows = check_batch(batch, "evaluate()")
+        rows = rows or batch_rows
         mask = {}
         if pads:
-            most = max(here, rows)
-            most += -most % placement.divisor(home)
-            batch, mask["mask"] = placement.padded(batch, here, most)
-        alike.batch("the next batch", batch)
+            padded_rows = max(batch_rows, rows)
+            padded_rows += -padded_rows % placement.divisor(home)
+            batch, mask["mask"] = placement.padded(batch, batch_rows, padded_rows)
+        agreement.batch("the next batch", batch)
         placement.check_devices(batch, home)
         parts = batch, mask
         if source.is_whole or is_population:
             batch, mask = placement.replicate(parts, home, shared=False)
         else:
             batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
-        if is_ours:
-            alike.program(eval_step.trace, state, batch, {**extra, **mask})
+        if is_eval_step:
+            agreement.program(eval_step.trace, state, batch, {**extra, **mask})
         loss = _loss_of(eval_step, state, batch, {**extra, **mask})
         if loss.model_state is not None:  # of a function that carries it from batch to batch
             check_model_state(loss.model_state, state.model_state)
@@ -103,14 +102,14 @@ def evaluate(
         if total is None:
             first = batch, {**extra, **mask}
         elif first is not None:
-            if is_ours and any(eval_step.changes):
+            if is_eval_step and any(eval_step.changes):
                 _check_carries(eval_step.carrying, state, *first, computed)
                 eval_step.changes.clear()  # it does not read them: known until it is traced again
             first = None  # the memory of a batch
         total = loss if total is None else merged(total, loss)
         if ONE_BATCH.get():
             break
-    alike.batch("the next batch", None)
+    agreement.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
     return flat(jax.device_get(computed(total)))
 
@@ -135,9 +134,11 @@ def _check_carries(
     eval_step: EvalStep, state: TrainState, batch: PyTree, extra: Extra, computed: Function
 ) -> None:
     """Raise LossError if a batch has another loss after the model state that it left behind."""
-    before = eval_step(state, batch, **extra)
-    after = eval_step(dataclasses.replace(state, model_state=before.model_state), batch, **extra)
-    numbers = [list(flat(jax.device_get(computed(x))).values()) for x in (before, after)]
+    first_loss = eval_step(state, batch, **extra)
+    second_loss = eval_step(
+        dataclasses.replace(state, model_state=first_loss.model_state), batch, **extra
+    )
+    numbers = [list(flat(jax.device_get(computed(x))).values()) for x in (first_loss, second_loss)]
     if np.array_equal(*numbers, equal_nan=True):
         return
     got = "one that loss_fn reads and changes, with train=False"
@@ -150,5 +151,5 @@ def _computed(total: Loss) -> dict[str, Any]:
     return {"loss": total.compute(), **{name: m.compute() for name, m in total.metrics.items()}}
 
 
-_OF_ONE = jax.jit(Loss.merge), _computed
+_OF_STATE = jax.jit(Loss.merge), _computed
 _OF_MEMBERS = jax.jit(jax.vmap(Loss.merge)), jax.jit(jax.vmap(_computed))

@@ -3,9 +3,8 @@
 import contextvars
 from collections.abc import Sequence
 
-from tsunax._core import tables
+from tsunax._core import processes, tables
 from tsunax.errors import RowError, unknown
-from tsunax.run.agreement import Alike
 from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import check_row
 from tsunax.run.options import Options
@@ -16,10 +15,12 @@ from tsunax.run.run import Run
 class Evaluations(Part):
     """Calls `evaluate` every so many steps or epochs, and at the end of a run."""
 
-    def __init__(self, options: Options, watched: dict[str, str], alike: Alike) -> None:
+    def __init__(
+        self, options: Options, watched: dict[str, str], agreement: processes.Unanimous
+    ) -> None:
         self.options: Options = options
         self.watched: dict[str, str] = watched
-        self.alike: Alike = alike
+        self.agreement: processes.Unanimous = agreement
         self.every: float = options.evaluate_steps or float("inf")
         self.epochs: bool = bool(options.evaluate_epochs)
 
@@ -44,7 +45,7 @@ class Evaluations(Part):
         return is_epoch or ("step" in events and run.step % self.every == 0)
 
     def at(self, run: Run, events: list[str]) -> None:
-        row = self.alike.numbers(f"evaluate at step {run.step}", self.row(run))
+        row = self.agreement.numbers(f"evaluate at step {run.step}", self.row(run))
         run.evaluated, run.evaluated_names = run.step, frozenset(row)
         run.rows.add(row, run.step)
         is_end = "end" in events

@@ -1,103 +1,81 @@
-"""From batches to what a call of the compiled loop takes: stacked, placed where the state lives."""
+"""The batches of a run: the beginning and the place of its data, and the batches of each call.
 
-import functools
+    data -> `Reading` (their beginning) -> `Source` (epoch and position) -> feeder -> `Chunk`
+
+A chunk has the batches of one call. Which feeder reads the source is chosen once, in `_feeder_of`:
+
+    NoBatches       no data: the step makes its own
+    SingleBatches   `steps_per_call=None`: one batch, for a step that is called as it is
+    ResidentRows    arrays on the device: the program gathers rows
+    OneBatch        a list of one batch: it is sent once, for all epochs up to a boundary
+    Stacks          all other data: batches that were stacked on the host
+"""
+
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, placement, trees
+from tsunax._core import PyTree, Step, TreeDef, placement
 from tsunax._step.members import members_of
-from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Reading, Source
 from tsunax.data.positions import Data, Positioned, innermost
-from tsunax.errors import DataError, warn
-from tsunax.program import TrainStep
-from tsunax.run import fused_loop, info_columns
+from tsunax.errors import DataError
+from tsunax.run import chunks, fused_loop, info_columns
+from tsunax.run.chunks import Chunk, Demand, Feeder, Form, Forms, Limits, Placer
 from tsunax.states import COUNTED
 
-BUFFER_BYTES = 1 << 20  # of batches of one call: in a cache, and a fraction of a model's needs
-MOST = 64  # batches of a call: its fixed cost is gone by then, and a progress bar still moves
-RESIDENT = 1024  # steps of a call whose batches lie on the device: so long as its infos are
-MOST_ROOM = 1024  # of a call for so many steps; for more only what is left, if that is known
-NO_LIMIT = np.iinfo(np.int32).max
-REPEATED_BYTES = 4 << 20  # of copies of the only batch: made once for many calls
+# Steps of a call if the program gathers or makes its batches: only the infos of it need memory.
+RESIDENT = 1024
+# A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
+MOST_ROOM = 1024
 AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
-SHAPES = 16  # that batches may have in a run: each one compiles
 
 
 class NoData:
-    """What `fit(step, state, steps=n)` reads: no batches, and no epochs."""
+    """The data of `fit(step, state, steps=n)`: no batches, and no epochs."""
 
     def __iter__(self) -> Iterator[PyTree]:
         return itertools.repeat(None)
 
 
-class Chunk(NamedTuple):
-    """Batches for one call."""
-
-    feed: PyTree  # on the device
-    n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
-    steps: int
-    epochs: Any  # int (steps,), or one int
-    bytes: int
-
-
-def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
-    if all(isinstance(chunk.epochs, int) for chunk in chunks):
-        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
-    return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
-
-
-_UNKNOWN = object()
-
-
 class Feed:
-    """Chunks of data, for the state of a run: what `fit` asks for batches."""
+    """The data of a run in chunks, each with the batches of one call.
+
+    With `continues_data` a new state begins with the first batch, and a trained one with the next;
+    without it data begin as in a `for`.
+    """
 
     def __init__(
         self,
-        step: Any,
+        step: Step,
         data: Iterable[PyTree] | None,
         state: PyTree,
-        steps_per_call: int | str | None,
-        interval: float,
-        left: float = float("inf"),
+        limits: Limits,
         *,
-        # a new state begins with the first batch, a trained one goes on where it was; else as `for`
-        goes_on: bool = False,
-        crosses: bool = False,  # whether a call may go beyond the end of an epoch that is shorter
-        last: int | None = None,  # epochs in all: no call goes beyond
-    ):
+        continues_data: bool = False,
+    ) -> None:
         data = NoData() if data is None else data
-        self._step, self._crosses = step, crosses
-        self._last = NO_LIMIT if last is None else last
-        self._repeats = crosses and isinstance(data, list | tuple) and len(data) == 1
-        self._repeated: Any = None  # copies of the only batch, on the device
-        self._is_population = members_of(state) is not None
-        is_new = goes_on and isinstance(data, Data) and _is_new(state)
-        self._reading: Reading = Reading(data, goes_on, is_new)
+        is_new = continues_data and isinstance(data, Data) and _is_new(state)
+        self._reading: Reading = Reading(data, continues_data, is_new)
         self.source: Source = self._reading.source
-        if isinstance(steps_per_call, int):  # room for more than are left would never be filled
-            steps_per_call = int(min(steps_per_call, max(MOST_ROOM, left)))
-        self._setting, self._interval = steps_per_call, interval
-        self.size: int = 1  # batches of a call at most, of the shape of the first one
-        self._first: Any = None  # that batch, as shapes
-        self._sizes: dict[Any, tuple[int, int]] = {}
-        self._ended, self._rows, self._ahead = False, 0, 1
-        self._block: _Block | None = None
-        self._home: Any = _UNKNOWN
+        self._home: Any = placement.state_sharding(state)
+        self._has_moved, self._has_ended = False, False
+        self._feeder: Feeder = _feeder_of(self.source, step, state, self._home, limits)
+
+    @property
+    def size(self) -> int:
+        """The most steps of a call."""
+        return self._feeder.size
 
     @property
     def epoch(self) -> int:
         return self.source.epoch
 
     def steps_to(self, epochs: int, start: int) -> int | None:
-        """The step at which so many epochs are over, if none is rejected; None if unknown."""
+        """The step after `epochs` epochs of the data, if none is rejected; None if unknown."""
         try:
             return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
         except Exception:  # a loader may raise anything there
@@ -106,315 +84,236 @@ class Feed:
     def ended(self) -> bool:
         """Whether an epoch has ended since the last call of this."""
         data = self.source.data
-        # the length of a stream is unknown, and that of another loader may be wrong
-        is_known = isinstance(innermost(data), Positioned | list | tuple)
-        is_over = is_known and self.source.position >= len(data)
-        if is_over and not self._ended and self._block is None:
-            self._ended = self.source.take(1) is None
-        ended, self._ended = self._ended, False
-        return ended
+        # streams have no length, and the length of another loader may be wrong
+        has_length = isinstance(innermost(data), Positioned | list | tuple)
+        is_at_end = has_length and self.source.position >= len(data)
+        if is_at_end and not self._has_ended and self._feeder.place is None:
+            self._has_ended = self.source.take(1) is None
+        has_ended, self._has_ended = self._has_ended, False
+        return has_ended
 
     def take(
-        self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT, until: float = 1
+        self,
+        steps: int,
+        state: PyTree,
+        step: int,
+        limit: int = chunks.NO_LIMIT,
+        boundary_steps: float = 1,
     ) -> Chunk | None:
-        """The next batches, n at most and all of one shape; None at the end of an epoch.
-
-        For `until` steps nobody looks at the place of the data: so far may be read ahead.
-        """
-        chunk = self._take(n, state, step, limit, until)
-        self._ended = chunk is None
+        """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
+        if self._has_moved:
+            self._home, self._has_moved = placement.state_sharding(state), False
+        chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
+        self._has_ended = chunk is None
         self._reading.follow(has_begun=True)
         return chunk
 
-    def _take(self, n: int, state, step: int, limit: int, until: float) -> Chunk | None:
-        epochs, data = self.epoch, self.source.data
-        if isinstance(data, NoData):
-            if self._setting is None:
-                return Chunk(fused_loop.Single(None), None, 1, 0, 0)
-            most = self._setting if isinstance(self._setting, int) else RESIDENT
-            self.size = int(max(2, min(most, self._interval, RESIDENT)))
-            count = min(n, self.size)
-            return Chunk(fused_loop.Nothing(self.size), _count(count, limit), count, 0, 0)
-        if self._setting is None:
-            return self._single(state, step)
-        if isinstance(data, Data) and self._is_beside(data.resident, state):
-            return self._resident(data, n, state, limit)
-        if self._repeats:
-            return self._one_batch(n, state, step, limit)
-        if self._block is None:
-            most, before = min(n, self.size), None
-            is_of_arrays = isinstance(data, Data) and data.is_of_arrays
-            # epochs of batches of one shape, shorter than a call
-            if self._crosses and is_of_arrays and data.tail_rows == 0 and len(data) < most:
-                left = (self._last - epochs) * len(data) - self.source.position
-                batches, epochs = self._across(min(most, left))
-            else:
-                ahead = int(min(self._ahead, until)) if is_of_arrays else 1
-                before = self.source.state() if ahead > 1 else None
-                batches = self.source.take(max(ahead, most))
-            if batches is None:
-                return None
-            leaves, treedef = jax.tree.flatten(batches)
-            size, bytes = self._known(treedef, leaves, step, 1)
-            self._block = _Block(leaves, treedef, n, size, size * bytes, before)
-        return self._of_block(self._block, n, state, limit, epochs)
-
-    def _of_block(self, block: "_Block", n: int, state, limit: int, epochs: Any) -> Chunk:
-        batches, count = block.next(n)
-        if block.at == block.count:
-            self._block = None
-        feed, sent = self._placed(fused_loop.Stacked(batches), count, state, limit)
-        return Chunk(feed, sent, count, epochs, block.bytes)
-
-    def rest(self, n: int, steps: int, state: PyTree, limit: int) -> list[Chunk]:
-        """Further chunks of n batches that were read already, for at most `steps` steps."""
-        chunks, epoch = [], self.epoch
-        while self._block is not None and steps >= n:
-            chunks.append(self._of_block(self._block, n, state, limit, epoch))
-            steps -= n
-        return chunks
-
-    def _across(self, n: int) -> tuple[Any, np.ndarray]:
-        """The next n batches, and the epoch of each."""
-        parts, epochs = [], []
-        while len(epochs) < n:
-            epoch = self.epoch
-            if (part := self.source.take(n - len(epochs))) is not None:
-                parts.append(part)
-                epochs += [epoch] * len(jax.tree.leaves(part)[0])
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts), np.array(epochs)
-
-    def _one_batch(self, n: int, state, step: int, limit: int) -> Chunk:
-        """Many epochs of the only batch of the data. It is read again after every boundary."""
-        if self.source.position:
-            self.source.next()
-        epoch, home = self.epoch, self._home_of(state)
-        if self._repeated is None:
-            leaves, treedef = jax.tree.flatten(self.source.next())
-            size = self._known(treedef, leaves, step, 0)[0]
-            feed = fused_loop.Stacked(treedef.unflatten([with_room(x[None], size) for x in leaves]))
-            placement.check_devices(feed.batches, home)
-            self._repeated = feed if isinstance(home, NamedSharding) else jax.device_put(feed, home)
-        n = min(n, self._repeated.size, self._last - epoch)
-        self.source.again(n)
-        self._repeated, sent = self._placed(self._repeated, n, state, limit)
-        return Chunk(self._repeated, sent, n, np.arange(epoch, epoch + n), 0)
-
-    def _placed(self, feed, n: int, state, limit: int) -> tuple[Any, Any]:
-        return place(feed, n, self._home_of(state), limit, step=self._step, whole=self._is_whole)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether each device takes all rows: of a population each has members of its own."""
-        return self.source.is_whole or self._is_population
-
-    def _single(self, state, step: int) -> Chunk | None:
-        """The next batch, for a step that is called as it is: a `TrainStep` places it itself."""
-        epoch = self.epoch
-        if (batch := self.source.next()) is None:
-            return None
-        leaves, treedef = jax.tree.flatten(batch)
-        bytes = self._known(treedef, leaves, step, 0)[1]
-        home = self._home_of(state)
-        if self._is_whole:
-            batch = placement.replicate(batch, home, shared=False)
-        elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
-            batch = placement.put_rows(batch, home, shared=False)
-        return Chunk(fused_loop.Single(batch), None, 1, epoch, bytes)
+    def read_ahead(self, steps: int, total: int, limit: int) -> list[Chunk]:
+        """Further chunks of batches that were read already, for at most `total` steps."""
+        return self._feeder.read_ahead(Demand(steps, self._home, 0, limit), total)
 
     def sync(self) -> None:
-        """Put the data back to where they are without what was read ahead; the state may move."""
-        self._home, self._repeated = _UNKNOWN, None
-        if self._block is not None:
-            place, self._block = self.place(), None
+        """Put the data back to the batch after the last call; the state may move."""
+        self._has_moved = True
+        if (place := self._feeder.forget()) is not None:
             self.source.restore(place)
         self._reading.follow()
 
-    def _is_beside(self, resident: PyTree, state) -> bool:
-        """Whether arrays of data are on the devices of the state, or go there with its program."""
-        home = self._home_of(state)
-        are_there = lambda x: home is None or not x.committed or x.devices() == home.device_set
-        return resident is not None and all(map(are_there, jax.tree.leaves(resident)))
-
-    def _resident(self, data: Any, n: int, state, limit: int) -> Chunk | None:
-        """The next rows of arrays on the device, which the program gathers: nothing is copied."""
-        from tsunax.run.resident_batches import Gathered
-
-        epoch = self.epoch
-        self.size = max(2, min(len(data), RESIDENT))
-        if (ahead := self.source.advance(min(n, self.size))) is None:
-            return None
-        first, (count, rows) = ahead
-        self._rows = max(self._rows, rows)
-        size = self.size if rows == self._rows else 2  # the short batch at the end
-        spread = None if self._is_population else placement.rows_over(self._home_of(state), rows)
-        order, first = data.device_order(epoch), np.int32(first)
-        feed = Gathered(data.resident, order, first, rows, size, spread)
-        return Chunk(feed, _count(count, limit), count, epoch, 0)
-
-    def _home_of(self, state) -> Any:
-        if self._home is _UNKNOWN:
-            self._home = placement.state_sharding(state)
-        return self._home
-
-    def _known(self, treedef, leaves: list, step: int, stacked: int) -> tuple[int, int]:
-        """The room of a call for such batches (behind `stacked` axes), and the bytes of one."""
-
-        def form(x: Any) -> tuple[Any, Any]:  # a string has neither: check_batch refuses it
-            return getattr(x, "shape", ())[stacked:], getattr(x, "dtype", None)
-
-        shapes = tuple(map(form, leaves))
-        if (treedef, shapes) not in self._sizes:
-            like = lambda x, of: x if of[1] is None else jax.ShapeDtypeStruct(*of)
-            one = treedef.unflatten(map(like, leaves, shapes))
-            check_batch(one, f"step {step}")
-            bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
-            if self._first is not None and self._is_rest(one, step):
-                size = 2  # one in an epoch
-            else:
-                self._first = one if self._first is None else self._first
-                room = ((), REPEATED_BYTES) if self._repeats else (leaves, BUFFER_BYTES)
-                size = self.size = buffer_size(bytes, *room, self._setting, self._interval)
-            self._sizes[treedef, shapes] = size, bytes
-        size, bytes = self._sizes[treedef, shapes]
-        self._ahead = max(1, min(AHEAD, BUFFER_BYTES // max(bytes, 1)))
-        return size, bytes
-
-    def _is_rest(self, one, step: int) -> bool:
-        """Whether it is the short batch at the end of an epoch; warns of any other new shape."""
-        where = f"batch at step {step}"
-        if difference := trees.first_difference(one, self._first, "batch"):
-            raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
-        kinds = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (one, self._first)]
-        if getattr(innermost(self.source.data), "has_few_shapes", False):
-            return False  # its shapes are a few, and known to the user
-        rows_only = kinds[0] == kinds[1]
-        if len(self._sizes) >= SHAPES:
-            got = f"shape number {SHAPES + 1}"
-            fix = "pad to a few sizes, ts.data.pad and ts.data.interleave"
-            if rows_only:
-                fix = "ts.batches(arrays, batch_size), or pad the rows and name `mask` in loss_fn"
-            fix = f"Each one compiles: {fix}."
-            raise DataError("batch", f"step {step}", got, f"{SHAPES} shapes at most in a run", fix)
-        if not rows_only or len(self._sizes) in (2, 4, 8):
-            listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
-            text = f"{listed(one)} after {listed(self._first)}, which compiles the step once more"
-            warn(f"{where}: {text}")
-        data = self.source.data
-        is_ours = isinstance(data, Data) and data.gathers
-        return rows_only and is_ours and check_batch(one) < check_batch(self._first)
-
     def place(self) -> dict[str, Any]:
-        """Where the data are, for a checkpoint."""
-        block, settings = self._block, _settings_of(self.source.data)
-        place = self.source.state()
-        if block is not None and block.before is not None:
-            place = block.before | {"position": block.before["position"] + block.at}
+        """The place of the data, for a checkpoint."""
+        place, settings = self._feeder.place or self.source.state(), _settings_of(self.source.data)
         return place if settings is None else {**place, "settings": settings}
 
-    def go_to(self, place: Mapping[str, Any], fast_forward: bool) -> None:
+    def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Go on from such a place, or raise DataError for data that cannot."""
-        if place is None:
+        data, is_of_batches = self.source.data, _settings_of(self.source.data) is not None
+        if is_of_batches and "data" in place:
+            got, saved = "ts.batches(...)", "data of another kind"
+        elif not is_of_batches and place.get("settings") is not None:
+            got = "no data" if isinstance(data, NoData) else f"a {type(data).__name__}"
+            saved = "ts.batches(...)"
+        else:
+            self._reading.restore(place, fast_forward)
             return
-        settings, now = place.get("settings"), _settings_of(self.source.data)
-        if (settings is not None and now is None) or (now is not None and "data" in place):
-            ours, other = "ts.batches(...)", f"a {type(self.source.data).__name__}"
-            other = "no data" if isinstance(self.source.data, NoData) else other
-            got, saved = (other, ours) if now is None else (ours, "data of another kind")
-            expected = f"{saved}, with which the checkpoint was saved"
-            fix = "Give the data of that run; or start another one, with another path."
-            raise DataError("data", "fit()", got, expected, fix)
-        self._reading.go_to(place, fast_forward)
+        expected = f"{saved}, with which the checkpoint was saved"
+        fix = "Give the data of that run; or start another one, with another path."
+        raise DataError("data", "fit()", got, expected, fix)
 
-    def back(self) -> None:
-        """Put the data back to where they were, if they can be."""
-        self._reading.back()
+    def return_data(self) -> None:
+        """Put the data back to their place before the run, if they can be."""
+        self._reading.return_data()
 
     def close(self) -> None:
         self.sync()
         self._reading.close()
 
 
+def _feeder_of(source: Source, step: Step, state: PyTree, home: Any, limits: Limits) -> Feeder:
+    """The feeder for these data, this state, and these limits."""
+    data, is_population = source.data, members_of(state) is not None
+    if isinstance(limits.steps_per_call, int):  # more room is never filled
+        room = int(min(limits.steps_per_call, max(MOST_ROOM, limits.steps)))
+        limits = limits._replace(steps_per_call=room)
+    if isinstance(data, NoData):
+        return NoBatches(limits)
+    if (
+        limits.steps_per_call is not None
+        and isinstance(data, Data)
+        and _is_on_devices_of(data, home)
+    ):
+        from tsunax.run.resident_batches import ResidentRows
+
+        return ResidentRows(source, RESIDENT, is_population)
+    placer, is_list = Placer(source, step, is_population), isinstance(data, list | tuple)
+    repeats = is_list and len(data) == 1 and limits.last_epoch > 0
+    if repeats or limits.steps_per_call is None:
+        from tsunax.run.single_batches import REPEATED_BYTES, OneBatch, SingleBatches
+
+        if limits.steps_per_call is None:
+            return SingleBatches(source, Forms(data, limits), placer)
+        return OneBatch(source, Forms(data, limits, REPEATED_BYTES), placer, limits.last_epoch)
+    return Stacks(source, Forms(data, limits), placer, limits.last_epoch)
+
+
+def _is_on_devices_of(data: Data, home: Any) -> bool:
+    """Whether arrays of data are on the devices of the state, or go there with its program."""
+    is_reachable = lambda x: home is None or not x.committed or x.devices() == home.device_set
+    return data.resident is not None and all(map(is_reachable, jax.tree.leaves(data.resident)))
+
+
+class NoBatches(Feeder):
+    """Calls without batches, for a step that takes its data from the state."""
+
+    def __init__(self, limits: Limits) -> None:
+        steps = limits.steps_per_call
+        self._is_looped = steps is not None
+        room = steps if isinstance(steps, int) else RESIDENT
+        self.size = int(max(2, min(room, limits.interval, RESIDENT)))
+
+    def take(self, demand: Demand) -> Chunk:
+        if not self._is_looped:
+            return Chunk(fused_loop.Single(None), None, 1, 0, 0)
+        steps = min(demand.steps, self.size)
+        return Chunk(
+            fused_loop.Nothing(self.size), chunks.count_of(steps, demand.limit), steps, 0, 0
+        )
+
+
+class Stacks(Feeder):
+    """Batches that are stacked on the host. Arrays in memory are read ahead of the calls."""
+
+    def __init__(self, source: Source, forms: Forms, placer: Placer, last_epoch: float) -> None:
+        self._source, self._forms, self._placer = source, forms, placer
+        self._block: _Block | None = None
+        data = source.data
+        self._reads_ahead: bool = isinstance(data, Data) and data.is_of_arrays
+        self._last_epoch = last_epoch if self._reads_ahead and data.tail_rows == 0 else 0
+        self._ahead = 1  # batches that are read at once
+
+    @property
+    def place(self) -> dict[str, Any] | None:  # type: ignore[override]
+        return None if self._block is None else self._block.place
+
+    def take(self, demand: Demand) -> Chunk | None:
+        if self._block is None:
+            self._block = self._read(demand)
+        return None if self._block is None else self._of_block(self._block, demand)
+
+    def _read(self, demand: Demand) -> "_Block | None":
+        source, steps, place = self._source, min(demand.steps, self.size), None
+        epochs: Any = source.epoch
+        if epochs < self._last_epoch and len(source.data) < steps:
+            steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
+            batches, epochs = self._read_epochs(int(min(steps, steps_left)))
+        else:
+            ahead = int(min(self._ahead, demand.boundary_steps)) if self._reads_ahead else 1
+            place = source.state() if ahead > 1 else None
+            batches = source.take(max(ahead, steps))
+        if batches is None:
+            return None
+        leaves, treedef = jax.tree.flatten(batches)
+        form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
+        if not form.is_tail:
+            self.size = form.room
+        self._ahead = max(1, min(AHEAD, chunks.BUFFER_BYTES // max(form.bytes, 1)))
+        return _Block(leaves, treedef, form, epochs, place, demand.steps)
+
+    def _read_epochs(self, steps: int) -> tuple[Any, np.ndarray]:
+        """The next `steps` batches, over the ends of short epochs, and the epoch of each batch."""
+        stacks, epochs = [], []
+        while len(epochs) < steps:
+            epoch = self._source.epoch
+            if (stack := self._source.take(steps - len(epochs))) is not None:
+                stacks.append(stack)
+                epochs += [epoch] * len(jax.tree.leaves(stack)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *stacks), np.array(epochs)
+
+    def _of_block(self, block: "_Block", demand: Demand) -> Chunk:
+        batches, steps = block.next(demand.steps)
+        if block.position == block.count:
+            self._block = None
+        stack, count = self._placer.stacked(fused_loop.Stacked(batches), steps, demand)
+        return Chunk(stack, count, steps, block.epochs, block.bytes)
+
+    def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
+        chunks = []
+        while self._block is not None and total >= demand.steps:
+            chunks.append(self._of_block(self._block, demand))
+            total -= demand.steps
+        return chunks
+
+    def forget(self) -> dict[str, Any] | None:
+        place, self._block = self.place, None
+        return place
+
+
 class _Block:
-    """Batches that were read together. Calls get views of `size` of them, no copies."""
+    """Batches that were read together. Calls get views of `size` batches, no copies."""
 
-    def __init__(self, leaves: list, treedef, n: int, size: int, bytes: int, before):
-        """Of stacked leaves, of which n batches at most go into the first call."""
-        count = len(leaves[0])
-        self.size = max(size, count) if count <= n else size
+    def __init__(
+        self,
+        leaves: list[Any],
+        treedef: TreeDef,
+        form: Form,
+        epochs: Any,
+        place: dict[str, Any] | None,
+        steps: int,
+    ) -> None:
+        """A block of stacked leaves. The first call takes `steps` batches at most.
+
+        `place` is the place of the data before the block; None if one call takes all of it.
+        """
+        self.count, self.position, self.epochs = len(leaves[0]), 0, epochs
+        is_of_one_call = self.count <= steps
+        self.size: int = max(form.room, self.count) if is_of_one_call else form.room
         # the last call may look beyond the end
-        room = self.size if count <= n else count + size - 1
-        self.leaves, self.treedef = [with_room(x, room) for x in leaves], treedef
-        self.count, self.bytes, self.at = count, bytes, 0
-        self.before = before  # the data's place where it begins; None if nothing was read ahead
+        room = self.size if is_of_one_call else self.count + self.size - 1
+        self.leaves, self.treedef = [chunks.with_room(x, room) for x in leaves], treedef
+        self.bytes, self._start = self.size * form.bytes, place
 
-    def next(self, n: int) -> tuple[Any, int]:
-        """The next batches, n at most, in a tree with room for `size`."""
-        i, n = self.at, min(n, self.size, self.count - self.at)
-        self.at += n
-        leaves = self.leaves if n == self.count else [x[i : i + self.size] for x in self.leaves]
-        return self.treedef.unflatten(leaves), n
+    @property
+    def place(self) -> dict[str, Any] | None:
+        """The place of the data without the batches that no call has taken."""
+        start = self._start
+        return start and start | {"position": start["position"] + self.position}
 
-
-def with_room(x: Any, size: int) -> Any:
-    """An array with a first axis of `size`: its last row is repeated."""
-    if len(x) == size:
-        return x
-    if isinstance(x, jax.Array):
-        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
-    out = placement.aligned_empty((size, *x.shape[1:]), x.dtype)
-    out[: len(x)], out[len(x) :] = x, x[-1:]
-    return out
+    def next(self, steps: int) -> tuple[Any, int]:
+        """The next batches in a tree with room for `size`, and their number."""
+        i, steps = self.position, min(steps, self.size, self.count - self.position)
+        self.position += steps
+        is_whole = steps == self.count
+        leaves = self.leaves if is_whole else [x[i : i + self.size] for x in self.leaves]
+        return self.treedef.unflatten(leaves), steps
 
 
-def buffer_size(size: int, leaves: Sequence[Any], bytes: int, setting: Any, interval: float) -> int:
-    """How many batches of `size` bytes a call has room for; at least 2: a loop of one is unrolled.
-
-    A function of sizes and settings alone: the clock may choose how many are filled, not this.
-    """
-    if isinstance(setting, int):
-        return max(2, setting)
-    # arrays on a device are stacked by a program of that many operands
-    most = 8 if any(isinstance(x, jax.Array) for x in leaves) else MOST
-    return int(max(2, min(bytes // max(size, 1), most, interval)))
-
-
-def place(
-    feed: PyTree, n: int, home: Any, limit: int = NO_LIMIT, *, step: Any = None, whole: bool = False
-) -> Any:
-    """Stacked batches, in memory of ours, where the state lives, and how many are to be read.
-
-    Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
-    `whole` on every process stays so. On one device jit places them: that is the fastest way.
-    """
-    count, is_on_mesh = _count(n, limit), isinstance(home, NamedSharding)
-    placement.check_devices(getattr(feed, "batches", None), home)
-    if is_on_mesh and not whole and getattr(step, "masks", False):
-        rows = jax.tree.leaves(feed.batches)[0].shape[1]
-        if padding := -rows % placement.divisor(home, getattr(step, "accumulate", 1)):
-            batches, mask = placement.padded(feed.batches, rows, rows + padding, axis=1)
-            feed = fused_loop.Stacked(batches, placement.put_rows(mask, home, shared=False))
-    if whole:
-        return placement.replicate((feed, count), home, shared=False)
-    is_on_device = home is not None and any(isinstance(x, jax.Array) for x in jax.tree.leaves(feed))
-    if is_on_mesh or is_on_device:
-        return placement.put_rows((feed, count), home, axis=1, shared=False)
-    return feed, count
-
-
-@functools.lru_cache(maxsize=128)
-def _count(n: int, limit: int) -> np.ndarray:
-    return np.array([n, limit], np.int32)
-
-
-def _is_new(state) -> bool:
-    """Whether no step has seen it: a `TrainState`, or a tree of some."""
+def _is_new(state: PyTree) -> bool:
+    """Whether no step was called with a `TrainState`, or with any in a tree."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, COUNTED))
     parts = [x for x in parts if isinstance(x, COUNTED)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 
-def _settings_of(data) -> dict[str, Any] | None:
-    """What the order of `batches` depends on; None for other data."""
+def _settings_of(data: Any) -> dict[str, Any] | None:
+    """The settings that decide the order of `batches`; None for other data."""
     data = innermost(data)
     return data.settings if isinstance(data, Positioned) else None

@@ -21,12 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step
+from tsunax._core import PyTree, Step, processes
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import NonFiniteError, RowError, StateError, warn
 from tsunax.program import TrainStep
-from tsunax.run import agreement, feed, fused_loop, info_columns
+from tsunax.run import fused_loop, info_columns
 from tsunax.run.calling import Caller
+from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
+from tsunax.run.feed import Feed
 from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.part import Part
@@ -61,11 +63,11 @@ class Fit:
         self,
         step: Step,
         options: Options,
-        feed: feed.Feed,
+        feed: Feed,
         run: Run,
         parts: tuple[Part, ...],
         begin_order: tuple[Part, ...],
-        alike: agreement.Alike,
+        agreement: processes.Unanimous,
         beginning: Beginning,
     ) -> None:
         self.step: Step = step
@@ -74,15 +76,15 @@ class Fit:
         self.run: Run = run
         self.parts: tuple[Part, ...] = parts  # in the order of a boundary
         self.begin_order: tuple[Part, ...] = begin_order
-        self.alike: agreement.Alike = alike
+        self.agreement: processes.Unanimous = agreement
         self.beginning: Beginning = beginning
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
-        self.caller: Caller = Caller(self.loop, feed, alike, run, options.extra)
+        self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
         self.signal: int = 0  # that ended the run: the same on all processes
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
-        self.held: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
+        self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next: tuple[int, float] = -1, 0.0  # the boundary after this step
         # per call over the last reads, without compiling and boundaries; 0: unknown
         self.seconds: float = 0.0
@@ -102,13 +104,10 @@ class Fit:
             "options": options.deciding(),
             "parts": [[type(part).__name__, str(part.every), part.epochs] for part in self._asking],
             "place": self.feed.source.state(),
-            "state": agreement.small(self.run.state),
-            "step": agreement.outline(self.step),
-            "evaluate": agreement.outline(options.evaluate),
-            "callbacks": [agreement.outline(f) for f in options.callbacks],
-            "extra": agreement.small(dict(options.extra)),
         }
-        self.alike.start(**settings)
+        functions = {"step": self.step, "evaluate": options.evaluate}
+        trees = {"state": self.run.state, "extra": dict(options.extra)}
+        self.agreement.start(functions | {"callbacks": [*options.callbacks]}, trees, **settings)
 
     @property
     def _asking(self) -> list[Part]:
@@ -130,71 +129,71 @@ class Fit:
     def has_nothing_to_do(self) -> bool:
         """Whether the run is beyond its goal, or is complete: its end was held, too."""
         run, goal, epoch = self.run, self.options.goal, self.feed.epoch
-        is_over = bool(run.stopped) or goal.reached(run.step, epoch)
-        return is_over and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
+        is_at_end = bool(run.stopped) or goal.reached(run.step, epoch)
+        return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
-    def is_over(self, interrupt: Interrupt) -> bool:
+    def is_finished(self, interrupt: Interrupt) -> bool:
         """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
         run = self.run
         if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
             return True
-        self.signal = self.alike.agree(interrupt.asked)
+        self.signal = self.agreement.agree(interrupt.asked)
         return bool(self.signal)
 
     def steps_to_boundary(self) -> float:
         """How many steps may be called before somebody needs the state, if none is rejected."""
         step = self.run.step
         if step != self.next[0]:
-            goal = self.options.goal.left(0)
+            goal = self.options.goal.steps_left(0)
             places = [part.next_step(step) for part in self.parts] + [goal] * (goal > step)
             self.next = step, min(places, default=float("inf"))
         return self.next[1] - step - self.caller.ahead
 
-    def next_chunks(self, interrupt: Interrupt) -> list[feed.Chunk] | None:
+    def next_chunks(self, interrupt: Interrupt) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
-        return None if self.is_over(interrupt) else self.take(self.steps_to_boundary())
+        return None if self.is_finished(interrupt) else self.take(self.steps_to_boundary())
 
-    def take(self, left: float) -> list[feed.Chunk]:
+    def take(self, steps_left: float) -> list[Chunk]:
         """The batches of the next calls, for `left` steps at most; none at the end of an epoch.
 
         The steps of a call are the least of: the setting, or what the clock says (`per_call`);
-        `left`; the room of a call (`feed.buffer_size`); the rest of an epoch or block. The calls
+        `left`; the room of a call (`chunks.buffer_size`); the rest of an epoch or block. The calls
         are those of `CALL_SECONDS`, of batches that lie there: a Ctrl-C waits for them.
         """
-        ahead, limit = self.run.step + self.caller.ahead, self.rejections.limit or feed.NO_LIMIT
-        most = int(min(self.per_call(), left))
+        ahead, limit = self.run.step + self.caller.ahead, self.rejections.limit or NO_LIMIT
+        most_steps = int(min(self.per_call(), steps_left))
         self.clock.lap("data")
-        chunk = self.feed.take(most, self.run.state, ahead, limit, until=left)
+        chunk = self.feed.take(most_steps, self.run.state, ahead, limit, boundary_steps=steps_left)
         unread = self.caller.unread
         if unread and not info_columns.is_ready(unread[-1].infos):
             self.clock.cause = "device"  # it was at work meanwhile: nobody waited for data
         self.clock.lap("device")
-        chunk = self.alike.chunk(ahead + 1, chunk, self.feed.source)
-        if chunk is None or self.alike.spans or not self.seconds:
+        self.agreement.chunk(ahead + 1, chunk, self.feed.source)
+        if chunk is None or self.agreement.spans or not self.seconds:
             return [] if chunk is None else [chunk]
-        steps = min(CALL_SECONDS / self.seconds, left) - chunk.steps
-        return [chunk, *self.feed.rest(most, int(steps), self.run.state, limit)]
+        steps = min(CALL_SECONDS / self.seconds, steps_left) - chunk.steps
+        return [chunk, *self.feed.read_ahead(most_steps, int(steps), limit)]
 
     def per_call(self) -> int:
-        given = self.options.steps_per_call
-        if given != "auto":
-            return given or 1
-        if self.alike.spans:  # no clock on the wall: all processes run the same programs
+        setting = self.options.steps_per_call
+        if setting != "auto":
+            return setting or 1
+        if self.agreement.spans:  # no clock on the wall: all processes run the same programs
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.seconds, self.feed.size))) if self.seconds else 1
 
     def dispatched(self) -> None:
         """Calls are under way: read those before them, if they have waited long enough."""
-        before = self.clock.since
+        start = self.clock.since
         if is_new := self.traced != self.traces():  # it compiled: no measure of anything
             self.traced, self.clock.cause = self.traces(), "compile"
-        now = self.clock.lap("device")
-        self.read_at = self.read_at or now
+        end = self.clock.lap("device")
+        self.read_at = self.read_at or end
         chunk, infos = self.caller.unread[-1]
         if is_new:
-            self.idle += now - before
+            self.idle += end - start
             self.idle_steps += chunk.steps if info_columns.is_ready(infos) else 0
-        is_late = self.alike.spans or now - self.read_at > CALL_SECONDS or not self.seconds
+        is_late = self.agreement.spans or end - self.read_at > CALL_SECONDS or not self.seconds
         count = len(self.caller.unread)
         is_large = count * chunk.bytes > WAITING_BYTES
         if count > 1 and (is_late or is_large):
@@ -224,17 +223,17 @@ class Fit:
     def end(self, interrupt: Interrupt) -> None:
         self.read(0)
         run = self.run
-        self.signal = self.signal or self.alike.signal(interrupt.asked)
+        self.signal = self.signal or self.agreement.signal(interrupt.asked)
         if self.signal:
             run.interrupted = True
             run.stop(INTERRUPTED)
-        if slowest := self.alike.slowest(self.clock.seconds):
+        if slowest := self.agreement.slowest(self.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
         self.boundary(["end"])
 
     def boundary(self, events: list[str]) -> None:
         """One boundary: each part that is due there, in order."""
-        before, run = self.clock.lap("idle"), self.run
+        boundary_start, run = self.clock.lap("idle"), self.run
         self.feed.sync()
         run.epoch, run.is_changed = self.feed.epoch, False
         if "end" in events:
@@ -245,7 +244,7 @@ class Fit:
         if run.is_changed:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra)
-        self.idle += self.clock.lap("idle") - before
+        self.idle += self.clock.lap("idle") - boundary_start
 
     @contextlib.contextmanager
     def parts_begun(self) -> Iterator[None]:
@@ -290,25 +289,26 @@ class Fit:
         """The seconds per call over the last reads, from the steps that are done by now."""
         self.read_at = time.perf_counter()
         ready = (chunk.steps for chunk, infos in self.caller.unread if info_columns.is_ready(infos))
-        done = self.steps_read + sum(ready) - self.idle_steps
+        steps_done = self.steps_read + sum(ready) - self.idle_steps
         clock = self.read_at - self.idle
-        if self.stretch and done > self.stretch[0][1]:  # not before the first read: it compiles
-            since, before = self.stretch[0]
-            self.seconds = max(clock - since, 1e-9) / (done - before)
-        self.stretch.append((clock, done))
+        # not before the first read: it compiles
+        if self.stretch and steps_done > self.stretch[0][1]:
+            clock_before, steps_before = self.stretch[0]
+            self.seconds = max(clock - clock_before, 1e-9) / (steps_done - steps_before)
+        self.stretch.append((clock, steps_done))
 
-    def rows(self, chunks: Sequence[feed.Chunk], infos: PyTree, named: dict[str, Any]) -> None:
+    def rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
         """Give the numbers of these steps to history, loggers and progress: every `log_every`."""
-        run, every, rejections = self.run, self.options.log_every, self.rejections
-        epochs = feed.epochs_of(chunks)
+        run, log_every, rejections = self.run, self.options.log_every, self.rejections
+        epochs = epochs_of(chunks)
         by_member = info_columns.verdicts(infos, len(epochs))
         verdicts = np.min(by_member, 1)  # a call is rejected if all members reject it
         if not rejections.is_population:
             by_member = verdicts[:, None]
         # of one state its clock counts, else every call does
-        is_told = isinstance(infos, info_columns.Told)
-        is_one = (is_told or isinstance(infos, StepInfo)) and not rejections.is_population
-        steps = run.step + np.cumsum(verdicts == 0 if is_one else np.ones(len(epochs), int))
+        is_of_states = isinstance(infos, info_columns.StatesInfo)
+        has_clock = (is_of_states or isinstance(infos, StepInfo)) and not rejections.is_population
+        steps = run.step + np.cumsum(verdicts == 0 if has_clock else np.ones(len(epochs), int))
         rejected = rejections.by_member + np.cumsum(by_member > 0, 0)
         self.gathered += float(np.mean(verdicts < 0)) * len(epochs)
         fatal = rejections.note(by_member, steps, chunks, infos, self.caller.extra)
@@ -324,33 +324,35 @@ class Fit:
             warn(f"fit(): {name!r} gets no column: it has {why}. Reduce it in the metric.")
         columns = {name: x for name, x in columns.items() if name not in large}
         rates = self.rates(columns, infos)
-        held = self.held.of(run.state)
-        reserved = {*OF_ROWS, *OF_FIT, *named, *held}
-        if taken := [name for name in info_columns.own_names(infos) if name in reserved]:
+        held_numbers = self.held_numbers.columns_of(run.state)
+        reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
+        if reserved_names := [name for name in info_columns.own_names(infos) if name in reserved]:
             got, fix = "a name that fit reserves", "Rename the metric."
-            raise RowError(f"metric {taken[0]!r}", "loss_fn", got, "another name", fix)
-        run.taken.update(columns, held)
+            raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
+        run.row_names.update(columns, held_numbers)
         state = run.state  # a callback may change it
 
-        def rows_of(at: np.ndarray) -> dict[str, np.ndarray]:
-            found = {name: x[at] for name, x in columns.items()}
+        def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
+            rows_by_name = {name: x[rows] for name, x in columns.items()}
             if self.options.steps_per_call is None:
-                stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[at]))
-                found |= info_columns.scheduled(infos, state, stack)
-            return found | {name: np.full(len(at), x) for name, x in (rates | held).items()}
+                stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
+                rows_by_name |= info_columns.scheduled(infos, state, stack)
+            return rows_by_name | {
+                name: np.full(len(rows), x) for name, x in (rates | held_numbers).items()
+            }
 
         applied = np.flatnonzero(verdicts[:n] == 0)
-        is_due = (steps[applied] % every == 0) | (steps[applied] == 1)
+        is_due = (steps[applied] % log_every == 0) | (steps[applied] == 1)
         if len(due := applied[is_due]):
             run.rows.emit(rows_of(due), steps[due])
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
             run.rows.last = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
-        if isinstance(run.info, info_columns.Told):
-            now, run.info = run.info.clock, run.info.info
-            if is_one and int(now[0]) != run.step:
-                got, expected = f"a run at step {now[0]}", f"{run.step}: one run.advance() a call"
+        if isinstance(run.info, info_columns.StatesInfo):
+            clock, run.info = run.info.clock, run.info.info
+            if has_clock and int(clock[0]) != run.step:
+                got, expected = f"a run at step {clock[0]}", f"{run.step}: one run.advance() a call"
                 raise StateError("state", "step", got, expected)
         rejections.by_member = rejected[n - 1]
         try:
@@ -368,6 +370,6 @@ class Fit:
         examples = [np.mean(columns.pop(name)) for name in names]
         if not self.seconds:
             return {}
-        taken = 1 - self.gathered / self.steps_read
-        counts = {"steps": taken} | ({"examples": float(sum(examples))} if examples else {})
+        applied_share = 1 - self.gathered / self.steps_read
+        counts = {"steps": applied_share} | ({"examples": float(sum(examples))} if examples else {})
         return {f"{name}_per_second": n / self.seconds for name, n in counts.items()}

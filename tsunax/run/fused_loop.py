@@ -1,7 +1,7 @@
 """Many steps in one compiled loop, whatever their number: one program with a traced trip count.
 
     for i in range(n):
-        state, infos[i] = step(state, feed.at(i))
+        state, infos[i] = step(state, feed.batch_at(i))
 
 How many steps go into a call may follow the clock, and must not change a bit of the result. XLA
 compiles the body of a loop apart from the same step alone: it fuses other operations, and the last
@@ -39,7 +39,7 @@ from tsunax._step.members import over_members
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
-from tsunax.run.info_columns import Infos, Told, with_numbers, with_scheduled
+from tsunax.run.info_columns import Infos, StatesInfo, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, split_any, training_states
 
@@ -55,7 +55,7 @@ ONE_GRAPH = {
 
 
 _SENDS = jax.transfer_guard_host_to_device
-_READS = jax.transfer_guard_device_to_host
+_RECEIVES = jax.transfer_guard_device_to_host
 
 
 @functools.cache
@@ -82,7 +82,7 @@ class Single:
 
     batch: PyTree
 
-    def at(self, i: Scalar) -> PyTree:
+    def batch_at(self, i: Scalar) -> PyTree:
         return self.batch
 
 
@@ -93,7 +93,7 @@ class Nothing:
 
     size: int = field(metadata={"static": True})
 
-    def at(self, i: Scalar) -> None:
+    def batch_at(self, i: Scalar) -> None:
         return None
 
 
@@ -110,7 +110,7 @@ class Stacked:
     def size(self) -> int:
         return jax.tree.leaves(self.batches)[0].shape[0]
 
-    def at(self, i: Scalar) -> PyTree:
+    def batch_at(self, i: Scalar) -> PyTree:
         row = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
         return jax.tree.map(row, self.batches)
 
@@ -151,61 +151,61 @@ class Fused:
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, bool]) -> Any:
         (shardings, is_on_gpu), step = place, self.step
-        run, mesh = self.once, shardings and shardings.replicated.mesh
+        run, mesh = self.call_step, shardings and shardings.replicated.mesh
         if isinstance(step, TrainStep):
             run = functools.partial(step.pure, mesh=mesh)
 
-        def train_steps(kind, moving, still, feed, n, extra):
+        def train_steps(kind, moving, fixed, feed, n, extra):
             whole = functools.partial(assemble_any, kind)
-            state, trace = whole(moving, still), None
+            state, trace = whole(moving, fixed), None
             changed: list[int] = []
             if isinstance(step, TrainStep):
                 trace = Traced.of("loop", shardings, state, {"batches": feed, **extra})
 
-            def one(moving, still, batch):
-                state, given = whole(moving, still), extra
+            def one(moving, fixed, batch):
+                state, step_extra = whole(moving, fixed), extra
                 if (mask := getattr(feed, "mask", None)) is not None:  # rows of padding on a mesh
                     from tsunax._step.on_mesh import masked
 
-                    given = {**extra, "mask": masked(extra.get("mask"), mask)}
+                    step_extra = {**extra, "mask": masked(extra.get("mask"), mask)}
                 with tracing(shardings is not None):
-                    new, info = run(state, batch, given)
+                    new, info = run(state, batch, step_extra)
                 _check_same(state, new)
                 # those of the state after the call
                 info = with_numbers(info, dict.fromkeys(training_states(state)))
-                _, new, after = split_any(new)
-                pairs = zip(jax.tree.leaves(after), jax.tree.leaves(still), strict=True)
-                found = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
-                changed[:] = found
-                return new, [*found.values()], Infos.of(jax.tree.map(jnp.asarray, info))
+                _, new, fixed_after = split_any(new)
+                pairs = zip(jax.tree.leaves(fixed_after), jax.tree.leaves(fixed), strict=True)
+                new_leaves = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
+                changed[:] = new_leaves
+                return new, [*new_leaves.values()], Infos.of(jax.tree.map(jnp.asarray, info))
 
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
-            shapes = jax.eval_shape(one, moving, still, feed.at(0))[2]
+            shapes = jax.eval_shape(one, moving, fixed, feed.batch_at(0))[2]
             # made of the clock, so that on a mesh with explicit axes they are on that mesh
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 
-            def goes_on(carry):
+            def is_unfinished(carry):
                 i, moving, *_ = carry
                 if kind is None:
                     return i < n[0]
-                return (i < n[0]) & jnp.any(whole(moving, still).rejected_in_a_row < n[1])
+                return (i < n[0]) & jnp.any(whole(moving, fixed).rejected_in_a_row < n[1])
 
             def body(carry):
-                i, moving, more, infos = carry
-                now = _with_leaves(still, dict(zip(changed, more, strict=True)))
-                moving, more, info = one(moving, now, feed.at(i))
-                put = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
-                return i + 1, moving, more, jax.tree.map(put, infos, info)
+                i, moving, changed_leaves, infos = carry
+                current_fixed = _with_leaves(fixed, dict(zip(changed, changed_leaves, strict=True)))
+                moving, changed_leaves, info = one(moving, current_fixed, feed.batch_at(i))
+                put_row = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+                return i + 1, moving, changed_leaves, jax.tree.map(put_row, infos, info)
 
-            more = [jax.tree.leaves(still)[i] for i in changed]
-            start = jnp.int32(0), moving, more, jax.tree.map(empty, shapes)
-            _, moving, more, infos = jax.lax.while_loop(goes_on, body, start)
+            changed_leaves = [jax.tree.leaves(fixed)[i] for i in changed]
+            start = jnp.int32(0), moving, changed_leaves, jax.tree.map(empty, shapes)
+            _, moving, changed_leaves, infos = jax.lax.while_loop(is_unfinished, body, start)
             self.programs.traced += 1  # one that failed is none
             if isinstance(step, TrainStep) and trace is not None:
                 step.traces.append(trace)
             infos = with_scheduled(infos, state)
-            return moving, dict(zip(changed, more, strict=True)), infos
+            return moving, dict(zip(changed, changed_leaves, strict=True)), infos
 
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
@@ -217,26 +217,26 @@ class Fused:
             compiler_options=_options_of_loop() if is_on_gpu else None,
         )
 
-    def once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
+    def call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """One call of the step, as it is; of a population of `States`, for each of them."""
         if not isinstance(state, States):
-            return self._once(state, batch, extra)
+            return self._call_step(state, batch, extra)
         new, info = over_members(self._counted, state, batch, extra)
         counts = {name: new.tally[..., i] for i, name in enumerate(new.members)}
-        return new, Told(info, new.clock, counts)
+        return new, StatesInfo(info, new.clock, counts)
 
     def _counted(self, run: States, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
-        new, info = self._once(run, batch, extra)
+        new, info = self._call_step(run, batch, extra)
         _check_same(run, new)
         if new.clock is run.clock:
             got, fix = "a run that counts no call", "End it: return run.advance(...), info."
             raise StateError("state", "step", got, "one with a call more", fix)
         return new, info
 
-    def _once(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
+    def _call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         try:
-            given = (state, batch) if batch is not None or _takes_batch(self.step) else (state,)
-            out = self.step(*given, **extra)
+            arguments = (state, batch) if batch is not None or _takes_batch(self.step) else (state,)
+            out = self.step(*arguments, **extra)
         except Exception:
             if isinstance(state, TrainState):
                 from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
@@ -261,42 +261,42 @@ class Calls:
     """Calls of a loop one after the other: the state is taken apart once, and assembled once."""
 
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
-        self._kind, moving, still = split_any(state)
+        self._kind, moving, fixed = split_any(state)
         self._extra = extra
         self._row_probe = loop.step.row_probe if isinstance(loop.step, TrainStep) else None
         if self._kind is not None:
-            placed = loop.programs.place_state(state, moving, still)
+            placed = loop.programs.place_state(state, moving, fixed)
         elif any(map(trees.is_gone, jax.tree.leaves(state))):
             raise StateError(donated("the loop"))
         else:
             placed = place_state(moving)
-        shardings, self._moving, self._still = placed
+        shardings, self._moving, self._fixed = placed
         is_on_gpu = shardings is None and _is_on_gpu(self._moving)
         self._program = loop.programs[shardings, is_on_gpu]
         self._compiled = loop.compiled[self._program]
         self._types: Any = None  # None if the next call has to look at the state
 
-    def _given(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
-        return self._kind, self._moving, self._still, feed, n, self._extra
+    def _arguments(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
+        return self._kind, self._moving, self._fixed, feed, n, self._extra
 
     def trace(self, feed: PyTree, n: Any) -> jax.stages.Traced:
-        return self._program.trace(*self._given(feed, n))
+        return self._program.trace(*self._arguments(feed, n))
 
     def __call__(self, feed: PyTree, n: Any) -> Infos:
         if self._row_probe is not None and self._row_probe.pending:
             with _SENDS("allow"):
-                first = feed.at(0)
+                first = feed.batch_at(0)
             self._row_probe(self.state, first, self._extra)
         try:
-            self._moving, more, infos = self._dispatch(feed, n)
+            self._moving, changed_leaves, infos = self._dispatch(feed, n)
         except Exception as error:
             if isinstance(state := self.state, TrainState):
-                given = getattr(feed, "batches", getattr(feed, "arrays", None))
-                first = jax.tree.map(lambda x: x[0], given)
+                batches = getattr(feed, "batches", getattr(feed, "arrays", None))
+                first = jax.tree.map(lambda x: x[0], batches)
                 raise_if_faulty(error, state, first, self._extra)
             raise
-        if more:
-            self._still = _with_leaves(self._still, more)
+        if changed_leaves:
+            self._fixed = _with_leaves(self._fixed, changed_leaves)
         return infos
 
     def _dispatch(self, feed: PyTree, n: Any) -> Any:
@@ -306,17 +306,17 @@ class Calls:
         there before costs five times as much. The first call of a form is traced, which runs the
         user's code under the user's guard, and compiled, which reads constants.
         """
-        given = self._given(feed, n)
+        arguments = self._arguments(feed, n)
         form = self._kind, _form(feed), _form(self._extra)
         known_types = self._compiled.known_types(form, self._program)
         if self._types is None:
-            self._types = _types((self._moving, self._still))
+            self._types = _types((self._moving, self._fixed))
         if self._types in known_types:
-            with _SENDS("allow"), _READS("disallow"):
-                return self._program(*given)
-        self._program.trace(*given)
+            with _SENDS("allow"), _RECEIVES("disallow"):
+                return self._program(*arguments)
+        self._program.trace(*arguments)
         with _SENDS("allow"):
-            out = self._program(*given)
+            out = self._program(*arguments)
         known_types.append(self._types)
         self._compiled.size = self._program._cache_size()
         self._types = None  # the first call makes weak types strong
@@ -324,7 +324,7 @@ class Calls:
 
     @property
     def state(self) -> Any:
-        return assemble_any(self._kind, self._moving, self._still)
+        return assemble_any(self._kind, self._moving, self._fixed)
 
 
 def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
@@ -336,14 +336,14 @@ def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
 def _takes_batch(step: Step) -> bool:
     """Whether a step takes anything beside the state, as far as its signature tells."""
     kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-    known = [p for p in checks.parameters_of(step) if p.kind not in kinds]
-    return len(known) != 1 or known[0].kind == inspect.Parameter.VAR_POSITIONAL
+    positional = [p for p in checks.parameters_of(step) if p.kind not in kinds]
+    return len(positional) != 1 or positional[0].kind == inspect.Parameter.VAR_POSITIONAL
 
 
 def _check_same(old, new) -> None:
     fix = "A step returns a state like the one that it got."
-    known = {TrainState: "a TrainState", States: "a run: return run.advance(...), info"}
-    for kind, expected in known.items():
+    expected_of_kind = {TrainState: "a TrainState", States: "a run: return run.advance(...), info"}
+    for kind, expected in expected_of_kind.items():
         if isinstance(old, kind) and not isinstance(new, kind):
             fix = "A step returns (state, info)."
             raise StateError("state", "step", trees.describe(new), expected, fix)
@@ -373,8 +373,8 @@ def lowerable(step: Any, state: PyTree) -> Any:
         return step
 
     def call(state: PyTree, batch: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        new, told = fused(step, True).once(state, batch, extra)
-        return new, told.info
+        new, call_info = fused(step, True).call_step(state, batch, extra)
+        return new, call_info.info
 
     return jax.jit(convolutions.fast(call), donate_argnums=0)
 

@@ -25,7 +25,7 @@ MOST_COLUMNS = 1000
 ADJUSTED = "adjusted hyperparameters"  # the key of their names in the memory of callbacks
 
 
-class Told(NamedTuple):
+class StatesInfo(NamedTuple):
     """The info of a call of a step of `States`, with the clock of the run after it."""
 
     info: PyTree
@@ -39,7 +39,7 @@ class Infos:
     """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
-    others: list[Any]  # what is not one such number, stacked
+    other_leaves: list[Any]  # the leaves that are not one such number, stacked
     treedef: TreeDef = field(metadata={"static": True})
     # of every leaf; None for one of `others`
     dtypes: tuple[Any, ...] = field(metadata={"static": True})
@@ -54,67 +54,71 @@ class Infos:
         as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
         fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
         table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
-        others = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
-        return cls(table, others, treedef, dtypes, ())
+        other_leaves = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
+        return cls(table, other_leaves, treedef, dtypes, ())
 
     def unpacked(self, parts: "list[tuple[Infos, int]]") -> tuple[Any, dict[str, np.ndarray]]:
         """The first n infos of each part on the host, stacked, and hyperparameters by name."""
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
-        others = zip(*([x[:n] for x in part.others] for part, n in parts), strict=True)
-        infos = self._whole(columns, map(np.concatenate, others), np.ndarray.view)
+        other_columns = zip(*([x[:n] for x in part.other_leaves] for part, n in parts), strict=True)
+        infos = self._whole(columns, map(np.concatenate, other_columns), np.ndarray.view)
         return infos, dict(zip(self.named, columns, strict=True))
 
     def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
         """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
-        table, others = self.table[rows], (x[rows] for x in self.others)
+        table, other_columns = self.table[rows], (x[rows] for x in self.other_leaves)
         columns = (table[..., i] for i in range(table.shape[-1]))
-        infos = self._whole(columns, others, jax.lax.bitcast_convert_type)
+        infos = self._whole(columns, other_columns, jax.lax.bitcast_convert_type)
         infos = with_numbers(infos, numbers_of(state))
-        return infos.info if isinstance(infos, Told) else infos
+        return infos.info if isinstance(infos, StatesInfo) else infos
 
-    def _whole(self, columns, others, as_dtype) -> Any:
-        leaves = [next(others) if d is None else as_dtype(next(columns), d) for d in self.dtypes]
+    def _whole(self, columns, other_columns, as_dtype) -> Any:
+        leaves = [
+            next(other_columns) if d is None else as_dtype(next(columns), d) for d in self.dtypes
+        ]
         return self.treedef.unflatten(leaves)
 
 
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     """An info with the numbers of its state; of a run, those that a dict of infos names."""
-    if isinstance(info, Told):
+    if isinstance(info, StatesInfo):
         if not isinstance(info.info, Mapping):
             return info
         infos = dict(info.info)
-        for at, x in numbers.items():
-            if isinstance(part := infos.get(at.removesuffix("/")), StepInfo):
-                infos[at.removesuffix("/")] = part._replace(numbers=x)
+        for prefix, x in numbers.items():
+            if isinstance(part := infos.get(prefix.removesuffix("/")), StepInfo):
+                infos[prefix.removesuffix("/")] = part._replace(numbers=x)
         return info._replace(info=infos)
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
 
 def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
     """The infos of the training states of a call by name; of `States`, those that a dict names."""
-    info = info.info if isinstance(info, Told) else info
+    info = info.info if isinstance(info, StatesInfo) else info
     infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
-    found = {at: infos.get(at.removesuffix("/")) for at in training_states(state)}
-    return {at: x for at, x in found.items() if isinstance(x, StepInfo)}
+    named_infos = {prefix: infos.get(prefix.removesuffix("/")) for prefix in training_states(state)}
+    return {prefix: x for prefix, x in named_infos.items() if isinstance(x, StepInfo)}
 
 
 def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
     """Columns of the scheduled hyperparameters in stacked infos, computed by `mapped(f, steps)`."""
-    known, columns = numbers_of(state), {}
-    for at, part in step_infos(info, state).items():
-        if (numbers := known[at]) is None or part.step is None:
+    numbers_by_state, columns = numbers_of(state), {}
+    for prefix, part in step_infos(info, state).items():
+        if (numbers := numbers_by_state[prefix]) is None or part.step is None:
             continue
         if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
             moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
             for name, x in moved.items():  # of a population one for each member
-                many = {f"{at}{name}/{i}": x[:, i] for i in range(x.shape[1])} if x.ndim > 1 else {}
-                columns |= many or {at + name: x}
+                if x.ndim > 1:
+                    columns |= {f"{prefix}{name}/{i}": x[:, i] for i in range(x.shape[1])}
+                else:
+                    columns[prefix + name] = x
     return columns
 
 
 def _moved_by_schedules(numbers: Numbers, step: Scalar) -> dict[str, Any]:
-    held = numbers.named(None)
-    return {name: x for name, x in numbers.named(step).items() if name not in held}
+    fixed_numbers = numbers.named(None)
+    return {name: x for name, x in numbers.named(step).items() if name not in fixed_numbers}
 
 
 def with_scheduled(infos: Infos, state: PyTree) -> Infos:
@@ -122,15 +126,15 @@ def with_scheduled(infos: Infos, state: PyTree) -> Infos:
     columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
     if not columns:
         return infos
-    more = [x.astype(jnp.float32)[:, None] for x in columns.values()]
-    table = jnp.concatenate([infos.table, *more], 1)
+    scheduled_columns = [x.astype(jnp.float32)[:, None] for x in columns.values()]
+    table = jnp.concatenate([infos.table, *scheduled_columns], 1)
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
 def form_of(infos: PyTree) -> tuple[Any, ...]:
     """What the infos of two calls must share to become rows together: structure and shapes."""
     if isinstance(infos, Infos):  # without a walk
-        return infos.treedef, infos.dtypes, infos.named, *[x.shape[1:] for x in infos.others]
+        return infos.treedef, infos.dtypes, infos.named, *[x.shape[1:] for x in infos.other_leaves]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
 
@@ -150,8 +154,8 @@ def hosted(infos: PyTree) -> PyTree:
 
 def _read(infos: PyTree) -> PyTree:
     if isinstance(infos, Infos):  # done for every call
-        others = [np.asarray(x) for x in infos.others]
-        infos.__dict__.update(table=np.asarray(infos.table), others=others)
+        other_leaves = [np.asarray(x) for x in infos.other_leaves]
+        infos.__dict__.update(table=np.asarray(infos.table), other_leaves=other_leaves)
         return infos
     if isinstance(infos, StepInfo):
         infos = infos._replace(numbers=None)
@@ -170,21 +174,23 @@ def verdicts(infos: PyTree, n: int) -> np.ndarray:
 
     One column for what is no population, and for parts with other numbers of members.
     """
-    if isinstance(infos, Told):  # the clock of the run says it
+    if isinstance(infos, StatesInfo):  # the clock of the run says it
         return np.reshape(infos.clock[..., 3], (n, -1))
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
-    found = [np.reshape(x.verdict, (n, -1)) for x in parts if x.verdict is not None]
-    if len({x.shape[1] for x in found} - {1}) > 1:
-        found = [np.min(x, 1, keepdims=True) for x in found]
-    return functools.reduce(np.maximum, found) if found else np.zeros((n, 1), np.int32)
+    part_verdicts = [np.reshape(x.verdict, (n, -1)) for x in parts if x.verdict is not None]
+    if len({x.shape[1] for x in part_verdicts} - {1}) > 1:
+        part_verdicts = [np.min(x, 1, keepdims=True) for x in part_verdicts]
+    return (
+        functools.reduce(np.maximum, part_verdicts) if part_verdicts else np.zeros((n, 1), np.int32)
+    )
 
 
 def own_names(infos: PyTree) -> list[str]:
     """The names that the user gave: of metrics, or of a dict's own numbers."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
-    infos = infos.info if isinstance(infos, Told) else infos
+    infos = infos.info if isinstance(infos, StatesInfo) else infos
     names = infos if isinstance(infos, Mapping) else ()
     return [name for name in names if name in (*OF_FIT, "step")]
 
@@ -194,30 +200,30 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
 
     One that has more than `MOST_COLUMNS` elements a step is a single array of two axes.
     """
-    if isinstance(infos, Told):
-        found = dict(columns(infos.info))
+    if isinstance(infos, StatesInfo):
+        numbers = dict(columns(infos.info))
         for name, x in infos.rejected.items():
-            if (name := f"{name}/rejected") in found:
+            if (name := f"{name}/rejected") in numbers:
                 got, fix = "a name that fit reserves", "Rename the metric."
                 raise RowError(repr(name), "step", got, "another name", fix)
-            found |= by_element(name, x)
-        yield from found.items()
+            numbers |= by_element(name, x)
+        yield from numbers.items()
         return
     if isinstance(infos, StepInfo):
         names = "loss grad_norm update_norm loss_scale dropped weight".split()
-        found = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
+        numbers = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
         noise = {} if infos.noise_scale is None else infos.noise_scale._asdict()
-        found |= {f"noise_scale/{name}": x for name, x in noise.items()}
+        numbers |= {f"noise_scale/{name}": x for name, x in noise.items()}
     elif isinstance(infos, Mapping):
-        found = {}
+        numbers = {}
         for name, part in infos.items():
             if isinstance(part, StepInfo | Mapping):
-                found |= {f"{name}/{inner}": x for inner, x in columns(part)}
+                numbers |= {f"{name}/{inner}": x for inner, x in columns(part)}
             else:
-                found[name] = part
+                numbers[name] = part
     else:
-        found = {"loss": infos}
-    for name, x in found.items():
+        numbers = {"loss": infos}
+    for name, x in numbers.items():
         if x is not None:
             yield from by_element(name, x).items()
 
@@ -265,13 +271,17 @@ class HeldNumbers:
         self._numbers: dict[str, Any] = {}  # that the columns were read from
         self._columns: dict[str, float] = {}
 
-    def of(self, state: PyTree) -> dict[str, float]:
-        numbers = {at: x for at, x in numbers_of(state).items() if x is not None}
-        if any(x is not self._numbers.get(at) for at, x in numbers.items()):
-            named = {at: x.named(None) for at, x in numbers.items()}
-            adjusted = {at + name for at, x in numbers.items() for name in x.adjusted_names()}
+    def columns_of(self, state: PyTree) -> dict[str, float]:
+        numbers = {prefix: x for prefix, x in numbers_of(state).items() if x is not None}
+        if any(x is not self._numbers.get(prefix) for prefix, x in numbers.items()):
+            named = {prefix: x.named(None) for prefix, x in numbers.items()}
+            adjusted = {
+                prefix + name for prefix, x in numbers.items() for name in x.adjusted_names()
+            }
             adjusted |= {*self._memory.get(ADJUSTED, {}).get("names", ())}
-            values = {at + name: x for at, part in named.items() for name, x in part.items()}
+            values = {
+                prefix + name: x for prefix, part in named.items() for name, x in part.items()
+            }
             names = [name for name in values if "learning_rate" in name or name in adjusted]
             if adjusted:
                 self._memory[ADJUSTED] = {"names": sorted(adjusted)}

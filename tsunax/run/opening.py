@@ -13,7 +13,7 @@ from tsunax import guard
 from tsunax._core import PyTree, Step, checks, processes
 from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
-from tsunax.run.agreement import Alike
+from tsunax.run.chunks import NO_LIMIT, Limits
 from tsunax.run.feed import Feed
 from tsunax.run.fitting import Beginning, Fit
 from tsunax.run.history import History
@@ -49,12 +49,12 @@ def begin(
     beginning = Beginning(history, memory)
     if restart is not None:
         beginning = restart.beginning(history, memory, start, options)
-    alike = Alike("fit()", state, data)
-    parts, saving = _parts(options, restart, memory, alike)
+    agreement = processes.current().agreement("fit()", state, innermost(data))
+    parts, saving = _parts(options, restart, memory, agreement)
     feed = _feed(step, state, data, options, start, [*parts, *saving])
-    if restart is not None and restart.step is not None:
+    if restart is not None and restart.restored.data is not None:
         with options.clock("data"):
-            feed.go_to(restart.restored.data, options.fast_forward)
+            feed.restore(restart.restored.data, options.fast_forward)
     progress = _progress(state, options, feed, start)
     run = Run(
         state,
@@ -70,7 +70,7 @@ def begin(
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
     begin_order = (*display, run.rows, *parts, *saving)
-    fit = Fit(step, options, feed, run, in_order, begin_order, alike, beginning)
+    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning)
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -81,7 +81,7 @@ def begin(
 
 
 def _parts(
-    options: Options, restart: Any, memory: dict[str, Any], alike: Alike
+    options: Options, restart: Any, memory: dict[str, Any], agreement: processes.Unanimous
 ) -> tuple[list[Part], list[Part]]:
     """The parts before rows and progress, and those after them, in the order of a boundary."""
     parts: list[Part] = []
@@ -90,7 +90,7 @@ def _parts(
     if options.evaluate is not None:
         from tsunax.run.evaluations import Evaluations
 
-        parts.append(Evaluations(options, watched, alike))
+        parts.append(Evaluations(options, watched, agreement))
     if options.callbacks or options.parts:
         from tsunax.run.callback_calls import CallbackCalls, UserPart
 
@@ -102,10 +102,10 @@ def _parts(
         from tsunax.run.awaited import Awaited
 
         parts.append(Awaited(options, watched))
-    if alike.spans:
+    if agreement.spans:
         from tsunax.run.agreed import Agreed
 
-        parts.append(Agreed(alike))
+        parts.append(Agreed(agreement))
     if restart is None:
         return parts, []
     from tsunax.run.saving import Saving
@@ -116,17 +116,14 @@ def _parts(
 def _feed(
     step: Step, state: PyTree, data: Any, options: Options, start: int, parts: list[Part]
 ) -> Feed:
-    return Feed(
-        step,
-        data,
-        state,
+    crosses_epochs = not any(part.epochs for part in parts) and processes.current().sees_everything
+    limits = Limits(
         options.steps_per_call,
-        min((part.every for part in parts), default=float("inf")),
-        options.goal.left(start),
-        goes_on=True,
-        crosses=not any(part.epochs for part in parts) and processes.current().sees_everything,
-        last=options.goal.epochs,
+        interval=min((part.every for part in parts), default=float("inf")),
+        steps=options.goal.steps_left(start),
+        last_epoch=(options.goal.epochs or NO_LIMIT) if crosses_epochs else 0,
     )
+    return Feed(step, data, state, limits, continues_data=True)
 
 
 def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
@@ -135,8 +132,8 @@ def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
     from tsunax.run.progress import progress
 
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
-    waits = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
-    if options.goal.epochs and any(waits):
+    emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
+    if options.goal.epochs and any(emitted):
         total = None  # a step is several calls, and it is not known which of them are left out
     return progress(True, total, start, seconds=options.clock.seconds)
 
@@ -149,15 +146,15 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
     data = innermost(feed.source.data)
     if not (isinstance(step, TrainStep) and getattr(data, "gathers", False)):
         return
-    ends: Any = feed.steps_to(feed.epoch + 1, start)
+    last_step: Any = feed.steps_to(feed.epoch + 1, start)
     goal = options.goal
-    comes = not goal.reached(start, feed.epoch) and ends <= (goal.steps or ends)
+    is_reached = not goal.reached(start, feed.epoch) and last_step <= (goal.steps or last_step)
     is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
-    if step.cuts_evenly and comes and is_the_one and processes.current().sees_everything:
+    if step.cuts_evenly and is_reached and is_the_one and processes.current().sees_everything:
         from tsunax.microbatches import indivisible
 
-        which = f", the last batch of an epoch of {len(data)}"
-        raise indivisible(data.tail_rows, step.accumulate, which)
+        description = f", the last batch of an epoch of {len(data)}"
+        raise indivisible(data.tail_rows, step.accumulate, description)
 
 
 def _settings(
@@ -166,21 +163,21 @@ def _settings(
     """What the logger with a file `log` is told at the start; for `closing` see `Rows.reopen`."""
     from tsunax.hyper import hyperparams
 
-    found = {"goal": str(options.goal), "start": start}
-    found |= {"jax": jax.__version__, "devices": jax.device_count()}
+    settings = {"goal": str(options.goal), "start": start}
+    settings |= {"jax": jax.__version__, "devices": jax.device_count()}
     if saver is not None and saver.run_id:
         # rows from there on are of a process that ended before it saved them; and the row that only
         # an end has. A row of step 0 is made again by a run that begins
-        found |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not closing)}
-        found |= saver.copied_run(log)
+        settings |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not closing)}
+        settings |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")
-    found |= {name: getattr(step, name) for name in names if hasattr(step, name)}
-    for at, s in training_states(state).items():
-        found |= {f"start/{at}{name}": x for name, x in hyperparams(s).items()}
-        found[f"{at}parameters"] = sum(np.size(x) for x in jax.tree.leaves(s.params))
+    settings |= {name: getattr(step, name) for name in names if hasattr(step, name)}
+    for prefix, s in training_states(state).items():
+        settings |= {f"start/{prefix}{name}": x for name, x in hyperparams(s).items()}
+        settings[f"{prefix}parameters"] = sum(np.size(x) for x in jax.tree.leaves(s.params))
         if s.plan.precision is not None:
-            found[f"{at}precision"] = s.plan.precision.compute
-    return found
+            settings[f"{prefix}precision"] = s.plan.precision.compute
+    return settings
 
 
 def nothing_to_do(fitting: Fit, saver: Any) -> str:
@@ -189,9 +186,9 @@ def nothing_to_do(fitting: Fit, saver: Any) -> str:
     if saver is not None and run.stopped:
         fix = "to train on, change the callbacks: some remember why they stopped a run"
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
-    at = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
+    place = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     why = "state.step and data.get_state() count on"
     if saver is not None and fitting.beginning.is_of_checkpoint:
         why = f"so says the checkpoint in {saver.path}"
-    reached = f"{goal} counts from the beginning of training, and the run is at {at} already"
+    reached = f"{goal} counts from the beginning of training, and the run is at {place} already"
     return f"fit(): {reached}: nothing to do; {why}"

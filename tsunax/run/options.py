@@ -31,13 +31,13 @@ class Goal:
             got = "no data" if epochs is None else f"epochs={epochs} without data"
             raise WrongTypeError("goal", where, got, "steps=, if there are no data")
         if (steps is None) == (epochs is None):
-            both = f"steps={steps} and epochs={epochs}"
-            got = "neither steps nor epochs" if steps is None else both
+            both_goals = f"steps={steps} and epochs={epochs}"
+            got = "neither steps nor epochs" if steps is None else both_goals
             raise WrongTypeError("goal", where, got, "one of them")
         self.steps: int | None = steps
         self.epochs: int | None = epochs
 
-    def left(self, step: int) -> float:
+    def steps_left(self, step: int) -> float:
         return float("inf") if self.steps is None else self.steps - step
 
     def reached(self, step: int, epoch: int) -> bool:
@@ -72,16 +72,19 @@ class Options:
     clock: Clock = field(default_factory=Clock)  # it starts here
 
     def __post_init__(self) -> None:
-        where, every = "fit()", self.evaluate_every
+        where, evaluate_every = "fit()", self.evaluate_every
         wrong = lambda name, x, expected: WrongTypeError(name, where, trees.describe(x), expected)
-        if isinstance(every, str) and (found := re.fullmatch(r"(?:(\d+) )?epochs?", every)):
-            every = self.evaluate_epochs = int(found[1] or 1)
-        elif isinstance(every, str):
+        if isinstance(evaluate_every, str) and (
+            match := re.fullmatch(r"(?:(\d+) )?epochs?", evaluate_every)
+        ):
+            evaluate_every = self.evaluate_epochs = int(match[1] or 1)
+        elif isinstance(evaluate_every, str):
             expected = "'epoch', 'n epochs' or an int ≥ 1"
-            raise WrongTypeError("evaluate_every", where, repr(every), expected)
+            raise WrongTypeError("evaluate_every", where, repr(evaluate_every), expected)
         else:
-            self.evaluate_steps = every  # pyright: ignore[reportAttributeAccessIssue]
-        whole = {"evaluate_every": every, "log_every": self.log_every, "max_bad": self.max_bad}
+            self.evaluate_steps = evaluate_every  # pyright: ignore[reportAttributeAccessIssue]
+        whole = {"evaluate_every": evaluate_every, "log_every": self.log_every}
+        whole["max_bad"] = self.max_bad
         if self.steps_per_call is not None and not checks.is_one_of(self.steps_per_call, ["auto"]):
             whole["steps_per_call"] = self.steps_per_call
         for name, value in whole.items():
@@ -108,9 +111,9 @@ class Options:
         if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
             raise wrong("extra", self.extra, "{name: arrays}, with str names")
         checks.check_flags("fit()", progress=self.progress)
-        given = _functions("callback", self.callbacks)
-        self.parts = tuple(f for f in given if isinstance(f, Part))
-        self.callbacks = tuple(f for f in given if not isinstance(f, Part))
+        functions = _functions("callback", self.callbacks)
+        self.parts = tuple(f for f in functions if isinstance(f, Part))
+        self.callbacks = tuple(f for f in functions if not isinstance(f, Part))
         self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
         for part in self.parts:
             if part.every != float("inf"):
@@ -131,14 +134,16 @@ class Options:
     def names(self) -> list[str]:
         """The key of the memory of each callback, then of each part, whatever their order."""
         names = [_name(f) for f in (*self.callbacks, *self.parts)]
-        before = [names[:i].count(name) for i, name in enumerate(names)]
-        return [f"{name} #{n}" if n else name for name, n in zip(names, before, strict=True)]
+        earlier_counts = [names[:i].count(name) for i, name in enumerate(names)]
+        return [
+            f"{name} #{n}" if n else name for name, n in zip(names, earlier_counts, strict=True)
+        ]
 
     @functools.cached_property
     def callback_intervals(self) -> list[int]:
         """Callbacks need a boundary at every multiple of these, and at `places`."""
-        found = [f.every for f in self.callbacks if is_every(f)]
-        return found + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
+        intervals = [f.every for f in self.callbacks if has_interval(f)]
+        return intervals + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -147,15 +152,15 @@ class Options:
     def deciding(self) -> dict[str, Any]:
         """What decides when a call ends: the same on all processes."""
         names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run places"
-        found = {name: getattr(self, name) for name in names.split()}
-        found |= {"goal": str(self.goal), "evaluate": self.evaluate is not None}
-        return found | {"intervals": self.callback_intervals}
+        settings = {name: getattr(self, name) for name in names.split()}
+        settings |= {"goal": str(self.goal), "evaluate": self.evaluate is not None}
+        return settings | {"intervals": self.callback_intervals}
 
     @property
     def watched(self) -> dict[str, str]:
         """The metrics that callbacks wait for, and who."""
-        found = [f.watches for f in self.callbacks if isinstance(f, Watcher)]
-        return {name: who for watches in found for name, who in watches.items()}
+        watches_of_callbacks = [f.watches for f in self.callbacks if isinstance(f, Watcher)]
+        return {name: who for watches in watches_of_callbacks for name, who in watches.items()}
 
     @property
     def may_log(self) -> bool:
@@ -163,37 +168,39 @@ class Options:
         return bool(self.parts) or any(getattr(f, "may_log", True) for f in self.callbacks)
 
 
-def is_every(callback: object) -> bool:
+def has_interval(callback: object) -> bool:
     return isinstance(getattr(callback, "every", None), int)
 
 
 def is_bare(callback: object) -> bool:
     has_events = getattr(callback, "events", None) is not None
-    return not (is_every(callback) or hasattr(callback, "at") or has_events)
+    return not (has_interval(callback) or hasattr(callback, "at") or has_events)
 
 
 def _name(callback: Any) -> str:
     """A name that the same callback has in every process: its type and its plain fields."""
     fields = dataclasses.fields(callback) if dataclasses.is_dataclass(callback) else ()
     values = ((field.name, getattr(callback, field.name)) for field in fields)
-    told = [f"{name}={x!r}" for name, x in values if isinstance(x, bool | int | float | str)]
-    own = getattr(callback, "__qualname__", type(callback).__name__)
-    return f"{own}({', '.join(told)})" if told else own
+    plain_fields = [
+        f"{name}={x!r}" for name, x in values if isinstance(x, bool | int | float | str)
+    ]
+    function_name = getattr(callback, "__qualname__", type(callback).__name__)
+    return f"{function_name}({', '.join(plain_fields)})" if plain_fields else function_name
 
 
-def wants(callback: Any, event: str, step: int) -> bool:
+def is_callback_due(callback: Any, event: str, step: int) -> bool:
     if event == "step":
-        is_due = is_every(callback) and step % callback.every == 0
+        is_due = has_interval(callback) and step % callback.every == 0
         return is_due or step in getattr(callback, "at", ())
     if getattr(callback, "events", None) is not None:
         return event in callback.events
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
-def _functions(name: str, given) -> tuple[Any, ...]:
+def _functions(name: str, functions) -> tuple[Any, ...]:
     """One function or several. Raises WrongTypeError for what is none."""
-    found = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for f in found:
+    listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
+    for f in listed:
         is_part = isinstance(f, Part) and name == "callback"
         if not (callable(f) or is_part) or isinstance(f, type):
             fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
@@ -201,7 +208,7 @@ def _functions(name: str, given) -> tuple[Any, ...]:
             if name == "logger" and isinstance(f, str):
                 fix = f"For example ts.loggers.csv({f!r})."
             raise WrongTypeError(name, "fit()", trees.describe(f), "a function", fix)
-    return found
+    return listed
 
 
 def check_step(where: str, step: object, state: PyTree) -> None:

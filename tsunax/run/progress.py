@@ -23,12 +23,15 @@ from tsunax.run.part import Part
 
 def _memory() -> list[str]:
     """Memory in use on the fullest device; nothing if devices do not report it."""
-    found = []
+    stats_of_devices = []
     for device in jax.local_devices():
         with contextlib.suppress(RuntimeError, KeyError):
             stats = device.memory_stats() or {}
-            found.append((stats["bytes_in_use"], stats.get("bytes_limit", 0)))
-    return [f"{used / 2**30:.1f}/{limit / 2**30:.0f} GiB" for used, limit in sorted(found)[-1:]]
+            stats_of_devices.append((stats["bytes_in_use"], stats.get("bytes_limit", 0)))
+    return [
+        f"{used / 2**30:.1f}/{limit / 2**30:.0f} GiB"
+        for used, limit in sorted(stats_of_devices)[-1:]
+    ]
 
 
 class _Lines:
@@ -66,11 +69,11 @@ class _Notebook(_Lines):
         from IPython.display import display
 
         parts = bar.count, bar.results, bar.pace, bar.reason
-        shown = {"text/plain": "  ".join(filter(None, parts))}
+        bundle = {"text/plain": "  ".join(filter(None, parts))}
         if self.handle is None:
-            self.handle = display(shown, raw=True, display_id=True)
+            self.handle = display(bundle, raw=True, display_id=True)
         else:
-            self.handle.update(shown, raw=True)
+            self.handle.update(bundle, raw=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)  # notebooks show stderr as if it were an error
@@ -136,44 +139,44 @@ class Progress(Part):
 
     @property
     def wait(self) -> float:
-        least, most = self.view.seconds
-        return min(max(least, self.elapsed / 60), most)
+        least_seconds, most_seconds = self.view.seconds
+        return min(max(least_seconds, self.elapsed / 60), most_seconds)
 
     @property
     def count(self) -> str:
-        of = f"/{self.total:,}" if self.total is not None else ""
-        return f"{self.step:,}{of} {self.unit}s"
+        total = f"/{self.total:,}" if self.total is not None else ""
+        return f"{self.step:,}{total} {self.unit}s"
 
     @property
     def pace(self) -> str:
         """The time left (at the end the time that it took), rates, wait for data, memory."""
-        found = []
+        texts = []
         if self.reason is not None:
-            found = [f"{timedelta(seconds=round(self.elapsed))} in all"]
+            texts = [f"{timedelta(seconds=round(self.elapsed))} in all"]
         elif self.rate and self.total is not None:
-            left = min((self.total - self.step) / self.rate, 1e12)  # a timedelta has an end
-            found = [f"{timedelta(seconds=round(left))} left"]
+            seconds_left = min((self.total - self.step) / self.rate, 1e12)  # a timedelta has an end
+            texts = [f"{timedelta(seconds=round(seconds_left))} left"]
         if self.rate:
-            found.append(f"{short(self.rate)} {self.unit}s/s")
+            texts.append(f"{short(self.rate)} {self.unit}s/s")
             if examples := self.numbers.get("examples_per_second"):
                 in_a_step = examples / self.numbers["steps_per_second"]
-                found.append(f"{short(self.rate * in_a_step)} examples/s")
+                texts.append(f"{short(self.rate * in_a_step)} examples/s")
         data, device = self.seconds["data"], self.seconds["device"]
         if 4 * data > device:
-            found.append(f"{data / (data + device):.0%} waiting for data")
-        return "  ".join([*found, *_memory()])
+            texts.append(f"{data / (data + device):.0%} waiting for data")
+        return "  ".join([*texts, *_memory()])
 
     @property
     def results(self) -> str:
         """The loss, what evaluation gave, then other metrics."""
-        is_aside = lambda name: name.endswith("_per_second") or "learning_rate" in name
-        names = [x for x in self.numbers if x.split("/")[0] not in ASIDE and not is_aside(x)]
+        is_rate = lambda name: name.endswith("_per_second") or "learning_rate" in name
+        names = [x for x in self.numbers if x.split("/")[0] not in ASIDE and not is_rate(x)]
         names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
-        found = summary({name: self.numbers[name] for name in names})
+        texts = summary({name: self.numbers[name] for name in names})
         counts = (x for name, x in self.numbers.items() if name.split("/")[0] == "rejected")
         if rejected := sum(counts):
-            found.append(f"rejected {rejected:,.0f}")
-        return "  ".join(found)
+            texts.append(f"rejected {rejected:,.0f}")
+        return "  ".join(texts)
 
     def due(self, run: Any, events: Sequence[str]) -> bool:
         return True
@@ -209,12 +212,13 @@ class Progress(Part):
             self.view.note(reason)
         self.view.close()
 
-    def _draw(self, now: float) -> None:
-        clock = now - self.seconds["compile"]
-        since, before = self._timed or (clock, self.step)
-        until = clock if self.reason is None else self._newest  # not what comes after the last step
-        self.rate = (self.step - before) / (until - since) if until > since else None
-        self.elapsed = now - self._began
+    def _draw(self, clock_time: float) -> None:
+        clock = clock_time - self.seconds["compile"]
+        start, steps_before = self._timed or (clock, self.step)
+        # without the time after the last step
+        end_time = clock if self.reason is None else self._newest
+        self.rate = (self.step - steps_before) / (end_time - start) if end_time > start else None
+        self.elapsed = clock_time - self._began
         self.view.draw(self)
         self._next = time.perf_counter() + self.wait
 

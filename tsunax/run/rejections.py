@@ -11,7 +11,7 @@ from tsunax._core import PyTree, Step, processes, trees
 from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
-from tsunax.run.feed import Chunk, epochs_of
+from tsunax.run.chunks import Chunk, epochs_of
 from tsunax.run.info_columns import counts_of, most_calls, step_infos
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
@@ -34,18 +34,18 @@ class Rejections:
         self.is_population: bool = members_of(state) is not None
         has_scale = any(s.loss_scale is not None for s in training_states(state).values())
         # rejected ones in a row that end a call; under a loss scale some do not count
-        most = self.max_bad + int(np.min(counts[:, 3]))
-        self.limit: int | None = None if has_scale or self.is_population else most
+        most_rejected = self.max_bad + int(np.min(counts[:, 3]))
+        self.limit: int | None = None if has_scale or self.is_population else most_rejected
 
-    def _is_known(self, info: Any) -> bool:
+    def _has_one_verdict(self, info: Any) -> bool:
         """Whether one verdict and one state belong to a call."""
-        is_one = isinstance(self.run.state, TrainState) and not self.is_population
-        return isinstance(info, StepInfo) and is_one
+        is_one_state = isinstance(self.run.state, TrainState) and not self.is_population
+        return isinstance(info, StepInfo) and is_one_state
 
     def _has_batch(self, info: Any) -> bool:
         """Whether the batch of a rejected call can be looked at: several processes have parts."""
         is_alone = isinstance(self.step, TrainStep) and processes.current().sees_everything
-        return is_alone and self._is_known(info)
+        return is_alone and self._has_one_verdict(info)
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
         """The rejected parts of a call, (name, state, info), if the infos name their states."""
@@ -53,7 +53,7 @@ class Rejections:
             return []
         states, infos = training_states(self.run.state), step_infos(info, self.run.state)
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
-        return [(at[:-1], states[at], x) for at, x in infos.items() if is_rejected(x)]
+        return [(name[:-1], states[name], x) for name, x in infos.items() if is_rejected(x)]
 
     def note(
         self,
@@ -93,13 +93,13 @@ class Rejections:
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
                 at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
-                what = f"{at} was rejected{loss}{members}: {why}"
+                text = f"{at} was rejected{loss}{members}: {why}"
                 if self._has_batch(infos):
                     (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
-                    what += step_errors.about_batch(self.step, state, info, batch, extra)
+                    text += step_errors.about_batch(self.step, state, info, batch, extra)
                 is_whole = isinstance(run.state, TrainState) and not members
                 whose = "the state" if is_whole else "what was rejected"
-                warn(f"{what}. {self.count} so far; {whose} is as it was.", RuntimeWarning)
+                warn(f"{text}. {self.count} so far; {whose} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None
@@ -108,9 +108,9 @@ class Rejections:
         self, verdicts: np.ndarray, steps: np.ndarray, chunks: Sequence[Chunk], infos: PyTree
     ) -> None:
         """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
-        state, before = self.run.state, self.calls
+        state, calls_before = self.run.state, self.calls
         self.calls += len(verdicts)
-        has_batch = self._is_known(infos) and processes.current().sees_everything
+        has_batch = self._has_one_verdict(infos) and processes.current().sees_everything
         if not has_batch or not np.any(verdicts > 0):
             return  # of several processes none has the whole batch
         from tsunax._step import step_errors
@@ -119,8 +119,10 @@ class Rejections:
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             if not step_errors.is_searching(state, info, verdicts[i]):
                 batch, epoch = _batch_of(i, chunks)
-                kept = Rejected(int(steps[i]), before + i, epoch, batch, info.loss_scale)
-                self.run.rejected.append(kept)
+                rejected_call = Rejected(
+                    int(steps[i]), calls_before + i, epoch, batch, info.loss_scale
+                )
+                self.run.rejected.append(rejected_call)
 
     def give_up(self, i: int, chunks: Sequence[Chunk], extra: Mapping[str, Any]) -> None:
         """Raise for a call that was one rejected too many, and say what was wrong with it."""
@@ -129,22 +131,24 @@ class Rejections:
         last = f"the last of {self.max_bad} in a row, " if self.max_bad > 1 else ""
         raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
         limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
-        why, after = _why(self._rejected_parts(run.info)) or "not finite", ""
+        why, hint = _why(self._rejected_parts(run.info)) or "not finite", ""
         if self._has_batch(run.info):
             from tsunax._step import step_errors
 
             batch, _ = _batch_of(i, chunks)
             why = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
-            after = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
-        what = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
+            hint = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
+        summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
         when = "after" if isinstance(run.state, States) else "before"  # another member has moved
-        text = f"{what}. `error.state` is the state {when} it.{after}"
+        text = f"{summary}. `error.state` is the state {when} it.{hint}"
         raise NonFiniteError(text, run.state, run.info)
 
 
 def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
-    told = (f"{at}{at and ': '}{guard.explain(int(x.verdict), s.opt_state)}" for at, s, x in parts)
-    return "; ".join(told)
+    reasons = (
+        f"{name}{name and ': '}{guard.explain(int(x.verdict), s.opt_state)}" for name, s, x in parts
+    )
+    return "; ".join(reasons)
 
 
 def _batch_of(i: int, chunks) -> tuple[Any, int]:
@@ -152,7 +156,7 @@ def _batch_of(i: int, chunks) -> tuple[Any, int]:
     chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
     i += chunk.steps
     with jax.transfer_guard("allow"):  # once for a rejected call
-        batch, mask = jax.device_get((chunk.feed.at(i), getattr(chunk.feed, "mask", None)))
+        batch, mask = jax.device_get((chunk.feed.batch_at(i), getattr(chunk.feed, "mask", None)))
     if mask is not None and (rows := int(np.sum(mask))):
         batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch)
     return batch, int(np.broadcast_to(chunk.epochs, chunk.steps)[i])

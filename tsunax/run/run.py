@@ -80,27 +80,27 @@ class Run:
         self.is_changed: bool = False  # whether a callback of this boundary returned a state
         self.evaluated: int = -1  # the step of the newest evaluation
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
-        self.taken: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
+        self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = note  # a line above the progress
         # the last ones
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
-        given = options.goal, options.loggers, options.clock, settings
-        self.rows: Rows = Rows(self, *given)
+        parts_of_rows = options.goal, options.loggers, options.clock, settings
+        self.rows: Rows = Rows(self, *parts_of_rows)
 
     def log(self, **numbers: Any) -> None:
         """Let numbers join the row of this step; of two with one name the newer one wins."""
         self.check_own(numbers, "run.log()")
-        found = check_row(numbers, "run.log()")
-        self.row |= found
-        self.metrics |= found
+        row = check_row(numbers, "run.log()")
+        self.row |= row
+        self.metrics |= row
 
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""
-        if taken := [name for name in numbers if name in self.taken]:
+        if taken_names := [name for name in numbers if name in self.row_names]:
             got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
-            raise RowError(repr(taken[0]), where, got, expected, fix)
+            raise RowError(repr(taken_names[0]), where, got, expected, fix)
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
@@ -109,11 +109,11 @@ class Run:
 
 def with_state(error: Any, run: Run) -> Any:
     """An exception with the state and the history of the run that it ends."""
-    gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
+    is_gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
     if getattr(error, "state", None) is None:
-        error.state = None if gone else run.state
+        error.state = None if is_gone else run.state
     error.history, error.rejected = run.history, tuple(run.rejected)
-    if gone:
-        at = f"step {run.step}"
-        error.add_note(f"the failed call had consumed the state of {at}: error.state is None")
+    if is_gone:
+        place = f"step {run.step}"
+        error.add_note(f"the failed call had consumed the state of {place}: error.state is None")
     return error

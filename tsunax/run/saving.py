@@ -101,14 +101,14 @@ class Restart:
         is_of_checkpoint = self.step is not None and not self.is_in_hand
         if not (is_resumed and self.is_whole):
             return Beginning(history, memory, is_resumed, is_of_checkpoint)
-        before = self.before
+        script = self.before
         return Beginning(
             history,
             memory,
             is_resumed,
             is_of_checkpoint,
-            has_ended=bool(before.get("has_ended", False)),
-            has_open_row=bool(before.get("has_open_row", False)),
+            has_ended=bool(script.get("has_ended", False)),
+            has_open_row=bool(script.get("has_open_row", False)),
             stopped=self._stop_reason(options),
         )
 
@@ -192,7 +192,7 @@ class Saving(Part):
     def _is_best(self, run: Run) -> bool:
         """Whether `keep_best` got one of its best values at this step, which no later save has."""
         best = self.saver.keep_best
-        if best is None or best.metric in run.taken:
+        if best is None or best.metric in run.row_names:
             return False
         # what callbacks log may differ between processes, and all of them save together
         is_alike = processes.current().sees_everything or best.metric in run.evaluated_names

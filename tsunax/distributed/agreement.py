@@ -1,10 +1,10 @@
-"""What `fit` and `evaluate` compare when several processes train one state.
+"""Processes that train one state compare their runs of `fit` and of `evaluate`.
 
 Every process runs the same program over all devices, with its part of the arrays. XLA does not
-check that they agree: other rows, another number of batches or another rate on one of them give
-wrong numbers, or a wait for ever. So the processes compare what decides, over JAX's coordination
-service: settings, functions and data at the start, the program of the first call before it runs,
-batches of other loaders as they come, and what a callback changed. A state on devices of one
+check that they agree: other rows, another number of batches or another rate on one process give
+wrong numbers, or a wait for ever. So the processes compare these, over JAX's coordination service:
+ settings, functions and data at the start, the program of the first call before it runs,
+batches of other loaders as they come, and changes by a callback. A state on devices of one
 process is not compared.
 """
 
@@ -13,36 +13,34 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from tsunax._core import Function, PyTree, processes, stable_text, trees
 from tsunax._step.members import check_local_members
-from tsunax.data.cursors import Source
-from tsunax.data.positions import Data, innermost
+from tsunax.data.positions import Data
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
 from tsunax.states import COUNTED
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
 
 
-class Alike:
-    """Compares the processes of a run or an evaluation; does nothing for one process alone."""
+class Agreement(processes.Unanimous):
+    """Compares the processes of a run or an evaluation."""
 
-    def __init__(self, where: str, state: PyTree, data: Iterable[PyTree] | None) -> None:
+    def __init__(self, where: str, state: PyTree, data: Any) -> None:
         self.where = where
         self.everyone: processes.Alone = processes.current()
         arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
         spread = next((x for x in arrays if not x.is_fully_addressable), None)
         self.spans: bool = spread is not None
         self._speaks = spread is not None and self.everyone.spans_all(spread.sharding.device_set)
-        data = innermost(data)
         self._data: Any = data if isinstance(data, Data) and data.gathers else None
-        is_known = self._data is not None and self._data.is_of_arrays  # by its settings
+        has_settings = self._data is not None and self._data.is_of_arrays
         self._has_program = False  # whether it was compared
-        self._compares = self._speaks and not is_known  # the batches, one after the other
+        self._compares = self._speaks and not has_settings  # each batch
         if self.spans:
             check_local_members(state, where)
         if self._data is not None and self.everyone.count > 1:
@@ -64,78 +62,83 @@ class Alike:
             got, expected = f"the part of process {part} on process {index}", "its own"
             raise DataError("data", self.where, got, expected, "It is so without process=.")
 
-    def start(self, **settings: Any) -> None:
+    def start(
+        self, functions: Mapping[str, Any], values: Mapping[str, Any], **settings: Any
+    ) -> None:
         """Compare settings, and the data. Raises ProcessError on all processes if they differ."""
         if not self._speaks:
             return
+        for name, f in functions.items():
+            settings[name] = list(map(outline, f)) if isinstance(f, list) else outline(f)
+        settings |= {name: without_large_arrays(tree) for name, tree in values.items()}
         if (data := self._data) is not None:
-            found = dict(data.settings)
-            # a process with rows of its own has them in its own order
+            data_settings = dict(data.settings)
+            # if each process has other rows, their order differs, too
             is_local = all(x.is_fully_addressable for x in jax.tree.leaves(data.resident))
             if data.process[1] == 1 and is_local:
-                found |= {"seed": None, "rows": None, "batches": len(data)}
-                found["rows of the last"] = data.tail_rows
+                data_settings |= {"seed": None, "rows": None, "batches": len(data)}
+                data_settings["rows of the last"] = data.tail_rows
             else:
-                found["some rows"] = data.sample()
-            settings["data"] = found
+                data_settings["some rows"] = data.sample()
+            settings["data"] = data_settings
         self._compare(self.where, settings)
 
-    def batch(self, place: str, batch: PyTree, steps: int = 1, then: str = "") -> None:
-        """Compare how the next batches of other data look (None at the end); `then`: an error."""
+    def batch(self, place: str, batch: PyTree, steps: int = 1, trouble: str = "") -> None:
+        """Compare the next batches of other data, None at the end; `trouble` is an error."""
         if not self._compares:
             return
-        found = "none, the data have ended"
+        description = "none, the data have ended"
         if shapes := ", ".join(trees.describe(x) for x in jax.tree.leaves(batch)):
-            found = f"{then}{then and ', after '}{steps} of {shapes}"
-        self._compare(f"{place} of {self.where}", {"batches": found})
+            description = f"{trouble}{trouble and ', after '}{steps} of {shapes}"
+        self._compare(f"{place} of {self.where}", {"batches": description})
 
-    def chunk(self, step: int, chunk: Any, source: Source) -> Any:
-        """The batches of a call that begins with a step, compared."""
-        given: Any = (None,)
-        if chunk is not None:
-            given = getattr(chunk.feed, "batch", chunk.feed), chunk.steps, source.trouble
-        self.batch(f"step {step}", *given)
-        return chunk
+    def chunk(self, step: int, chunk: Any, source: Any) -> None:
+        """Compare the batches of a call that begins with a step."""
+        if chunk is None:
+            self.batch(f"step {step}", None)
+        else:
+            batch = getattr(chunk.feed, "batch", chunk.feed)
+            self.batch(f"step {step}", batch, chunk.steps, source.trouble)
 
-    def program(self, trace: Function, *given: Any) -> None:
-        """Compare what the first call computes, `trace(*given)`, before it runs.
+    def program(self, trace: Function, *arguments: Any) -> None:
+        """Compare the program of the first call, `trace(*arguments)`, before it runs.
 
-        Whatever a loss function, a rule or a setting is made of, it is in the program, and nothing
-        else is: a function may refer to the index of its process for other things.
+        The program has all that a loss function, a rule or a setting computes, and nothing else: a
+        function may refer to the index of its process for other things.
         """
         if not self._speaks or self._has_program:
             return
         self._has_program = True
-        what, constants = "program of loss_fn and what it refers to", []
+        constants = []
         try:
-            traced = trace(*given).jaxpr
-            program, constants = _hash_of_program(traced.jaxpr), small(traced.consts)
+            traced = trace(*arguments).jaxpr
+            program, constants = _hash_of_program(traced.jaxpr), without_large_arrays(traced.consts)
         except Exception as error:  # if all processes have it, the call raises it again
             program = f"none: {told(error)}"
-        things = {what: program, "constants": constants}
+        things = {"program of loss_fn and what it refers to": program, "constants": constants}
         self._compare(f"the first call of {self.where}", things)
 
     def _compare(self, where: str, things: Mapping[str, Any]) -> None:
         self.everyone.compare(where, lambda: things, processes.LAST)
 
-    def agree(self, asked: int) -> int:
-        """What any process of the run was asked for, on all at the same call; 0 before."""
-        return self.everyone.agree(asked) if self.spans else asked
+    def agree(self, signal: int) -> int:
+        """The signal that any process got, at the same call on all; 0 without."""
+        return self.everyone.agree(signal) if self.spans else signal
 
     def _everyone(self, place: str, value: Any) -> list[Any]:
-        """A value of each process, in order; of one process alone its own."""
+        """A value of each process, in order."""
         if not self._speaks:
             return [value]
         text = json.dumps(value)
         texts = self.everyone.gather(f"{place} of {self.where}", text, processes.LAST)
         return [json.loads(text) for text in texts]
 
-    def numbers(self, place: str, found: dict[str, float]) -> dict[str, float]:
-        """Those of process 0. Raises ProcessError for other names."""
-        first, *others = self._everyone(place, found)
-        for i, other in enumerate(others, start=1):
-            if other.keys() != first.keys():
-                got = f"{', '.join(other)} on {self.everyone.name_of(i)}"
+    def numbers(self, place: str, row: dict[str, float]) -> dict[str, float]:
+        """The numbers of process 0. Raises ProcessError for other names."""
+        first, *rows = self._everyone(place, row)
+        for i, row in enumerate(rows, start=1):
+            if row.keys() != first.keys():
+                got = f"{', '.join(row)} on {self.everyone.name_of(i)}"
                 raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
         return first
 
@@ -146,38 +149,38 @@ class Alike:
             from tsunax.hyper import hyperparams
 
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
-            things = {"hyperparams": numbers, "state": small(state)}
+            things = {"hyperparams": numbers, "state": without_large_arrays(state)}
             self._compare(f"the callbacks of {place}", things)
         return next((text for text, _ in everyone if text), "")
 
     def slowest(self, seconds: Mapping[str, float]) -> str:
-        """The process that the others waited for, and how long; "" if it is no twentieth of all."""
-        own = sum(seconds[cause] for cause in ("data", "evaluation", "callbacks"))
-        times = self._everyone("the times", own)
-        more = max(times) - min(times)
+        """The process that made all wait, and how long; "" if it is no twentieth of all."""
+        busy_seconds = sum(seconds[cause] for cause in ("data", "evaluation", "callbacks"))
+        times = self._everyone("the times", busy_seconds)
+        delay = max(times) - min(times)
         name = self.everyone.name_of(times.index(max(times)))
-        return f"{name} by {more:.1f} s" if more > sum(seconds.values()) / 20 else ""
+        return f"{name} by {delay:.1f} s" if delay > sum(seconds.values()) / 20 else ""
 
-    def signal(self, asked: int) -> int:
-        """The signal that any of them got."""
-        found = next(filter(None, self._everyone("the end", asked)), 0)
-        # or the signal that one has got would end the next run
-        while self._speaks and found and not self.everyone.agree(found):
+    def signal(self, signal: int) -> int:
+        """The signal that any process got until the end of the run; 0 without."""
+        signal = next(filter(None, self._everyone("the end", signal)), 0)
+        # wait for it here, because a signal that arrives later would end the next run
+        while self._speaks and signal and not self.everyone.agree(signal):
             time.sleep(1e-3)
-        return found
+        return signal
 
 
-@functools.lru_cache(maxsize=16)  # every evaluation asks for it, and to print one takes long
+@functools.lru_cache(maxsize=16)  # every evaluation needs it, and to print a program takes long
 def _hash_of_program(jaxpr: Any) -> str:
     return stable_text.hash_of(stable_text.without_address(str(jaxpr)).encode())
 
 
 def outline(f: Any) -> Any:
-    """What is known of a function before it is called: its code; of one of ours its settings.
+    """The code of a function; the settings of a function of this package.
 
     Values that it closes over may differ, such as the index of a process or its part of the data.
     """
-    f = inspect.unwrap(getattr(f, "func", f))  # of a functools.partial, and of what jit returns
+    f = inspect.unwrap(getattr(f, "func", f))  # the function of a functools.partial, or of jit
     if code := getattr(f, "__code__", None):
         return f"{f.__qualname__} {stable_text.hash_of_code(code)}"
     settings: dict[str, Any] = {"function": getattr(f, "__qualname__", type(f).__qualname__)}
@@ -187,7 +190,7 @@ def outline(f: Any) -> Any:
     return settings
 
 
-def small(state: PyTree) -> Any:
-    """A tree in which large arrays are their shapes: what is compared in no time."""
+def without_large_arrays(state: PyTree) -> Any:
+    """A tree in which large arrays are their shapes, so that it is compared in no time."""
     is_small = lambda x: not isinstance(x, jax.Array) or x.nbytes <= SMALL
     return jax.tree.map(lambda x: x if is_small(x) else trees.describe(x), state)

@@ -1,0 +1,226 @@
+"""The batches of a call, and the parts of feeders: shapes, room and placement of batches.
+
+The room of a call, for how many batches its program is compiled, follows from the bytes of a batch
+and from settings alone; the clock decides how many batches a call has.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tsunax._core import PyTree, Step, TreeDef, placement, trees
+from tsunax.data.checks import check_batch
+from tsunax.data.cursors import Source
+from tsunax.data.positions import Data, innermost
+from tsunax.errors import DataError, warn
+from tsunax.run import fused_loop
+
+# Bytes of the batches of a call: they fit in a cache, and are a fraction of a model's memory.
+BUFFER_BYTES = 1 << 20
+# Batches of a call: its fixed cost is gone by then, and a progress bar still moves.
+MOST_BATCHES = 64
+NO_LIMIT = np.iinfo(np.int32).max
+MOST_SHAPES = 16  # shapes that the batches of a run may have: each shape compiles
+
+
+class Chunk(NamedTuple):
+    """Batches for one call."""
+
+    feed: PyTree  # on the device
+    n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
+    steps: int
+    epochs: Any  # int (steps,), or one int
+    bytes: int
+
+
+class Demand(NamedTuple):
+    """The batches that the next call may take."""
+
+    steps: int  # the most steps of the call
+    home: Any  # the sharding of the state
+    step: int  # the step of the run before the call, for messages
+    limit: int = NO_LIMIT  # rejected steps in a row that end the call
+    boundary_steps: float = 1  # steps for which no part needs the place of the data
+
+
+class Limits(NamedTuple):
+    """The limits of the calls of a run."""
+
+    steps_per_call: int | str | None = "auto"
+    interval: float = float("inf")  # steps between two boundaries
+    steps: float = float("inf")  # steps of the whole run
+    last_epoch: float = 0  # a call may go beyond the end of epochs before it
+
+
+def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
+    if all(isinstance(chunk.epochs, int) for chunk in chunks):
+        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
+    return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
+
+
+class Feeder:
+    """A way to read a source; see `run/feed.py` for the five feeders."""
+
+    size: int = 1  # the most steps of a call, of batches of the newest shape
+    place: dict[str, Any] | None = None  # the data's place, if batches were read ahead
+
+    def take(self, demand: Demand) -> Chunk | None:
+        """The batches of the next call; None at the end of an epoch."""
+        raise NotImplementedError
+
+    def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
+        """Chunks of batches that were read ahead, for at most `total` steps."""
+        return []
+
+    def forget(self) -> dict[str, Any] | None:
+        """Drop batches that were read ahead or repeated. Returns the data's place if it changes."""
+
+
+class Form(NamedTuple):
+    """The room and the bytes of batches of one shape."""
+
+    room: int  # batches of a call
+    bytes: int  # bytes of a batch
+    is_tail: bool  # whether it is the short batch at the end of an epoch
+
+
+class Forms:
+    """The shapes that batches of a run have, each checked when it first comes."""
+
+    def __init__(self, data: Any, limits: Limits, repeated_bytes: int | None = None) -> None:
+        self._data, self._limits, self._repeated_bytes = data, limits, repeated_bytes
+        self._first_batch: Any = None  # its shapes
+        self._forms: dict[Any, Form] = {}
+
+    def form_of(self, leaves: list[Any], treedef: TreeDef, step: int, axes: int = 0) -> Form:
+        """The form of a batch, or of several behind `axes` axes."""
+
+        def shape_of(x: Any) -> tuple[Any, Any]:  # a string has none: check_batch refuses it
+            return getattr(x, "shape", ())[axes:], getattr(x, "dtype", None)
+
+        shapes = tuple(map(shape_of, leaves))
+        if (treedef, shapes) not in self._forms:
+            as_shape = lambda x, shape: x if shape[1] is None else jax.ShapeDtypeStruct(*shape)
+            batch = treedef.unflatten(map(as_shape, leaves, shapes))
+            is_on_device = any(isinstance(x, jax.Array) for x in leaves)
+            self._forms[treedef, shapes] = self._new_form(batch, step, is_on_device)
+        return self._forms[treedef, shapes]
+
+    def _new_form(self, batch: PyTree, step: int, is_on_device: bool) -> Form:
+        check_batch(batch, f"step {step}")
+        shapes = jax.tree.leaves(batch)
+        bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in shapes)
+        if self._first_batch is not None and self._is_tail(batch, step):
+            return Form(2, bytes, True)  # once in an epoch
+        self._first_batch = batch if self._first_batch is None else self._first_batch
+        if self._repeated_bytes is not None:
+            return Form(buffer_size(bytes, self._limits, self._repeated_bytes), bytes, False)
+        # a program stacks arrays on a device, with an operand for each batch
+        most_batches = 8 if is_on_device else MOST_BATCHES
+        return Form(buffer_size(bytes, self._limits, most_batches=most_batches), bytes, False)
+
+    def _is_tail(self, batch: PyTree, step: int) -> bool:
+        """Whether it is the short batch at the end of an epoch; warns of any other new shape."""
+        where, first = f"batch at step {step}", self._first_batch
+        if difference := trees.first_difference(batch, first, "batch"):
+            raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
+        if getattr(innermost(self._data), "has_few_shapes", False):
+            return False  # its shapes are a few, and known to the user
+        row_shapes = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (batch, first)]
+        differs_in_rows = row_shapes[0] == row_shapes[1]
+        if len(self._forms) >= MOST_SHAPES:
+            got = f"shape number {MOST_SHAPES + 1}"
+            fix = "pad to a few sizes, ts.data.pad and ts.data.interleave"
+            if differs_in_rows:
+                fix = "ts.batches(arrays, batch_size), or pad the rows and name `mask` in loss_fn"
+            fix = f"Each one compiles: {fix}."
+            raise DataError(
+                "batch", f"step {step}", got, f"{MOST_SHAPES} shapes at most in a run", fix
+            )
+        if not differs_in_rows or len(self._forms) in (2, 4, 8):
+            listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
+            warn(
+                f"{where}: {listed(batch)} after {listed(first)}, which compiles the step once more"
+            )
+        gathers = isinstance(self._data, Data) and self._data.gathers
+        return differs_in_rows and gathers and check_batch(batch) < check_batch(first)
+
+
+class Placer(NamedTuple):
+    """Places batches of a source for a step."""
+
+    source: Source
+    step: Step
+    is_population: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device takes all rows, as the members of a population do."""
+        return self.source.is_whole or self.is_population
+
+    def stacked(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
+        return place(
+            stack, steps, demand.home, demand.limit, step=self.step, is_whole=self.is_whole
+        )
+
+
+def with_room(x: Any, size: int) -> Any:
+    """An array with a first axis of `size`: its last row is repeated."""
+    if len(x) == size:
+        return x
+    if isinstance(x, jax.Array):
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - len(x), *x.shape[1:]))])
+    out = placement.aligned_empty((size, *x.shape[1:]), x.dtype)
+    out[: len(x)], out[len(x) :] = x, x[-1:]
+    return out
+
+
+def buffer_size(
+    batch_bytes: int, limits: Limits, bytes: int = BUFFER_BYTES, most_batches: int = MOST_BATCHES
+) -> int:
+    """For how many batches a call has room; at least 2: a loop of one is unrolled.
+
+    A function of sizes and settings alone: the clock may choose how many are filled, not this.
+    """
+    if isinstance(limits.steps_per_call, int):
+        return max(2, limits.steps_per_call)
+    return int(max(2, min(bytes // max(batch_bytes, 1), most_batches, limits.interval)))
+
+
+def place(
+    stack: fused_loop.Stacked,
+    steps: int,
+    home: Any,
+    limit: int = NO_LIMIT,
+    *,
+    step: Step,
+    is_whole: bool = False,
+) -> tuple[Any, Any]:
+    """Stacked batches, placed where the state is, and the count of those to be read.
+
+    Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
+    whole on every process stays so. On one device jit places them: that is the fastest way.
+    """
+    count, is_on_mesh = count_of(steps, limit), isinstance(home, NamedSharding)
+    placement.check_devices(stack.batches, home)
+    if is_on_mesh and not is_whole and getattr(step, "masks", False):
+        rows = jax.tree.leaves(stack.batches)[0].shape[1]
+        if padding := -rows % placement.divisor(home, getattr(step, "accumulate", 1)):
+            batches, mask = placement.padded(stack.batches, rows, rows + padding, axis=1)
+            stack = fused_loop.Stacked(batches, placement.put_rows(mask, home, shared=False))
+    if is_whole:
+        return placement.replicate((stack, count), home, shared=False)
+    has_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(stack))
+    if is_on_mesh or (home is not None and has_arrays):
+        return placement.put_rows((stack, count), home, axis=1, shared=False)
+    return stack, count
+
+
+@functools.lru_cache(maxsize=128)
+def count_of(steps: int, limit: int) -> np.ndarray:
+    return np.array([steps, limit], np.int32)
