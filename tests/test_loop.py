@@ -1143,8 +1143,8 @@ ONE = X[:8], Y[:8]
     "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
 )
 def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
-    calls, call = [], fused_loop.Fused.__call__
-    monkeypatch.setattr(fused_loop.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
+    calls, call = [], fused_loop.Calls.__call__
+    monkeypatch.setattr(fused_loop.Calls, "__call__", lambda *args: calls.append(1) or call(*args))
     used = make()
     per_epoch = len(used)
 
@@ -1156,7 +1156,7 @@ def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
         return state, [np.concatenate(found[i::2]) for i in range(2)]
 
     state, (epochs, losses) = run([100], steps_per_call=32)
-    assert len(calls) <= 5
+    assert 0 < len(calls) <= 5
     assert epochs.tolist() == [i // per_epoch for i in range(100)]
     each, (listened, same) = run([100], callbacks=lambda run: None)  # who hears of each epoch
     assert_trees_equal(state, each)
@@ -1167,7 +1167,7 @@ def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
     np.testing.assert_array_equal(losses, same)
     calls.clear()
     in_epochs, rows = fit(STEP, ts.setup(RULE, init()), make(), epochs=100 // per_epoch, steps_per_call=32, log_every=1)
-    assert len(calls) <= 5
+    assert 0 < len(calls) <= 5
     assert_trees_equal(state, in_epochs)
     np.testing.assert_array_equal(rows["epoch"], epochs)
     if make is short:
