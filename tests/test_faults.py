@@ -274,7 +274,11 @@ REJECTED = Rejected(step=0, calls=0, epoch=0, batch=None, loss_scale=None)
     [
         (lambda: replay(product, two(), X), WrongTypeError, "step at replay"),
         (lambda: replay(STEP, X, two()), WrongTypeError, "The state comes first"),
-        (lambda: replay(STEP, ts.population(lambda key: two(key=key), 2, key=0), X), StateError, "one state. Give ts.populations.member"),
+        (
+            lambda: replay(STEP, ts.population(lambda key: two(key=key), 2, key=0), X),
+            StateError,
+            "one state. Give ts.populations.member",
+        ),
         (lambda: jax.jit(lambda s: replay(STEP, s, X))(two()), StateError, r"state at replay\(\): got a traced one"),
         (
             lambda: replay(STEP, two(), jax.ShapeDtypeStruct((8, 4), "float32")),
