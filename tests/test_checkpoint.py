@@ -1442,10 +1442,10 @@ def test_small_files_that_claim_much_cost_nothing(copy):
         else:
             (folder / "manifest.json").write_bytes(content)
             (folder / "manifest.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
-        start = time.process_time()
+        start = time.monotonic()
         with pytest.raises(CheckpointError):
             restored(path, make(), step=2)
-        assert time.process_time() - start < 2, name
+        assert time.monotonic() - start < 2, name
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 

@@ -1622,6 +1622,24 @@ def test_batches_of_another_device():
     assert ts.devices.device_of(state) == jax.devices()[2]
 
 
+@pytest.mark.several_devices
+def test_a_callback_spreads_the_state_while_data_are_on_one_device():
+    """The program cannot gather rows there any more: batches are copied instead, with the same numbers."""
+
+    def spread(run):
+        if run.step == 8:
+            run.state = ts.shard(run.state, ts.mesh())
+
+    options = {"steps": 16, "steps_per_call": 4, "log_every": 1}
+    expected, rows = fit(STEP, ts.setup(RULE, init()), even(), **options)
+    state = jax.device_put(ts.setup(RULE, init()), jax.devices()[0])
+    resident = data(drop_remainder=True, device=jax.devices()[0])
+    state, same = fit(STEP, state, resident, callbacks=callbacks.every(8, spread), **options)
+    assert state.params["out"]["bias"].sharding.device_set == set(jax.devices())
+    assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(same["loss"], rows["loss"], rtol=1e-5)
+
+
 def test_resident_data_in_a_step_of_its_own():
     state, _ = fit(STEP, ts.setup(RULE, init()), data(device=True), steps=9, steps_per_call=None)
     expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=None)

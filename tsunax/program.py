@@ -25,7 +25,7 @@ from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.finite_state import FirstLook
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, seen_by
-from tsunax.errors import StateError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
 from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
@@ -151,7 +151,7 @@ class TrainStep(GradientOptions):
     Steps compare by value. `step.lower(state, batch)` is the program of a step,
     `step.pure(state, batch, extra)` the function behind it, and
     `dataclasses.replace(step, accumulate=4)` the same step with another argument. Raises as
-    `train_step`; the arguments of that are its fields.
+    `train_step`. Its fields are the arguments of `train_step`.
     """
 
     donate: bool = True
@@ -364,7 +364,7 @@ def train_step(
         rows and keys: losses, metrics and gradients are combined over it (once, by weight), and
         model states averaged. () for none: combine them yourself. Sharded arrays need none, and
         refuse one.
-      at_once: how many members of a population are computed together, for their memory.
+      at_once: how many members of a population are computed together: memory grows with them.
       per_example: True for a rule that takes the gradient of each row, along a new first axis, such
         as `optax.contrib.differentially_private_aggregate`. Or a function: it is given the gradient
         of one row, a tree like `trainable(state)`, and returns a tree like it (clipped, for
@@ -406,6 +406,12 @@ def train_step(
         noise_scale=noise_scale,
         check_rows=check_rows,
     )
+
+
+def check_is_train_step(step: Any, where: str) -> None:
+    if not isinstance(step, TrainStep):
+        fix = "Make one: ts.train_step(loss_fn)."
+        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message, missing_name, unknown
@@ -93,6 +93,7 @@ class TrainState(Clocked):
     _parts: ClassVar[tuple[str, ...]]  # the names of the values that `assemble` joins
     _get_moving: ClassVar[Function]  # the dict of fields -> the values of `_moving`, as a tuple
     _get_still: ClassVar[Function]  # the dict of fields -> the values that a step only reads
+    _repr_html_ = tables.folded
 
     @classmethod
     def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
@@ -167,11 +168,6 @@ class TrainState(Clocked):
         from tsunax._state.state_text import state_text
 
         return state_text(self)
-
-    def _repr_html_(self) -> str:
-        from tsunax._core import tables
-
-        return tables.folded(self)
 
 
 def count_in(clock: Any, i: int) -> Any:

@@ -32,10 +32,12 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, st
     is_complex = any(map(jnp.iscomplexobj, seen))
     norm, (kind,) = lambda: guard.global_norm(base(state)), kinds
     try:
-        found = update_bounds.certain(state.plan.update, opt_state, kind, is_complex, weight, norm)
+        is_certain = update_bounds.certain(
+            state.plan.update, opt_state, kind, is_complex, weight, norm
+        )
     except update_bounds.Undeclared as error:
         return None, f"{error} may make an infinite update of a finite gradient"
-    if not isinstance(found, bool):
+    if not isinstance(is_certain, bool):
         is_spread = any(map(guard.is_over_mesh, seen))
-        return (None, "live numbers, over a mesh") if is_spread else (found, "")
-    return (True, "") if found else (None, "its numbers, such as an eps of 0")
+        return (None, "live numbers, over a mesh") if is_spread else (is_certain, "")
+    return (True, "") if is_certain else (None, "its numbers, such as an eps of 0")

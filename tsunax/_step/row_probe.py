@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_context
 
-from tsunax._core import Extra, PyTree, trees
+from tsunax._core import Extra, PyTree, placement, trees
 from tsunax._step.loss_fn import GradientOptions, LossFn, seen_by
 from tsunax.errors import message, warn
 from tsunax.loss import Loss, rows_of
@@ -101,8 +101,6 @@ class RowProbe:
             from tsunax._step.members import of_first_member
 
             state, batch, extra = of_first_member(state, batch, extra)
-        from tsunax._core import placement
-
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
         mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `ts.whole_batch`
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)

@@ -378,7 +378,7 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None and not checks.is_one_of(store, ("files", "orbax")):
         raise WrongTypeError("store", where, trees.describe(store), "'files', 'orbax' or None")
-    # Each import of orbax's home is where a path needs it: a directory of files needs none of it.
+    # Orbax's home is imported for a bucket, or a directory that orbax stores.
     if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
         if store == "files":
             got = f"store='files' for {str(path)!r:.80}"

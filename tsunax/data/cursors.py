@@ -344,10 +344,10 @@ def as_source(data: Iterable[PyTree]) -> Source:
 class Reading:
     """Data that a loop reads, from where it begins; the data that were given follow it.
 
-    With `continues` a new state begins with the first batch, and a trained one where the data are.
-    Without, data begin as in a `for`: a new epoch. A place that was set is the beginning in any
-    case. `batches` are read by a copy with a place of its own, because others may loop over them
-    meanwhile; after each call the data that were given move to that place.
+    With `continues` a new state begins with the first batch, and a trained state at the position
+    that the data have. Without it, data begin as in a `for`: a new epoch. A place that was set is
+    the beginning in any case. `batches` are read by a copy with a place of its own, because others
+    may loop over them meanwhile; after each call the data that were given move to that place.
     """
 
     def __init__(self, data: Any, continues: bool, is_new: bool) -> None:

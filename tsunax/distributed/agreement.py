@@ -3,9 +3,9 @@
 Every process runs the same program over all devices, with its part of the arrays. XLA does not
 check that they agree: other rows, another number of batches or another rate on one process give
 wrong numbers, or a wait for ever. So the processes compare these, over JAX's coordination service:
- settings, functions and data at the start, the program of the first call before it runs,
-batches of other loaders as they come, and changes by a callback. A state on devices of one
-process is not compared.
+settings, functions and data at the start, the program of the first call before it runs, batches of
+other loaders as they come, and changes by a callback. A state on devices of one process is not
+compared.
 """
 
 import dataclasses

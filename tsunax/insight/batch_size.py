@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function, PyTree, checks, processes, tables, trees
+from tsunax._core import Function, PyTree, checks, placement, processes, tables, trees
 from tsunax._step.members import row_axes
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.insight._memory import Need
-from tsunax.program import TrainStep
+from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
@@ -233,8 +233,7 @@ def find_accumulation(
     True
     """
     where = "find_accumulation()"
-    if not isinstance(step, TrainStep):
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step")
+    check_is_train_step(step, where)
     checks.check_count(batch_size, where, "batch_size")
     checks.check_count(multiple_of, where, "multiple_of")
     unit = math.lcm(multiple_of, _parts(state))
@@ -325,4 +324,5 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
 
 def _parts(state: Any) -> int:
     mesh = _memory.mesh_of(state)
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(state, mesh))
+    is_cut = mesh is not None and bool(row_axes(state, mesh))
+    return placement.row_parts(mesh) if is_cut else 1

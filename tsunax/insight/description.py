@@ -21,11 +21,11 @@ from tsunax._step.certainty import certainty
 from tsunax._step.members import over_members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective
 from tsunax.insight._memory import Need
-from tsunax.program import TrainStep
+from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
 from tsunax.states import States, training_states
@@ -118,14 +118,8 @@ def describe(
     (True, True)
     """
     where = "describe()"
-    if not isinstance(step, TrainStep) and not (isinstance(state, States) and callable(step)):
-        raise WrongTypeError(
-            "step",
-            where,
-            got=trees.describe(step),
-            expected="a train_step",
-            fix="Make one: ts.train_step(loss_fn).",
-        )
+    if not (isinstance(state, States) and callable(step)):
+        check_is_train_step(step, where)
     if not isinstance(state, States):
         check_state(state, where, batch)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):

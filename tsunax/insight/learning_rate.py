@@ -18,7 +18,7 @@ from tsunax._step.members import refuse_population
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
-from tsunax.program import TrainStep
+from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop, plots
 from tsunax.run.chunks import Limits
 from tsunax.run.feed import Feed
@@ -145,8 +145,7 @@ def find_learning_rate(
     (True, True, {'learning_rate': 0.1})
     """
     where = "find_learning_rate()"
-    if not isinstance(step, TrainStep):
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step")
+    check_is_train_step(step, where)
     checks.check_count(points, where, "points", least=10)
     if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")

@@ -19,9 +19,9 @@ from tsunax._core.dataflow import source_line
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
 from tsunax._step.members import refuse_population
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError
 from tsunax.insight import _origin
-from tsunax.program import TrainStep, place_state
+from tsunax.program import TrainStep, check_is_train_step, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import States
@@ -139,15 +139,8 @@ def _check_arguments(step: Function, state: Any, batch: PyTree, extra: Extra) ->
     where = "replay()"
     if isinstance(state, States):
         checks.check_all_alive(state, "state")
-    elif not isinstance(step, TrainStep):
-        raise WrongTypeError(
-            "step",
-            where,
-            got=trees.describe(step),
-            expected="a train_step",
-            fix="Make one: ts.train_step(loss_fn).",
-        )
     else:
+        check_is_train_step(step, where)
         check_state(state, where, batch)
     refuse_population(state, where)
     if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):

@@ -230,7 +230,8 @@ class Numbers:
         values = np.asarray(self.values)
         is_adjusted = values[..., 0, :] != values[..., 3, :]
         is_adjusted = is_adjusted.reshape(-1, values.shape[-1]).any(axis=0)
-        return {self.column_names()[column][0] for column in np.flatnonzero(is_adjusted)}
+        names = self.column_names()
+        return {names[column][0] for column in np.flatnonzero(is_adjusted)}
 
     def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.

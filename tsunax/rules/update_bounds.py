@@ -37,7 +37,7 @@ class Undeclared(Exception):
 
 
 class MadeOfRules:
-    """The update of a rule of ours that is made of rules: it says how it combines their bounds."""
+    """A base class of updates that call other updates: `bounded` combines their bounds."""
 
     def bounded(self, survey: Survey, state: Any, bounds: list[Any]) -> list[Any]:
         raise NotImplementedError

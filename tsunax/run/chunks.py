@@ -201,7 +201,7 @@ def place(
     step: Step,
     is_whole: bool = False,
 ) -> tuple[Any, Any]:
-    """Stacked batches, placed where the state is, and the count of those to be read.
+    """Put stacked batches on the devices of the state; also returns the number of steps to run.
 
     Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
     whole on every process stays so. On one device jit places them: that is the fastest way.

@@ -2,7 +2,8 @@
 
     data -> `Reading` (their beginning) -> `Source` (epoch and position) -> feeder -> `Chunk`
 
-A chunk has the batches of one call. Which feeder reads the source is chosen once, in `_feeder_of`:
+A chunk has the batches of one call. `_feeder_of` chooses the feeder that reads the source, at the
+start of a run, and again if a callback moved the state to other devices:
 
     NoBatches       no data: the step makes its own
     SingleBatches   `steps_per_call=None`: one batch, for a step that is called as it is
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, TreeDef, placement
+from tsunax._core import Function, PyTree, Step, TreeDef, placement
 from tsunax._step.members import members_of
 from tsunax.data.cursors import Reading, Source
 from tsunax.data.positions import Data, Positioned, innermost
@@ -62,8 +63,12 @@ class Feed:
         self._reading: Reading = Reading(data, continues_data, is_new)
         self.source: Source = self._reading.source
         self._home: Any = placement.state_sharding(state)
-        self._has_moved, self._has_ended = False, False
-        self._feeder: Feeder = _feeder_of(self.source, step, state, self._home, limits)
+        self._may_have_moved, self._has_ended = False, False
+        is_population = members_of(state) is not None
+        self._choose: Function = lambda home: _feeder_of(
+            self.source, step, is_population, home, limits
+        )
+        self._feeder: Feeder = self._choose(self._home)
 
     @property
     def size(self) -> int:
@@ -101,8 +106,10 @@ class Feed:
         boundary_steps: float = 1,
     ) -> Chunk | None:
         """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
-        if self._has_moved:
-            self._home, self._has_moved = placement.state_sharding(state), False
+        if self._may_have_moved:
+            home, self._may_have_moved = placement.state_sharding(state), False
+            if home != self._home:
+                self._home, self._feeder = home, self._choose(home)
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
         self._reading.follow(has_begun=True)
@@ -114,7 +121,7 @@ class Feed:
 
     def sync(self) -> None:
         """Put the data back to the batch after the last call; the state may move."""
-        self._has_moved = True
+        self._may_have_moved = True
         if (place := self._feeder.forget()) is not None:
             self.source.restore(place)
         self._reading.follow()
@@ -148,9 +155,11 @@ class Feed:
         self._reading.close()
 
 
-def _feeder_of(source: Source, step: Step, state: PyTree, home: Any, limits: Limits) -> Feeder:
-    """The feeder for these data, this state, and these limits."""
-    data, is_population = source.data, members_of(state) is not None
+def _feeder_of(
+    source: Source, step: Step, is_population: bool, home: Any, limits: Limits
+) -> Feeder:
+    """The feeder for these data, a state with this sharding, and these limits."""
+    data = source.data
     if isinstance(limits.steps_per_call, int):  # more room is never filled
         room = int(min(limits.steps_per_call, max(MOST_ROOM, limits.steps)))
         limits = limits._replace(steps_per_call=room)

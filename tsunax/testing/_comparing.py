@@ -14,8 +14,8 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import trees
 from tsunax._step.members import members_of
-from tsunax.errors import CheckError, DataError, HyperparameterError, StateError, WrongTypeError
-from tsunax.program import TrainStep
+from tsunax.errors import CheckError, DataError, HyperparameterError, StateError
+from tsunax.program import TrainStep, check_is_train_step
 from tsunax.state import TrainState, check_state, donated, own
 from tsunax.step import StepInfo
 
@@ -28,8 +28,7 @@ STEPS = 3
 
 
 def check_start(step: Any, state: Any, where: str) -> None:
-    if not isinstance(step, TrainStep):
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step")
+    check_is_train_step(step, where)
     check_state(state, where)
     live_step(state, math.inf, where)
 
