@@ -1077,6 +1077,13 @@ def test_a_line_search_leaves_frozen_leaves_where_they_are():
     assert_trees_close(state.params, closed.params, rtol=1e-6, atol=1e-7)
 
 
+def test_a_rule_without_live_numbers_has_none_that_was_adjusted():
+    make = lambda key: ts.setup(ts.rules.lbfgs(), {"w": jnp.ones(2)})
+    for state in (make(None), ts.population(make, 2)):
+        assert state.numbers.values.shape[-1] == 0
+        assert state.numbers.adjusted_names() == set()
+
+
 def test_lbfgs_cannot_be_frozen_in_part():
     state = ts.setup(ts.rules.lbfgs(), {"a": jnp.ones(2), "b": jnp.ones(2)})
     with pytest.raises(RuleError, match=r"rule at freeze\(\): got lbfgs.*trainable="):

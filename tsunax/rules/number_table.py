@@ -229,7 +229,7 @@ class Numbers:
         """The flat names of numbers that differ from their values at `setup`."""
         values = np.asarray(self.values)
         is_adjusted = values[..., 0, :] != values[..., 3, :]
-        is_adjusted = is_adjusted.reshape(-1, values.shape[-1]).any(axis=0)
+        is_adjusted = is_adjusted.any(axis=tuple(range(is_adjusted.ndim - 1)))  # of any member
         names = self.column_names()
         return {names[column][0] for column in np.flatnonzero(is_adjusted)}
 

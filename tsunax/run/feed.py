@@ -197,7 +197,7 @@ class NoBatches(Feeder):
         steps = limits.steps_per_call
         self._is_looped = steps is not None
         room = steps if isinstance(steps, int) else RESIDENT
-        self.size = int(max(2, min(room, limits.interval, RESIDENT)))
+        self.size: int = int(max(2, min(room, limits.interval, RESIDENT)))
 
     def take(self, demand: Demand) -> Chunk:
         if not self._is_looped:
@@ -243,7 +243,7 @@ class Stacks(Feeder):
         leaves, treedef = jax.tree.flatten(batches)
         form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
         if not form.is_tail:
-            self.size = form.room
+            self.size: int = form.room
         self._ahead = max(1, min(AHEAD, chunks.BUFFER_BYTES // max(form.bytes, 1)))
         return _Block(leaves, treedef, form, epochs, place, demand.steps)
 

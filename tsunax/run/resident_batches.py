@@ -34,7 +34,7 @@ class ResidentRows(Feeder):
 
     def __init__(self, source: Source, most_steps: int, is_population: bool) -> None:
         self._source, self._is_population = source, is_population
-        self.size = max(2, min(len(source.data), most_steps))
+        self.size: int = max(2, min(len(source.data), most_steps))
         self._full_rows = 0  # rows of a batch, but for a short one at the end of an epoch
 
     def take(self, demand: Demand) -> Chunk | None:

@@ -48,7 +48,7 @@ class OneBatch(Feeder):
         epoch = source.epoch
         if self._copies is None:
             leaves, treedef = jax.tree.flatten(source.next())
-            self.size = self._forms.form_of(leaves, treedef, demand.step).room
+            self.size: int = self._forms.form_of(leaves, treedef, demand.step).room
             copies = [with_room(x[None], self.size) for x in leaves]
             stack = fused_loop.Stacked(treedef.unflatten(copies))
             placement.check_devices(stack.batches, home)
