@@ -52,7 +52,7 @@ def devices() -> str:
 
 
 def attempt(title: str, f: Callable[[], str]) -> str:
-    """A part of the report, or why it failed: what is broken is what the report is for."""
+    """A part of the report, or why it failed: users call the report because something is broken."""
     try:
         return f"{title} {f()}"
     except Exception as error:
@@ -60,7 +60,7 @@ def attempt(title: str, f: Callable[[], str]) -> str:
 
 
 def report() -> Iterator[str]:
-    """The lines, each as soon as it is known: what comes next may hang."""
+    """The lines of the report, each as soon as it is made, because the next part may hang."""
     python, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
     yield f"tsunax {ts.__version__}, Python {python}, {system}"
     versions = ((name, version_of(name)) for name in LIBRARIES)
@@ -73,7 +73,7 @@ def report() -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report. The exit status is 1 where a part of it fails."""
+    """Print the report. The exit status is 1 if a part of it fails."""
     about = "Print versions, devices, extras and a self-check of a second, for a report of a bug."
     argparse.ArgumentParser(prog="python -m tsunax", description=about).parse_args(arguments)
     failed = False

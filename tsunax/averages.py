@@ -2,7 +2,7 @@
 averaging).
 
 An average is a float32 tree like the parameters, moved once per applied step. Evaluate with
-`averaged(state)`. This file knows nothing of states.
+`averaged(state)`. This file uses no states.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -34,7 +34,7 @@ class Average:
     warmup: bool = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
     every: int = field(metadata={"static": True})
-    # the decay at each step, in place of the rate
+    # The decay at each step, in place of the rate.
     schedule: Function | None = field(default=None, metadata={"static": True})
 
     def of(self, params: PyTree) -> "Average":
@@ -78,12 +78,14 @@ class Average:
         )
 
 
-def _average(where: str, start: int, every: int, rate: Any = None, warmup: bool = False) -> Average:
+def _average(
+    where: str, start: int, interval: int, rate: Any = None, warmup: bool = False
+) -> Average:
     """An average before its start; without a rate, a uniform one."""
     checks.check_count(start, where, "start", 0)
-    checks.check_count(every, where, "every")
+    checks.check_count(interval, where, "every")
     uniform = rate is None
-    return Average(None, 0, 0.0 if uniform else rate, uniform, warmup, int(start), int(every))
+    return Average(None, 0, 0.0 if uniform else rate, uniform, warmup, int(start), int(interval))
 
 
 def ema(
@@ -91,7 +93,7 @@ def ema(
 ) -> Average:
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
-    `decay` is a number in [0, 1), or a schedule, as of the momentum of BYOL and DINO, which may
+    `decay` is a number in [0, 1), or a schedule, as for the momentum of BYOL and DINO, which may
     reach 1. `start` and `every` are counts of updates. With `warmup` the
     decay is at most (1 + n) / (10 + n) after n averaged params, so that the initial params soon
     lose their weight (as in TensorFlow's ExponentialMovingAverage). Raises WrongTypeError or

@@ -1,4 +1,4 @@
-"""What changes a state between steps beside `adjust` and `freeze`: windows and batch statistics."""
+"""Changes of a state between two steps: `flush` for windows, `update_batch_stats`."""
 
 import dataclasses
 from typing import Any
@@ -48,10 +48,10 @@ def update_batch_stats(loss_fn: Function) -> Function:
 
 
 def flush(state: TrainState) -> TrainState:
-    """Apply what an unfinished window of `accumulate` holds, at the end of an epoch or a run.
+    """Apply the gradient of an unfinished window of `accumulate`, after an epoch or a run.
 
-    It is divided by the weight that it has, not by that of a full window. A state whose windows are
-    empty stays as it is, but for `calls`.
+    The sum in the window is divided by its own weight, not by the weight of a full window. A state
+    with empty windows stays as it is, but for `calls`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=4), {"w": jnp.zeros(2)})
@@ -64,7 +64,7 @@ def flush(state: TrainState) -> TrainState:
         return state
     shardings_of_leaves, shardings = None, placement.mesh_shardings(state)
     if shardings is not None:
-        shardings_of_leaves = shardings.of_leaves  # what it computes stays where it was
+        shardings_of_leaves = shardings.of_leaves  # the result stays on its devices
         state = placement.resharded(state, shardings_of_leaves)
     return jax.jit(_each_flushed, out_shardings=shardings_of_leaves)(state)
 

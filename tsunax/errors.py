@@ -1,8 +1,8 @@
 """The exceptions that tsunax raises, and the words of their messages.
 
 Every error derives from `TsunaxError` and from the built-in that plain Python would have raised, so
-that `except ts.errors.TsunaxError` and `except ValueError` both catch it. All messages have the one
-form that `message` makes: `<what> at <where>: got <got>, expected <expected>. <fix>`.
+that `except ts.errors.TsunaxError` and `except ValueError` both catch it. `message` makes all
+messages, in one form: `<what> at <where>: got <got>, expected <expected>. <fix>`.
 """
 
 import contextlib
@@ -47,16 +47,16 @@ class RuleError(TsunaxError, ValueError):
 
 
 class LossError(TsunaxError, TypeError):
-    """The loss function has a wrong signature, or what it returns is no loss."""
+    """The loss function has a wrong signature, or its result is no loss."""
 
 
 class KeywordError(LossError):
     """The loss function does not name the keyword `name` that a call hands on to it."""
 
-    def __init__(self, text: str, name: str = "", known: Sequence[str] = ()) -> None:
+    def __init__(self, text: str, name: str = "", known_names: Sequence[str] = ()) -> None:
         super().__init__(text)
         self.name = name
-        self.known = known
+        self.known_names = known_names
 
 
 class PatternError(TsunaxError, ValueError):
@@ -180,15 +180,16 @@ def _is_conversion(error: BaseException) -> bool:
 # ----------------------------------------------------------------------------------- nearest names
 
 
-def listed(items: Sequence[str], most: int, joint: str = ", ") -> str:
-    more = [f"and {len(items) - most} more"] if len(items) > most else []
-    return joint.join([*items[:most], *more])
+def listed(items: Sequence[str], limit: int, joint: str = ", ") -> str:
+    ending = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return joint.join([*items[:limit], *ending])
 
 
-def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """The `n` of `known` that `name` was most likely meant to be, best first.
+def nearest(name: str, known_names: Iterable[str], n: int = 3) -> list[str]:
+    """The `n` of `known_names` that `name` was most likely meant to be, best first.
 
-    Those that have the components of `name`, wildcards left out; then by the whole of both.
+    First come names with components like the components of `name`, except wildcards; of equal
+    ones, first the name that is more like `name` as a whole.
     """
     likeness = lambda a, b: difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
     components = [part for part in name.split("/") if part.strip("!*")]
@@ -198,21 +199,25 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
         closest = [max(likeness(component, part) for part in parts) for component in components]
         return sum(closest), likeness(name, known_name)
 
-    return heapq.nlargest(n, known, key=closeness)
+    return heapq.nlargest(n, known_names, key=closeness)
 
 
-def unknown(what: str, where: str, name: str, known: Iterable[str], fix: str = "") -> str:
-    """The message for an unknown name, with the known one that was probably meant.
+def unknown(kind: str, where: str, name: str, known_names: Iterable[str], fix: str = "") -> str:
+    """The message for an unknown name, with the known name that was probably meant.
 
     >>> unknown("name", "adam()", "lr", ["learning_rate", "b1"])
     "name at adam(): got 'lr', expected one of learning_rate, b1. Did you mean 'learning_rate'?"
     """
-    known = list(known)
-    expected = f"one of {listed(known, 20)}" if len(known) > 1 else "".join(known) or "none"
-    return message(what, where, repr(name), expected, f"{hint(name, known)} {fix}".strip())
+    known_names = list(known_names)
+    expected = (
+        f"one of {listed(known_names, 20)}"
+        if len(known_names) > 1
+        else "".join(known_names) or "none"
+    )
+    return message(kind, where, repr(name), expected, f"{hint(name, known_names)} {fix}".strip())
 
 
-def hint(name: str, known: Sequence[str]) -> str:
+def hint(name: str, known_names: Sequence[str]) -> str:
     """The question whether a known name was meant, or where else its effect is; "" for neither.
 
     >>> hint("eta", ["b1", "learning_rate"])
@@ -221,13 +226,15 @@ def hint(name: str, known: Sequence[str]) -> str:
     from tsunax._core.other_words import elsewhere, ours
 
     name = name.strip()
-    initials = [word for word in known if "".join(part[:1] for part in word.split("_")) == name]
-    lower = {word.lower(): word for word in known}
+    initials = [
+        word for word in known_names if "".join(part[:1] for part in word.split("_")) == name
+    ]
+    lower = {word.lower(): word for word in known_names}
     like = lambda cutoff: difflib.get_close_matches(name.lower(), lower, 1, cutoff)
-    words = initials + ours(name, known) + [lower[word] for word in like(0.85)]
+    words = initials + ours(name, known_names) + [lower[word] for word in like(0.85)]
     if not words and (advice := elsewhere(name)):
         return advice
-    # most slips keep the first letter, and three letters of four are alike by chance: temp and step
+    # Most typing errors keep the first letter. Three of four letters agree by chance: temp, step.
     words += [lower[word] for word in like(0.8)]
     words += [lower[word] for word in like(0.65) if word[:1] == name[:1].lower()]
     return "".join(f"Did you mean {word!r}?" for word in words[:1])
@@ -236,7 +243,7 @@ def hint(name: str, known: Sequence[str]) -> str:
 def missing_name(owner: str, names: Sequence[str]) -> Callable[[str], Never]:
     """The `__getattr__` of a module or class: an AttributeError with names like the missing one.
 
-    Set in `globals()`: type checkers that see a `__getattr__` take every name for known.
+    Set it in `globals()`: type checkers that see a `__getattr__` accept every name.
     """
 
     def fail(name: str) -> Never:

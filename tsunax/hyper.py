@@ -217,7 +217,7 @@ def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
 
 
 def _matched(state: TrainState, where: Where) -> frozenset[Any]:
-    """Key paths of the leaves that `where` matches; of all, also leaves that wrappers made."""
+    """Key paths of the leaves that `where` matches; if it matches all, also leaves of wrappers."""
     flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True), "It has no hyperparameters.")
@@ -229,7 +229,7 @@ def _matched(state: TrainState, where: Where) -> frozenset[Any]:
 
 
 def _table(state: TrainState) -> Numbers:
-    assert state.numbers is not None  # else there was nothing to adjust
+    assert state.numbers is not None  # the caller has checked it
     return state.numbers
 
 
@@ -254,7 +254,7 @@ class _Hit(NamedTuple):
 def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, dict[str, str]]:
     """`{index of a live state: {name of a value: name in the rule}}` of the states to adjust.
 
-    These are all that have matched leaves if there are no values.
+    Without values: all live states that have matched leaves.
     """
     lives = _table(state).layout.lives
     visible = matched.union(trees.paths(trained_part(state)))
@@ -280,7 +280,7 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
     for value_name in values:
         index, _, name = value_name.rpartition(".")
         named_hits = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
-        if not index:  # if a rule is around a rule, the plain name belongs to the outer rule
+        if not index:  # if one rule wraps another, the plain name belongs to the outer rule
             outer = frozenset().union(*(hit.leaves for hit in named_hits if not hit.rule))
             named_hits = [hit for hit in named_hits if not hit.rule or not hit.leaves & outer]
         for hit in named_hits:
@@ -369,7 +369,7 @@ def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tup
 
 
 def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
-    """Put `host` on the devices of `old`, committed if `old` is: else the step compiles again."""
+    """`host` on the devices of `old`, committed like `old`, so that the step does not recompile."""
     if not getattr(old, "committed", False):
         return jax.device_put(host)
     return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
@@ -422,9 +422,9 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
     elif isinstance(values, np.ndarray):
         values = _on_devices_of(old, values)
     for column, (live, i, value) in cells.items():
-        # only a schedule is held: a number that is set to itself is as before
+        # Row 2 is 1 if a value overrides a schedule. A number without a schedule keeps its 0.
         rows = {2: value is not None and live.schedules[i] is not None}
-        if value is not None:  # with its complement: `rules/number_table.py`
+        if value is not None:  # row 1 is 1 - value: see `rules/number_table.py`
             lib, dtype = (np, np.float64) if is_concrete else (jnp, values.dtype)
             exact = lib.asarray(value, dtype)
             rows |= {0: exact, 1: 1 - exact}

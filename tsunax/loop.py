@@ -5,7 +5,7 @@
     state, infos = run_epoch(step, state, data)               an epoch in a few compiled loops
     state, infos = run_steps(step, state, batches)            k steps in one (`run/fused_loop.py`)
 
-All of them give the same numbers.
+The four functions give the same numbers.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -66,7 +66,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     k = _length_of(batches)
     checks.check_arrays(batches, "batches", "Leave it out, or turn it into numbers.")
     batches = owned(batches, "batches")  # the caller may refill them while the program runs
-    # XLA unrolls a loop of one, to other bits: a buffer of two, of which one is read
+    # XLA unrolls a loop over one batch, which changes bits. So the buffer has room for two batches.
     batches = jax.tree.map(lambda x: chunks.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
     feed, n = chunks.place(fused_loop.Stacked(batches), k, home, step=step)
@@ -138,8 +138,8 @@ def iterate(
     """The loop as a generator: `for state, info in iterate(step, state, data, steps=1000)`.
 
     Yields after every `steps_per_call` steps and after the last batch of an epoch, with the info of
-    the last step. The next step consumes the state that was yielded: copy what you want to keep.
-    Send another one, and the loop continues with it. `epochs`, in place of `steps`, counts epochs
+    the last step. The next step consumes the state that was yielded: copy the arrays that you keep.
+    If you send a state, the loop continues with it. `epochs`, in place of `steps`, counts epochs
     of the data; `extra` goes to every step.
 
     Raises WrongTypeError unless one of `steps` and `epochs` is given, DataError for data without a
@@ -201,14 +201,16 @@ def fit(
         for batch in data:
             state, info = step(state, batch)
 
-    The state given is consumed; only `history` and the position of `data` change beside it.
+    The given state is consumed. Of the other arguments, only `history` and the position of `data`
+    change.
 
     Args:
       step: a `train_step`, or any function `(state, batch, **extra) -> (state, info)` that JAX can
         trace; its state may be any pytree, for example `States`, several states as one run.
-      data: `batches(...)`, or any iterable of batches; None for a step whose data come from the
+      data: `batches(...)`, or any iterable of batches; None for a step that makes its data from the
         state: it is called as `step(state)`, or with None for a batch, and there are no epochs. A
-        new state (`state.calls == 0`) begins at the first batch, a trained one where the data are.
+        new state (`state.calls == 0`) begins at the first batch, a trained state at the position
+        of the data.
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
@@ -219,21 +221,22 @@ def fit(
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
-        resume. A state that is further than the newest checkpoint goes on instead, with a warning.
+        resume. A state that is further than the newest checkpoint is kept instead, with a warning.
         A run that reached its goal, or that a callback stopped, is over for the same call.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
       fast_forward: whether data without a position (a list, a generator) may be read up to it.
       progress: whether to show it on stderr: a bar on a terminal, a line in notebooks, else lines.
-      log_every: a row of the history every so many steps; the first and the last step have one too.
+      log_every: steps from one row of the history to the next; the first and the last step have a
+        row, too.
       steps_per_call: steps in one call of the compiled loop; "auto" follows the time that a step
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
       max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback once; no logger, no checkpoint.
       history: a `History` to add rows to.
-      extra: arguments for `step` by name: `step(state, batch, **extra)`. A callback may put others
-        in, `extra["scale"] = 0.5`; what it changes within an array is not seen.
+      extra: arguments for `step` by name: `step(state, batch, **extra)`. A callback may replace
+        them, `extra["scale"] = 0.5`; changes within an array have no effect.
 
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
@@ -242,10 +245,10 @@ def fit(
     the failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, functions, the program
-    of the step, data and changes by callbacks: all raise ProcessError if one differs. Numbers of
-    `evaluate` are those of process 0.
+    of the step, data and changes by callbacks: all raise ProcessError if one differs. All use the
+    numbers of `evaluate` of process 0.
 
-    Raises WrongTypeError for what it cannot work with, before anything is compiled; DataError for
+    Raises WrongTypeError for unsuitable arguments, before anything is compiled; DataError for
     data that gives no batch or ends before the goal; NonFiniteError.
 
     >>> import jax.numpy as jnp
@@ -295,11 +298,11 @@ def fit(
         if fitting.has_nothing_to_do():
             warn(opening.nothing_to_do(fitting, saver))
             return run.state, run.history
-        is_over = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
-        run.rows.reopen(run.step, is_over or fitting.beginning.has_open_row)
+        is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
+        run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
         # SIGTERM, too, ends the run after its call if there is something to save or to end together
-        waits = saver is not None or fitting.agreement.spans
-        signals = (signal.SIGINT, signal.SIGTERM) if waits else (signal.SIGINT,)
+        takes_sigterm = saver is not None or fitting.agreement.spans
+        signals = (signal.SIGINT, signal.SIGTERM) if takes_sigterm else (signal.SIGINT,)
         try:
             with Interrupt(*signals) as interrupt, fitting.parts_begun():
                 _train(fitting, interrupt)
@@ -308,19 +311,19 @@ def fit(
             raise
         if dry_run:
             fitting.feed.return_data()
-    # a signal that came too late to tell the other processes: again, as if it came after `fit`
+    # The signal came too late for the other processes. Send it again, as if it came after `fit`.
     if interrupt.asked and not fitting.signal and fitting.agreement.spans:
         os.kill(os.getpid(), interrupt.asked)
-    asked = fitting.signal or interrupt.asked
-    if asked == signal.SIGTERM:
+    signal_number = fitting.signal or interrupt.asked
+    if signal_number == signal.SIGTERM:
         raise with_state(SystemExit(128 + signal.SIGTERM), run)
-    if asked and not in_notebook():
+    if signal_number and not in_notebook():
         raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
     return run.state, run.history
 
 
 def _closed(fitting: Fit) -> None:
-    """Close the data; an interrupt while that waits has the state, too."""
+    """Close the data; an interrupt during that wait has `error.state`, too."""
     try:
         fitting.feed.close()
     except BaseException as error:
@@ -332,11 +335,11 @@ def _train(fitting: Fit, interrupt: Interrupt) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
     for calls in fitting.caller.calls(lambda: fitting.next_chunks(interrupt)):
-        if calls:  # they are under way; at the end of an epoch there are none
-            fitting.dispatched()  # the numbers of the calls before them are read meanwhile
+        if calls:  # The device runs them. At the end of an epoch there are no calls.
+            fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
         if fitting.feed.ended():
             fitting.epoch_ended()
-        # before a signal may end the run: a resumed one does not go back to this step
+        # This comes before a signal may end the run: a resumed run does not repeat this boundary.
         if fitting.steps_to_boundary() == 0:
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
     fitting.end(interrupt)

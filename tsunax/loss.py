@@ -1,4 +1,4 @@
-"""What a loss function returns: a scalar, or a sum and its weight with metrics and model state."""
+"""The result of a loss function: a scalar, or a sum and its weight, metrics and model state."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
@@ -22,21 +22,21 @@ from tsunax.errors import LossError, message
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StaticWeight:
-    """A weight that shapes tell, as part of a tree's structure.
+    """A weight that follows from shapes, as part of a tree's structure.
 
-    So it leaves a program or a scan without an array, which would cost XLA:CPU 15 us a step.
+    A program or a scan returns it without an array, which would cost XLA:CPU 15 us a step.
     """
 
     value: np.float32
 
     @classmethod
-    def of(cls, weight: Scalar) -> StaticWeight | None:
-        """None for the weight of an array, which may have no value yet."""
+    def unless_array(cls, weight: Scalar) -> StaticWeight | None:
+        """The weight if it is a number. None if it is an array, which may have no value yet."""
         return None if isinstance(weight, jax.Array) else cls(np.float32(weight))
 
 
 class Term(NamedTuple):
-    """One of the means that a Loss of several weights adds up."""
+    """One mean of a Loss that is a sum of means with different weights."""
 
     total: Scalar
     weight: Scalar
@@ -45,19 +45,19 @@ class Term(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class Loss:
-    """What a loss function returns when a plain scalar is not enough: a **sum** and its weight.
+    """The result of a loss function if a plain scalar is not enough: a **sum** and its weight.
 
-    `Loss.mean(values, where)` is the usual way to make one. `Loss(total, weight)` is for sums of
-    your own: the loss is `total / weight`, over any number of micro-batches, devices and batches.
+    `Loss.mean(values, where)` is the usual way to make one. `Loss(total, weight)` is for sums that
+    you compute: the loss is `total / weight`, over all micro-batches, devices and batches.
     Weights and masks are data: no gradient flows through them. If weights are learned, return a
     scalar, `jnp.sum(w * values) / jnp.sum(w)`.
 
     `loss + penalty` and `0.5 * loss` change the mean and keep the weight. `float(loss)` and
-    `f"{loss:.3f}"` show the mean. Two losses can be added whatever their weights: each mean, and
-    each metric, stays under its own mask over micro-batches, devices and batches, where a mean
-    without any weight adds nothing. Then `weight` is the larger of the two. By that weight
-    `rules.accumulate` averages the gradients of several calls, in each of which both means were
-    divided already: under masks cut one batch instead, `train_step(accumulate=n)`.
+    `f"{loss:.3f}"` show the mean. Two losses with different weights can be added: each mean, and
+    each metric, keeps its own mask over micro-batches, devices and batches; a mean without any
+    weight adds nothing. Then `weight` is the larger of the two. `rules.accumulate` uses that weight
+    for the mean of the gradients of several calls, although each call has divided both means
+    already: under masks, cut one batch instead, `train_step(accumulate=n)`.
 
     `metrics` are scalars (weighed like the loss) or objects with `merge` and `compute`, by name.
     `model_state` is the new one. A step sets the other fields: `mean_value`, `dropped`,
@@ -65,19 +65,19 @@ class Loss:
     """
 
     total: Scalar  # scalar: Σ weight · loss
-    weight: Scalar = None  # scalar: Σ weight (tokens, rows). None beside `mean_value`: the rows
+    weight: Scalar = None  # scalar: Σ weight (tokens, rows). None with a `mean_value`: the rows
     metrics: Mapping[str, Any] = field(default_factory=dict)
     model_state: PyTree = None
     mean_value: Scalar = None  # the mean itself, if the loss function returned a scalar
-    # f32[micro-batches]: the weight of each one that was left out under "drop", else 0
+    # f32[micro-batches]: the weight of each micro-batch that "drop" left out, 0 for the rest
     dropped: jax.Array | None = None
     # the new values of leaves that their gradient replaces (flax's fp8), in the tree of params
     overwritten: PyTree = None
-    noise_scale: Any = None  # a `microbatches.NoiseScale`, if it was asked for
+    noise_scale: Any = None  # a `microbatches.NoiseScale`, under `noise_scale=True`
 
-    terms: tuple[Term, ...] = ()  # all its means, if they have weights of their own
+    terms: tuple[Term, ...] = ()  # all its means, if their weights differ
 
-    # the mask that `mean` was given and its number of values; no program returns it
+    # The mask given to `mean`, and its number of values. No program returns it.
     _where: ClassVar[tuple[Any, int] | None] = None
 
     @classmethod
@@ -126,9 +126,9 @@ class Loss:
         is_like = lambda m: trees.is_array(m) and jnp.shape(m) == values.shape != ()
         metrics = {k: Mean.of(m, where) if is_like(m) else m for k, m in (metrics or {}).items()}
         loss = cls(total, weight, metrics, model_state)
-        return loss if where is None else loss._with(_where=(where, values.size))
+        return loss if where is None else loss._with_fields(_where=(where, values.size))
 
-    def _with(self, **fields: Any) -> Loss:
+    def _with_fields(self, **fields: Any) -> Loss:
         """A copy with other fields, which remembers its mask."""
         mask = fields.pop("_where", self._where)
         loss = dataclasses.replace(self, **fields)
@@ -136,7 +136,7 @@ class Loss:
         return loss
 
     def merge(self, other: Loss) -> Loss:
-        """The loss of this batch and of `other` together; the model state is that of `other`.
+        """The loss of this batch and of `other` together, with the model state of `other`.
 
         `a.merge(b).compute()` is the mean over the rows of both. Raises LossError if they have
         metrics of different names, or if one has no weight.
@@ -170,9 +170,10 @@ class Loss:
         return self.mean_in(self) if self.terms else self.total / self.weight
 
     def mean_in(self, whole: Loss) -> jax.Array:
-        """The mean of one of the parts of a `whole` with several terms.
+        """The mean of this part of a `whole` with several terms.
 
-        Parts have its mean on average, by weight: each term is divided by its weight in the whole.
+        Each term is divided by its weight in the whole, so that the weighted mean of all parts is
+        the mean of the whole.
         """
         mean: Any = 0
         for (total, _), (_, weight) in zip(self.terms, whole.terms, strict=True):
@@ -199,27 +200,31 @@ class Loss:
         texts = [f"{name}={number_text(x)}".lstrip("=") for name, x in parts.items()]
         return f"Loss({', '.join(texts)})"
 
-    def __add__(self, other: Loss | ArrayLike) -> Loss:
+    def __add__(self, addend: Loss | ArrayLike) -> Loss:
         """The sum of two means; a scalar is a penalty, and weighs as much as the loss."""
-        if not isinstance(other, Loss):
-            _check_number(other, "+")
-            return self._plus(other)
-        metrics = {**self.metrics, **other.metrics}
-        if other.weight is None:
-            new = self._plus(other.compute())
+        if not isinstance(addend, Loss):
+            _check_number(addend, "+")
+            return self._plus(addend)
+        metrics = {**self.metrics, **addend.metrics}
+        if addend.weight is None:
+            new = self._plus(addend.compute())
         elif self.weight is None:
-            new = other._plus(self.compute())
-        elif not (self.terms or other.terms) and (
-            self.weight is other.weight
-            or StaticWeight.of(self.weight) == StaticWeight.of(other.weight) is not None
+            new = addend._plus(self.compute())
+        elif not (self.terms or addend.terms) and (
+            self.weight is addend.weight
+            or StaticWeight.unless_array(self.weight)
+            == StaticWeight.unless_array(addend.weight)
+            is not None
         ):
-            means = self.mean_value, other.mean_value
-            mean = None if None in means else self.mean_value + other.mean_value
-            new = self._with(total=self.total + other.total, mean_value=mean)
-        elif self._where and other._where and self._where[0] is other._where[0]:
-            new = self._with(total=self.total + other.total * (self._where[1] / other._where[1]))
+            means = self.mean_value, addend.mean_value
+            mean = None if None in means else self.mean_value + addend.mean_value
+            new = self._with_fields(total=self.total + addend.total, mean_value=mean)
+        elif self._where and addend._where and self._where[0] is addend._where[0]:
+            new = self._with_fields(
+                total=self.total + addend.total * (self._where[1] / addend._where[1])
+            )
         else:
-            losses = self, other
+            losses = self, addend
             metrics = {
                 name: _as_metric(name, m, loss.weight)
                 for loss in losses
@@ -228,12 +233,12 @@ class Loss:
             first, second = (loss.terms or (Term(loss.total, loss.weight),) for loss in losses)
             new = dataclasses.replace(
                 self,
-                total=self.total + other.total,
+                total=self.total + addend.total,
                 weight=jnp.maximum(*(jnp.float32(loss.weight) for loss in losses)),
                 mean_value=None,
                 terms=(*first, *second),
             )
-        if twice := [name for name in self.metrics if name in other.metrics]:
+        if twice := [name for name in self.metrics if name in addend.metrics]:
             raise LossError(
                 f"metric {twice[0]!r}",
                 "Loss + Loss",
@@ -241,7 +246,7 @@ class Loss:
                 expected="one",
                 fix="Rename one of them.",
             )
-        if self.model_state is not None and other.model_state is not None:
+        if self.model_state is not None and addend.model_state is not None:
             raise LossError(
                 "model_state",
                 "Loss + Loss",
@@ -249,8 +254,8 @@ class Loss:
                 expected="one",
                 fix="Give it to the second one alone, which was computed from the first one's.",
             )
-        state = other.model_state if self.model_state is None else self.model_state
-        return new._with(metrics=metrics, model_state=state)
+        state = addend.model_state if self.model_state is None else self.model_state
+        return new._with_fields(metrics=metrics, model_state=state)
 
     __radd__ = __add__
 
@@ -259,17 +264,17 @@ class Loss:
         if self.weight is None and mean is None:
             raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if self.weight is None:
-            return self._with(total=mean, mean_value=mean)
+            return self._with_fields(total=mean, mean_value=mean)
         term = Term(x * self.weight, self.weight)
         terms = (*self.terms, term) if self.terms else ()
-        return self._with(total=self.total + term.total, mean_value=mean, terms=terms)
+        return self._with_fields(total=self.total + term.total, mean_value=mean, terms=terms)
 
     def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""
         _check_number(x, "*")
         mean = None if self.mean_value is None else self.mean_value * x
         terms = tuple(Term(term.total * x, term.weight) for term in self.terms)
-        return self._with(total=self.total * x, mean_value=mean, terms=terms)
+        return self._with_fields(total=self.total * x, mean_value=mean, terms=terms)
 
     __rmul__ = __mul__
 
@@ -280,11 +285,11 @@ class Loss:
     def __neg__(self) -> Loss:
         return self * -1
 
-    def __sub__(self, other: Loss | Scalar) -> Loss:
-        return self + -other
+    def __sub__(self, subtrahend: Loss | Scalar) -> Loss:
+        return self + -subtrahend
 
-    def __rsub__(self, other: Loss | ArrayLike) -> Loss:
-        return -self + other
+    def __rsub__(self, minuend: Loss | ArrayLike) -> Loss:
+        return -self + minuend
 
 
 _NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
@@ -310,7 +315,7 @@ def number_text(x: Any) -> str:
 
 
 def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
-    """The `Loss` behind what a loss function returned, with weight and metrics, or LossError."""
+    """The `Loss` behind the result of a loss function, with weight and metrics, or LossError."""
     out = loss_of(out)
     _check_scalar("total", "loss_fn", out.total)
     if out.weight is None and out.mean_value is None:
@@ -324,8 +329,8 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     _check_metrics(out.metrics, "loss_fn")
-    # A NumPy scalar if shapes tell it: then no program has to return it. In `jax.export` shapes
-    # may be symbols.
+    # A weight that follows from shapes is a NumPy scalar, which no program has to return. In
+    # `jax.export` shapes may be symbols.
     as_weight = np.float32 if type(rows) is int else jnp.float32
     weight = _float_weight(as_weight(rows) if out.weight is None else out.weight)
     mean = None if out.mean_value is None else jnp.asarray(out.mean_value)
@@ -435,12 +440,12 @@ def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
 
 def _share(mean: Scalar, weight: Scalar) -> Scalar:
     """Mean times weight, the part of a mean in a total; 0 for a weight of 0, even if it is 0/0."""
-    is_known = not isinstance(weight, jax.Array)
-    return mean * weight if is_known else jnp.where(weight != 0, mean * weight, 0)
+    is_static = not isinstance(weight, jax.Array)
+    return mean * weight if is_static else jnp.where(weight != 0, mean * weight, 0)
 
 
 def uneven(batch: PyTree) -> str:
-    """The message for a batch whose leaves differ in their rows or have none; "" if all agree."""
+    """The message for leaves of a batch that differ in their rows, or have none; else ""."""
     leaves = trees.leaves_at("batch", batch)
     arrays = [(path, np.shape(x)) for path, x in leaves if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
@@ -481,6 +486,6 @@ def as_update_loss(loss: Loss | Maybe) -> Loss:
 
 
 def check_model_state(new: PyTree, old: PyTree) -> None:
-    """Raise StateError unless the state can carry what the loss function returned."""
+    """Raise StateError unless the state can carry the model state of the loss function."""
     fix = "Give setup(..., model_state=...)." if old is None else "A step keeps its structure."
     checks.check_like("model_state", new, old, fix)

@@ -1,12 +1,12 @@
-"""Losses: optax's under their own names, and others that Flux.Losses has and optax lacks.
+"""Losses: optax's under their own names, and losses of Flux.Losses that optax lacks.
 
 A loss returns one number per example, without averaging: `ts.Loss.mean(values, mask)` does that.
 Regressions and binary losses are element-wise. Class losses return one number per row; the classes
 are on the last axis unless `axis=` says otherwise.
 
 optax's losses are re-exported as they are, except that negative integer labels give NaN instead of
-classes from the end. The losses defined here compute in float32 (float64 stays), whatever the
-input, and return it; the gradient has the input's dtype. Predictions and targets must have one
+classes from the end. The losses defined here compute in float32 for inputs of any dtype (float64
+stays), and return it; the gradient has the input's dtype. Predictions and targets must have one
 shape: nothing is broadcast, and another shape raises LossError. 0·log 0 is 0, and the gradient is
 finite wherever the value is.
 """
@@ -154,8 +154,8 @@ def squared_hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike) -> jax.
     >>> squared_hinge_loss([0.5, 0.5, 2.0], [1, -1, 1]).tolist()
     [0.25, 2.25, 0.0]
     """
-    given = {"predictor_outputs": predictor_outputs, "targets": targets}
-    outputs, targets = _pair("squared_hinge_loss", **given)
+    arrays_by_name = {"predictor_outputs": predictor_outputs, "targets": targets}
+    outputs, targets = _pair("squared_hinge_loss", **arrays_by_name)
     return jnp.square(jnp.maximum(1 - outputs * targets, 0))
 
 
@@ -182,8 +182,8 @@ def binary_focal_loss(
 ) -> jax.Array:
     """(y·(1 - p) + (1 - y)·p)^gamma · `binary_cross_entropy`, element by element.
 
-    `probabilities` p, `labels` y, `epsilon` and LossError are those of `binary_cross_entropy`,
-    which is gamma = 0. On logits: optax's `sigmoid_focal_loss`, which can also
+    `probabilities` p, `labels` y, `epsilon` and LossError are as in `binary_cross_entropy`, the
+    loss for gamma = 0. On logits: optax's `sigmoid_focal_loss`, which can also
     weigh the classes (`alpha`). Lin et al., Focal Loss for Dense Object Detection, 2017.
 
     >>> binary_focal_loss([0.5, 0.75], [1, 1]).tolist()  # log(2) / 4; log(4/3) / 16
@@ -234,7 +234,7 @@ def kl_divergence_with_probabilities(
 
     Both are probabilities [..., classes] of one shape (else LossError), the classes on `axis`.
     optax's `kl_divergence` takes the logarithms of the predictions, and
-    `kl_divergence_with_log_targets` those of both. `epsilon` as in `cross_entropy`.
+    `kl_divergence_with_log_targets` the logarithms of both. `epsilon` as in `cross_entropy`.
 
     >>> kl_divergence_with_probabilities([[0.5, 0.5]], [[1.0, 0.0]]).tolist()  # log(2)
     [0.693...]
@@ -322,7 +322,7 @@ def squared_dice_loss(
 ) -> jax.Array:
     """1 - (2·Σ p·y + smooth) / (Σ p² + Σ y² + smooth): the dice loss of V-Net.
 
-    optax's `dice_loss` has Σ p + Σ y below and takes logits; on probabilities that one is
+    optax's `dice_loss` has Σ p + Σ y below and takes logits; the same loss on probabilities is
     `tversky_loss(beta=0.5)`. `probabilities` p, `labels` y, `smooth`, `axis` and LossError as in
     `tversky_loss`. Milletari et al., V-Net, 2016.
 
@@ -360,26 +360,26 @@ def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 def _pair(loss: str, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Predictions and targets in one shape and one dtype, float32 or wider. Raises LossError."""
-    (given, x), (wanted, y) = ((name, jnp.asarray(x)) for name, x in named.items())
-    for name, array in ((given, x), (wanted, y)):
+    (x_name, x), (y_name, y) = ((name, jnp.asarray(x)) for name, x in named.items())
+    for name, array in ((x_name, x), (y_name, y)):
         if jnp.issubdtype(array.dtype, np.complexfloating):
             raise LossError(name, f"{loss}()", f"dtype {array.dtype}", "real numbers")
     if x.shape != y.shape:
-        got, expected = f"{y.dtype} of shape {y.shape}", f"shape {x.shape}, that of {given}"
+        got, expected = f"{y.dtype} of shape {y.shape}", f"shape {x.shape}, that of {x_name}"
         fix = "Nothing is broadcast."
         if jnp.issubdtype(y.dtype, np.integer) and y.ndim == x.ndim - 1:
-            fix = f"For class indices: jax.nn.one_hot({wanted}, classes)."
-        raise LossError(wanted, f"{loss}()", got, expected, fix)
+            fix = f"For class indices: jax.nn.one_hot({y_name}, classes)."
+        raise LossError(y_name, f"{loss}()", got, expected, fix)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(dtype), y.astype(dtype)
 
 
-def _epsilon(epsilon: Maybe, given: ArrayLike) -> ArrayLike:
-    """The machine epsilon of the dtype that a loss computes in, unless given."""
+def _epsilon(epsilon: Maybe, array: ArrayLike) -> ArrayLike:
+    """`epsilon`, or by default the machine epsilon of the dtype in which a loss computes."""
     if epsilon is not None:
         return epsilon
-    # the gradient goes back to float16, in which 1 / epsilon of float32 is infinite
-    dtype = trees.dtype_of(given)
+    # The gradient becomes float16, in which 1 / (the epsilon of float32) is infinite.
+    dtype = trees.dtype_of(array)
     return float(jnp.finfo(dtype if dtype in (np.float16, np.float64) else np.float32).eps)
 
 

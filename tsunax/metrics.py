@@ -5,13 +5,13 @@ end, so that a mean over micro-batches, devices or batches is never a mean of me
 
 A metric is a value with three methods: `empty()`, `merge(other)`, `compute()`. The metrics below
 are made by `of(predictions, targets, where=None)`; any object with `merge` and `compute` can be
-used instead (clu.metrics, metrax, a class of yours). `where` is a mask or weights over the leading
+used instead (clu.metrics, metrax, your class). `where` is a mask or weights over the leading
 axes, as in `Loss.mean`; elements of weight 0 may be NaN. Any other NaN makes the result NaN, and so
 does a target that is not one of the classes.
 
-Sums and counts are float32 whatever comes in (float64 under x64). A count is exact up to 2²⁴ = 16.8
-million; beyond, each merge rounds it by at most 6e-8 of itself, and a batch adds nothing once the
-count is 2²⁴ times its own.
+Sums and counts are float32 for inputs of any dtype (float64 under x64). A count is exact up to 2²⁴
+= 16.8 million; beyond, each merge rounds it by at most 6e-8 of itself, and a batch adds nothing
+once the count is 2²⁴ times the count of the batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _Metric = TypeVar("_Metric")
 
 def _add(self: _Metric, other: _Metric) -> _Metric:
     """The metric of the rows of `self` and `other`; LossError unless class and shapes are equal."""
-    ours, theirs = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
-    if jax.tree.structure(self) != jax.tree.structure(other) or ours != theirs:
+    shapes, other_shapes = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
+    if jax.tree.structure(self) != jax.tree.structure(other) or shapes != other_shapes:
         place, expected = f"{type(self).__name__}.merge()", f"{trees.describe(self)}, made alike"
         raise LossError("other", place, trees.describe(other), expected)
     return jax.tree.map(operator.add, self, other)
@@ -108,11 +108,11 @@ def _class_ids(
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
     has_scores = predictions.ndim > targets.ndim
-    for what, x in (("targets", targets), ("predictions", predictions)):
+    for name, x in (("targets", targets), ("predictions", predictions)):
         is_ids = jnp.issubdtype(x.dtype, np.integer) or x.dtype == np.bool_
-        if not is_ids and not (has_scores and what == "predictions"):
+        if not is_ids and not (has_scores and name == "predictions"):
             fix = "One-hot targets: .argmax(-1). Binary scores: logits > 0."
-            raise LossError(what, place, trees.describe(x), "class ids, int or bool", fix)
+            raise LossError(name, place, trees.describe(x), "class ids, int or bool", fix)
     shape, n = targets.shape, predictions.shape[-1] if has_scores else classes
     if predictions.shape[: targets.ndim] != shape or predictions.ndim > targets.ndim + 1:
         expected = f"{shape}, class ids as in targets, or {(*shape, 'classes')}, scores"
@@ -122,8 +122,8 @@ def _class_ids(
     return predictions, targets.astype(jnp.int32), n
 
 
-def _at(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """The score of each target; NaN for one that is no class."""
+def _target_scores(scores: jax.Array, targets: jax.Array) -> jax.Array:
+    """The score of each target; NaN for a target that is no class."""
     targets = jnp.where(targets < 0, scores.shape[-1], targets)  # -1 would be the last class
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
 
@@ -134,10 +134,12 @@ def _hits(predictions: ArrayLike, targets: ArrayLike, k: int, place: str) -> jax
     if classes is None:
         return (predictions == targets).astype(jnp.float32)
     ids = jnp.arange(classes).reshape(*(1,) * targets.ndim, classes)
-    own = _at(predictions, targets)[..., None]
-    before = (predictions > own) | ((predictions == own) & (ids < targets[..., None]))
-    known = (targets >= 0) & (targets < classes) & ~jnp.any(jnp.isnan(predictions), axis=-1)
-    return jnp.where(known, (jnp.sum(before, axis=-1) < k).astype(jnp.float32), jnp.nan)
+    target_score = _target_scores(predictions, targets)[..., None]
+    is_ahead = (predictions > target_score) | (
+        (predictions == target_score) & (ids < targets[..., None])
+    )
+    is_valid = (targets >= 0) & (targets < classes) & ~jnp.any(jnp.isnan(predictions), axis=-1)
+    return jnp.where(is_valid, (jnp.sum(is_ahead, axis=-1) < k).astype(jnp.float32), jnp.nan)
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,9 @@ class Perplexity(_OfMean):
             expected = f"logits of shape {(*targets.shape, 'classes')}"
             raise LossError("predictions", place, trees.describe(logits), expected)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return cls(Mean(*weighted_sum(-_at(jax.nn.log_softmax(logits), targets), where, place)))
+        return cls(
+            Mean(*weighted_sum(-_target_scores(jax.nn.log_softmax(logits), targets), where, place))
+        )
 
     def compute(self) -> jax.Array:
         """The perplexity, a float32 scalar; NaN if there are no rows."""
@@ -250,14 +254,14 @@ def _confusion(
     if n is None:
         fix = "Class ids do not tell how many there are."
         raise LossError("classes", place, "None", "the number of classes", fix)
-    known = (targets >= 0) & (targets < n)
+    is_valid = (targets >= 0) & (targets < n)
     if predictions.ndim > targets.ndim:
-        known &= ~jnp.any(jnp.isnan(predictions), axis=-1)
+        is_valid &= ~jnp.any(jnp.isnan(predictions), axis=-1)
         predictions = jnp.argmax(predictions, axis=-1)
     predictions = predictions.astype(jnp.int32)
-    known &= (predictions >= 0) & (predictions < n)
+    is_valid &= (predictions >= 0) & (predictions < n)
     weights = _weights(where, jnp.zeros(targets.shape), place)
-    weights = jnp.where(known | (weights == 0), weights, jnp.nan)
+    weights = jnp.where(is_valid | (weights == 0), weights, jnp.nan)
     counts = _sums_by_cell(targets.ravel(), predictions.ravel(), weights.ravel(), n)
     return counts + 0 * jnp.sum(weights)  # a NaN spoils all, also if its cell was dropped
 
@@ -266,9 +270,9 @@ def _sums_by_cell(rows: jax.Array, columns: jax.Array, weights: jax.Array, n: in
     """f32[n, n]: the sum of the weights of each cell.
 
     A scatter adds one weight after the other, and a float32 sum stops growing at 2²⁴ times its
-    addend. So each block of elements has sums of its own, which are then added in pairs. Within a
-    block, multiples of a power of two, of which 2²³ are the largest sum, add up without rounding;
-    the small remainders of the weights have sums beside them.
+    addend. So each block of elements is summed alone, and the sums are then added in pairs. Within
+    a block, weights are rounded to multiples of a unit. Sums of up to 2²³ units have no rounding.
+    The small remainders of the weights are summed separately.
     """
     block = max(1 << 14, n * n)  # the sums of all blocks need no more memory than the elements
     largest = jnp.max(jnp.abs(weights), initial=0)
@@ -332,8 +336,8 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _check_average(average: object, classes: int, place: str) -> None:
-    known = ("macro", "micro", "weighted", *(["binary"] if classes == 2 else []))
-    if average is not None and not checks.is_one_of(average, known):
+    choices = ("macro", "micro", "weighted", *(["binary"] if classes == 2 else []))
+    if average is not None and not checks.is_one_of(average, choices):
         got = f"{trees.describe(average)} with {classes} classes"
         expected = "'binary' for 2 classes; or 'macro', 'micro', 'weighted' or None"
         raise LossError("average", place, got, expected)
@@ -345,7 +349,8 @@ class _ByClass:
 
     counts: jax.Array  # f32[targets, predictions]: Σ weight
     average: str | None = field(metadata={"static": True})
-    _factors: ClassVar[tuple[int, int, int]]  # of hits, above; of predicted and actual, below
+    # The metric is a · hits / (b · predicted + c · actual), with these a, b and c.
+    _factors: ClassVar[tuple[int, int, int]]
 
     @classmethod
     def empty(cls, classes: int = 2, *, average: str | None = "binary") -> Self:
@@ -394,7 +399,7 @@ class _ByClass:
 class Precision(_ByClass):
     """The share of right predictions of each class: `hits / predicted`.
 
-    `counts` are those of a `ConfusionMatrix`. `average` is "binary" (class 1 of two), "macro" (the
+    `counts` are as in `ConfusionMatrix`. `average` is "binary" (class 1 of two), "macro" (the
     plain mean over the classes that occur in targets or predictions), "weighted" (by how often each
     occurs in targets), "micro" (sums over classes first), or None (an array with each class). A
     ratio over nothing is 0. All as in scikit-learn. `of` raises LossError for another `average`,
@@ -410,9 +415,9 @@ class Precision(_ByClass):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recall(_ByClass):
-    """The share of targets found, of each class: `hits / actual`.
+    """The share of the targets of each class that are predicted: `hits / actual`.
 
-    The fields `counts` and `average`, and the errors, are those of `Precision`.
+    The fields `counts` and `average`, and the errors, are as in `Precision`.
 
     >>> Recall.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0]), average=None).compute()
     Array([0.5, 1. ], dtype=float32)
@@ -426,7 +431,7 @@ class Recall(_ByClass):
 class F1(_ByClass):
     """The harmonic mean of precision and recall of each class: `2 · hits / (predicted + actual)`.
 
-    The fields `counts` and `average`, and the errors, are those of `Precision`.
+    The fields `counts` and `average`, and the errors, are as in `Precision`.
 
     >>> F1.of(jnp.array([1, 1, 1, 0]), jnp.array([1, 1, 0, 0])).compute()
     Array(0.8, dtype=float32)
@@ -481,10 +486,10 @@ class R2:
     scikit-learn. Targets that are all equal give -inf, or NaN if they are predicted exactly. `of`
     raises LossError for arrays of two shapes and for complex numbers.
 
-    The fields have the shape of a row: `residual` is the sum of squared errors, `weight` that of
+    The fields have the shape of a row: `residual` is the sum of squared errors, `weight` the sum of
     the weights, `mean` the mean target, and `scatter` the sum of squares around it. They are merged
     as by Chan, Golub and LeVeque (1979): a plain sum of squares loses all digits of float32 if the
-    mean is large beside the spread.
+    mean is much larger than the spread.
 
     >>> exact = R2.of(jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0]))
     >>> exact.merge(R2.of(jnp.array([3.0]), jnp.array([4.0]))).compute()
@@ -493,7 +498,7 @@ class R2:
 
     residual: jax.Array  # f32 of the shape of a row: Σ weight · (prediction - target)²
     weight: Scalar  # Σ weight
-    mean: jax.Array  # of targets
+    mean: jax.Array  # Σ weight · target / Σ weight
     scatter: jax.Array  # Σ weight · (target - mean)²
 
     @classmethod
@@ -520,9 +525,9 @@ class R2:
         `scatter = scatter₁ + scatter₂ + (mean₂ - mean₁)² · weight₁ · weight₂ / weight`.
         """
         total = _add(self, other)
-        share, apart = _ratio(other.weight, total.weight), other.mean - self.mean
-        scatter = total.scatter + jnp.square(apart) * self.weight * share
-        return R2(total.residual, total.weight, self.mean + apart * share, scatter)
+        share, difference = _ratio(other.weight, total.weight), other.mean - self.mean
+        scatter = total.scatter + jnp.square(difference) * self.weight * share
+        return R2(total.residual, total.weight, self.mean + difference * share, scatter)
 
     def compute(self) -> jax.Array:
         """R², a float32 scalar: the mean over the elements of a row."""

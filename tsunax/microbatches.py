@@ -1,7 +1,7 @@
 """One gradient from many micro-batches, one after the other or one on each device.
 
-Weighted sums are divided once: the result does not depend on how a batch is cut, whatever the
-masks. A micro-batch that weighs nothing adds nothing, NaN included.
+Weighted sums are divided once: the result does not depend on how a batch is cut, with any masks. A
+micro-batch without weight adds nothing, not even its NaNs.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -39,16 +39,18 @@ class NoiseScale(NamedTuple):
     have weight. Each unit of weight is taken for an independent draw: tokens of one text are none.
     """
 
-    trace: jax.Array  # f32: of the covariance of the gradient of one row (one unit of weight)
-    squared_norm: jax.Array  # f32: |G|², of the gradient over all data
+    trace: jax.Array  # f32: trace of the covariance of the gradient of one row (unit of weight)
+    squared_norm: jax.Array  # f32: |G|² of the gradient G over all data
 
     def compute(self) -> jax.Array:
         """The simple noise scale `trace / squared_norm`, in rows (units of weight)."""
         return self.trace / self.squared_norm
 
     @classmethod
-    def of(cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array) -> NoiseScale:
-        """From `Σ w_i |g_i|²` over `count` micro-batches, and `W` and `|g|²` of the batch."""
+    def from_squares(
+        cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array
+    ) -> NoiseScale:
+        """From `squares` Σ w_i |g_i|² over `count` micro-batches, `weight` W and `square` |g|²."""
         trace = (squares - weight * square) / (count - 1)
         return cls(trace, square - trace / weight)
 
@@ -88,12 +90,12 @@ def strided_micro_batches(
 ) -> tuple[PyTree, jax.Array | None]:
     """`(batch, mask)` with a second axis of n: micro-batch i has the rows i, i + n, i + 2n, ...
 
-    Strided, so that each of many devices keeps its rows, and padding is spread evenly. The mask
-    is f32 of shape (rows,), or None if all rows count. If it `pads`, a batch that does not divide
-    is padded with copies of its last row, which the mask marks. LossError otherwise, and for leaves
-    without rows or with another number.
+    The rows are strided, so that each of many devices keeps its rows, and padding is spread evenly.
+    The mask is f32 of shape (rows,), or None if all rows count. If it `pads`, a batch that does not
+    divide is padded with copies of its last row, which the mask marks. Raises LossError otherwise,
+    and for leaves without rows or with different numbers of rows.
     """
-    if batch is None and not pads:  # n draws of a loss_fn that takes no batch
+    if batch is None and not pads:  # a loss_fn without a batch is called n times
         return batch, None
     check_rows(batch)
     rows = rows_of(batch)
@@ -131,7 +133,8 @@ def in_turn(f: Function, n: int, carry: PyTree, rows: PyTree) -> tuple[Any, Any]
 def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTree]:
     """The strategy of one micro-batch after the other, with the memory of one.
 
-    It runs in a scan: the gradient of a scan would store every micro-batch. A micro-batch gets its
+    The gradients are taken within a scan: the gradient of a scan would store every micro-batch. A
+    micro-batch gets its
     rows of `mask`, its key, and the model state that the previous micro-batch left. Gradients
     have the structure and dtypes of the trained leaves. `loss.overwritten` is the maximum over
     micro-batches. With `drop`, a micro-batch with a loss or gradient that is not finite is left
@@ -155,7 +158,7 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
 
         def gradient(rows: Any, own_keywords: Any):
             loss, grads = problem.gradient(rows, keywords | own_keywords)
-            return loss, StaticWeight.of(loss.weight), grads
+            return loss, StaticWeight.unless_array(loss.weight), grads
 
         loss, static_weight, grads = convolutions.fast(gradient)(rows, own_keywords)
         weight = jnp.float32(loss.weight if static_weight is None else static_weight.value)
@@ -194,8 +197,8 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
 def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
     """`(loss, grads)` over the rows of all devices along `axes`, with one reduction of gradients.
 
-    As over micro-batches: sums of weight times gradient and of weight, divided once; the maximum of
-    what gradients overwrite. Model states are averaged.
+    As over micro-batches: the sum of weight times gradient, divided once by the sum of weights; and
+    the maximum of the overwritten leaves. Model states are averaged.
     """
     grads = _axes.vary(grads, axes)
     weight = _axes.vary(jnp.asarray(loss.weight, jnp.float32), axes)
@@ -215,7 +218,7 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     losses = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
     losses = _axes.gathered(losses, axes)
     merged = merged_losses(losses.weight != 0, losses)
-    if static := StaticWeight.of(loss.weight):  # the same on each device
+    if static := StaticWeight.unless_array(loss.weight):  # the same on each device
         merged = dataclasses.replace(
             merged, weight=np.float32(static.value * jax.lax.psum(1, axes))
         )
@@ -244,5 +247,5 @@ def merged_losses(take: jax.Array, losses: Loss) -> Loss:
         return (has_any | take, merged), None
 
     has_any, loss = jax.lax.scan(fold, first, later)[0]
-    # a mean over nothing is NaN
+    # Without any flag the weight is 0, so that the mean is NaN.
     return dataclasses.replace(loss, weight=jnp.where(has_any, loss.weight, 0))

@@ -32,18 +32,18 @@ from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
 
 
-def place_state(moving: PyTree, still: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
+def place_state(moving: PyTree, fixed: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    arrays = (x for x in jax.tree.leaves((moving, still)) if not trees.is_traced(x))
+    arrays = (x for x in jax.tree.leaves((moving, fixed)) if not trees.is_traced(x))
     shardings = filter(None, (getattr(x, "sharding", None) for x in arrays))
     if not any(len(sharding.device_set) > 1 for sharding in shardings):
-        return None, moving, still
+        return None, moving, fixed
     from tsunax._core.placement import mesh_shardings, resharded
 
-    first, second = mesh_shardings(moving, still), mesh_shardings(still, moving)
+    first, second = mesh_shardings(moving, fixed), mesh_shardings(fixed, moving)
     if first is None or second is None:
-        return None, moving, still
-    return first, resharded(moving, first.of_leaves), resharded(still, second.of_leaves)
+        return None, moving, fixed
+    return first, resharded(moving, first.of_leaves), resharded(fixed, second.of_leaves)
 
 
 def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
@@ -57,8 +57,8 @@ def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: E
 def check_byte_order(batch: PyTree, extra: Extra) -> None:
     """Raise for a NumPy array with another byte order than the machine's.
 
-    jit refuses one when it compiles, but a program that is compiled for its shape reads its bytes
-    as they lie.
+    jit raises for such an array when it compiles, but a program that is compiled already reads its
+    bytes in the wrong order.
     """
     for x in jax.tree.leaves((batch, extra)):  # at each step: a loop takes half of `any`'s time
         if isinstance(x, np.ndarray) and not x.dtype.isnative:
@@ -84,14 +84,14 @@ def call_on_mesh(
 
 
 def _over_members(
-    f: Function, state: TrainState, *arguments: Any, at_once: int | None = None
+    f: Function, state: TrainState, *arguments: Any, group_size: int | None = None
 ) -> Any:
     """`f(state, *arguments)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
         return f(state, *arguments)
     from tsunax._step.members import over_members
 
-    return over_members(f, state, *arguments, at_once=at_once)
+    return over_members(f, state, *arguments, group_size=group_size)
 
 
 class Traced(NamedTuple):
@@ -100,12 +100,12 @@ class Traced(NamedTuple):
     kind: str  # "step", or "loop" for a trace in a fused loop
     shardings: PyTree  # on a mesh the sharding of each array that the step changes
     state: PyTree  # with a `jax.typeof` for each array
-    given: dict[str, Any]  # {argument: a tree of those}
+    arguments: dict[str, Any]  # {name: tree}, with a `jax.typeof` for each array
 
     @classmethod
-    def of(cls, kind: str, shardings: Any, state: TrainState, given: Extra) -> Traced:
+    def of(cls, kind: str, shardings: Any, state: TrainState, arguments: Extra) -> Traced:
         of_leaves = None if shardings is None else shardings.of_leaves
-        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, given)))
+        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, arguments)))
 
 
 class Programs(dict[Any, Any]):
@@ -115,13 +115,13 @@ class Programs(dict[Any, Any]):
         super().__init__()
         self._build = build
         self.traced: int = 0  # how often a loop was traced
-        self._sharding: Any = None  # of the clock of the last state that lay on one device
+        self._sharding: Any = None  # the sharding of the last clock, if it was on one device
 
     def __missing__(self, shardings: Hashable) -> Function:
         self[shardings] = self._build(shardings)
         return self[shardings]
 
-    def place_state(self, state: TrainState, moving: PyTree, still: PyTree) -> tuple[Any, Any, Any]:
+    def place_state(self, state: TrainState, moving: PyTree, fixed: PyTree) -> tuple[Any, Any, Any]:
         """`place_state`, without a look at every leaf if the state is placed like the last one.
 
         Then its clock has the same sharding object: all arrays that a program returns share one.
@@ -131,17 +131,17 @@ class Programs(dict[Any, Any]):
         if self._sharding is not None and getattr(clock, "sharding", None) is self._sharding:
             if clock.is_deleted():
                 raise StateError(donated("step()"))
-            return None, moving, still
-        if any(map(trees.is_gone, jax.tree.leaves((moving, still)))):
+            return None, moving, fixed
+        if any(map(trees.is_gone, jax.tree.leaves((moving, fixed)))):
             raise StateError(donated("step()"))
-        if not all(map(trees.is_placed, jax.tree.leaves((moving, still)))):
+        if not all(map(trees.is_placed, jax.tree.leaves((moving, fixed)))):
             checks.check_arrays(state, "state")
-        shardings, moving, still = place_state(moving, still)
+        shardings, moving, fixed = place_state(moving, fixed)
         is_on_one_device = (
             shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
         )
         self._sharding = clock.sharding if is_on_one_device else None
-        return shardings, moving, still
+        return shardings, moving, fixed
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class TrainStep(GradientOptions):
         check_norms(self.norms, "train_step()")
         if self.at_once is not None:
             checks.check_count(self.at_once, "train_step()", "at_once")
-        _ = self.gradient  # other errors belong here, not into the first call
+        _ = self.gradient  # raises its errors here, not in the first call
 
     @functools.cached_property
     def gradient(self) -> Function:
@@ -199,12 +199,12 @@ class TrainStep(GradientOptions):
         may divide their work over the devices of `mesh`.
         """
         mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
-        return _over_members(self._step_member, state, batch, extra, mesh, at_once=self.at_once)
+        return _over_members(self._step_member, state, batch, extra, mesh, group_size=self.at_once)
 
     def _step_member(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
     ) -> tuple[TrainState, StepInfo]:
-        # first: it looks at the names in extra
+        # This comes first, because it checks the names in extra.
         search = search_functions(self.fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
         extra = {"device_mesh": mesh, **search, **extra}
@@ -233,14 +233,18 @@ class TrainStep(GradientOptions):
     def _compiled_on(self, shardings: Any) -> Any:
         mesh = shardings and shardings.replicated.mesh
 
-        def train_step(kind: Any, moving: Any, still: Any, batch: PyTree, extra: Extra):
-            state = assemble(kind, moving, still)
+        def train_step(kind: Any, moving: Any, fixed: Any, batch: PyTree, extra: Extra):
+            state = assemble(kind, moving, fixed)
             trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
             with tracing(shardings is not None):
                 state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
-            self.traces.append(trace)  # one that failed is none
-            # numbers are put back outside, and info is made there: faster
-            return split(state)[0], (loss, StaticWeight.of(weight) or weight, *other_fields)
+            self.traces.append(trace)  # after the step: a trace that raises does not count
+            # The caller puts numbers back and makes the info, which is faster outside of jit.
+            return split(state)[0], (
+                loss,
+                StaticWeight.unless_array(weight) or weight,
+                *other_fields,
+            )
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         return jax.jit(
@@ -262,29 +266,29 @@ class TrainStep(GradientOptions):
             check_state(state, "step()", batch, surplus)
         try:
             check_byte_order(batch, extra)
-            # eager grad and vmap trace some arrays only: other arrays would be donated
+            # Eager grad and vmap trace only some arrays. A call would donate the other arrays.
             if trees.is_tracing():
                 if self.row_probe.pending:
                     self.row_probe(state, batch, extra)
                 new, info = self._traced(state, batch, extra)
-                # arrays that the step only reads stay the same ones: a loop does not carry them
+                # The arrays that the step only reads stay the same, so that a loop carries none.
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
             if extra and self.donate and not self.traces:
                 from tsunax._step import step_errors
 
                 step_errors.check_not_donated(state, extra)  # XLA would write to stderr before
-            kind, (moving, still) = (type(state), state.plan), split(state)
-            shardings, moving, still = self.programs.place_state(state, moving, still)
+            kind, (moving, fixed) = (type(state), state.plan), split(state)
+            shardings, moving, fixed = self.programs.place_state(state, moving, fixed)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
             if self.row_probe.pending:  # all processes at once: a mesh has rows of each
                 self.row_probe(state, batch, extra)
             program = self.programs[shardings]
-            moving, (loss, weight, *other_fields) = program(kind, moving, still, batch, extra)
+            moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:
             raise_if_faulty(error, state, batch, extra)
             raise
-        state = assemble(kind, moving, still)
+        state = assemble(kind, moving, fixed)
         weight = weight.value if type(weight) is StaticWeight else weight
         info = StepInfo._make((loss, weight, *other_fields, state.numbers))
         if self.on_nonfinite == "raise":
@@ -308,11 +312,11 @@ class TrainStep(GradientOptions):
         Takes arrays or `ShapeDtypeStruct`s, and raises, as `lower`.
         """
         check_state(state, "trace()", batch)
-        shardings, moving, still = place_state(*split(state))
+        shardings, moving, fixed = place_state(*split(state))
         if shardings is not None:
             batch, extra = self._place_batch(state, shardings, batch, extra)
         kind = type(state), state.plan
-        return self.programs[shardings].trace(kind, moving, still, batch, extra)
+        return self.programs[shardings].trace(kind, moving, fixed, batch, extra)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

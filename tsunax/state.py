@@ -2,8 +2,8 @@
 
     params, rule --setup--> TrainState --step--> TrainState --step--> ...
 
-Arrays are its leaves; functions are its static part (`Plan`). This file knows nothing of losses,
-batches and loops.
+Arrays are its leaves; functions are its static part (`Plan`). This file uses no losses, batches or
+loops.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Clocked:
-    """What has a clock: a `TrainState`, and `States` with one for all."""
+    """A base class of states with a clock: `TrainState`, and `States`, which share one clock."""
 
     clock: jax.Array  # int32 (4,)
 
@@ -48,12 +48,12 @@ class Clocked:
 
     @property
     def rejected(self) -> jax.Array:
-        """int32: calls whose step was rejected by its verdict."""
+        """int32: calls in which the verdict rejected the step."""
         return count_in(self.clock, 2)
 
     @property
     def rejected_in_a_row(self) -> jax.Array:
-        """int32: calls rejected since the last one that was not."""
+        """int32: rejected calls since the last call that was not rejected."""
         return count_in(self.clock, 3)
 
 
@@ -61,16 +61,16 @@ class Clocked:
 class TrainState(Clocked):
     """The state of training: `state, info = step(state, batch)`.
 
-    Made by `setup`; edited by `adjust`, `freeze` and `replace(**fields)`, which return a new one.
-    Its counts, `step`, `calls`, `rejected` and `rejected_in_a_row`, are int32 scalars; a population
-    has a leading axis of members in each array. StateError for one that a step has consumed.
+    `setup` makes a state; `adjust`, `freeze` and `replace(**fields)` return an edited one. Its
+    counts, `step`, `calls`, `rejected` and `rejected_in_a_row`, are int32 scalars; a population has
+    a leading axis of members in each array. Raises StateError for a state that a step has consumed.
     """
 
-    # int32 (4,): the counts below. One array: a step pays for each that it returns
+    # int32 (4,): the counts of `Clocked` in one array, because each array of a result costs time
     clock: jax.Array = field(moves="record")
     # The full tree, as given to `setup`
     params: PyTree = field(moves="step", like="params", shows="params")
-    # The rule's own, of the trained leaves
+    # The state of the rule for the trained leaves
     opt_state: PyTree = field(moves="step", like="rule", shows="optimizer")
     # Arrays that the model updates without a gradient (batch statistics)
     model_state: PyTree = field(moves="step", like="free")
@@ -82,7 +82,7 @@ class TrainState(Clocked):
     frozen: jax.Array | None = field()
     # float32 copies of the trained leaves, if `params` are stored rounded
     masters: PyTree = field(moves="step", like="trained")
-    # Of the trained leaves, if `setup` was given `ema=`
+    # An average of the trained leaves, under `setup(ema=...)`
     average: Average | None = field(moves="step", like="average")
     loss_scale: LossScale | None = field(moves="record")
     # Static: the rule without its numbers, which leaves are trained, in which precision
@@ -92,7 +92,7 @@ class TrainState(Clocked):
     _moving: ClassVar[tuple[str, ...]]  # the fields that a step changes, params first
     _parts: ClassVar[tuple[str, ...]]  # the names of the values that `assemble` joins
     _get_moving: ClassVar[Function]  # the dict of fields -> the values of `_moving`, as a tuple
-    _get_still: ClassVar[Function]  # the dict of fields -> the values that a step only reads
+    _get_fixed: ClassVar[Function]  # the dict of fields -> the values that a step only reads
     _repr_html_ = tables.folded
 
     @classmethod
@@ -123,8 +123,8 @@ class TrainState(Clocked):
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced, by copies: `state.replace(params=params, step=0)`.
 
-        Raises StateError for unknown fields, for another structure, shape or dtype (except those
-        of `model_state`), and for a state that was donated.
+        Raises StateError for unknown fields, for another structure, shape or dtype (except in
+        `model_state`), and for a state that was donated.
         """
         from tsunax._core import placement
         from tsunax._state import state_setup
@@ -142,21 +142,21 @@ class TrainState(Clocked):
         clock = self.clock
         if self.masters is not None and "masters" in fields:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
-            fields.setdefault("params", with_rest(self, rounded))
+            fields.setdefault("params", params_with_trained(self, rounded))
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
             fields["masters"] = masters_of(trained, self.masters)
-        for at, name in enumerate(COUNTS):
+        for index, name in enumerate(COUNTS):
             if name in fields:
-                # no scatter: a mesh with explicit axes would ask for the sharding of its value
+                # no scatter: a mesh with explicit axes would need the sharding of its value
                 value = jnp.asarray(fields.pop(name), jnp.int32)[..., None]
-                clock = jnp.where(np.arange(len(COUNTS)) == at, value, clock)
+                clock = jnp.where(np.arange(len(COUNTS)) == index, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
             clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
         return dataclasses.replace(self, clock=clock, **fields)
 
-    if not TYPE_CHECKING:  # which would take every name for known
+    if not TYPE_CHECKING:  # With a __getattr__, type checkers accept every name.
 
         def __getattr__(self, name: str) -> Never:
             names = [
@@ -171,7 +171,7 @@ class TrainState(Clocked):
 
 
 def count_in(clock: Any, i: int) -> Any:
-    """One of the counts in a clock, or its shape in the shape of one."""
+    """Count number i of a clock, or its shape if the clock is a shape."""
     if isinstance(clock, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
     if trees.is_gone(clock):
@@ -180,7 +180,7 @@ def count_in(clock: Any, i: int) -> Any:
 
 
 def trainable(state: TrainState) -> PyTree:
-    """The trained leaves of `state.params`, with `None` in place of the others.
+    """The trained leaves of `state.params`, with `None` in place of untrained leaves.
 
     Gradients have this structure. Raises StateError for a state that a step has consumed.
 
@@ -199,8 +199,8 @@ def trained_part(state: TrainState) -> PyTree:
     return _selected_part(state.params, state.plan.selected)
 
 
-def with_rest(state: TrainState, trained: PyTree, overwritten: PyTree = None) -> PyTree:
-    """The params with `trained` leaves, and new values of those that gradients replace, if any."""
+def params_with_trained(state: TrainState, trained: PyTree, overwritten: PyTree = None) -> PyTree:
+    """The params with these `trained` leaves, and `overwritten` ones if gradients replace some."""
     params = with_part(trained, state.params, state.plan.selected)
     return params if overwritten is None else with_part(overwritten, params, state.plan.overwritten)
 
@@ -210,7 +210,7 @@ def _selected_part(params: PyTree, flags: trees.Flags | None) -> PyTree:
 
 
 def with_part(part: PyTree, params: PyTree, flags: trees.Flags | None) -> PyTree:
-    """`params` with those leaves of `part` whose flag is true; None: all."""
+    """`params` with the leaves of `part` that have a true flag; without flags all of `part`."""
     return part if flags is None else trees.merge(part, trees.partition(params, flags)[1])
 
 
@@ -221,35 +221,35 @@ def overwritten_part(state: TrainState) -> PyTree:
 
 
 def split(state: TrainState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays that a step changes (it donates and returns them), and those it only reads."""
+    """The arrays that a step changes, donates and returns, and the arrays that it only reads."""
     cls = type(state)
-    fields = vars(state)  # twice as fast as attributes, once a step
+    fields = vars(state)  # at each step; attributes would take twice as long
     moving = cls._get_moving(fields)
-    still = cls._get_still(fields)
+    fixed = cls._get_fixed(fields)
     flags = fields["plan"].moving
     if flags is None:
-        return moving, (None, *still)
+        return moving, (None, *fixed)
     params, unmoved = trees.partition(moving[0], flags)
-    return (params, *moving[1:]), (unmoved, *still)
+    return (params, *moving[1:]), (unmoved, *fixed)
 
 
-def assemble(kind: tuple[type[TrainState], Plan], moving: Any, still: Any) -> TrainState:
+def assemble(kind: tuple[type[TrainState], Plan], moving: Any, fixed: Any) -> TrainState:
     """The inverse of `split`; `kind` is the class of the state and its plan."""
     cls, plan = kind
-    state = object.__new__(cls)  # `__init__` takes half as long again, once a step
+    state = object.__new__(cls)  # at each step; `__init__` would take half as long again
     # Each part has params; the moving part comes later and wins.
-    vars(state).update(zip(cls._parts, (*still, *moving, plan), strict=True))
-    if still[0] is not None:
-        vars(state)["params"] = trees.merge(moving[0], still[0])
+    vars(state).update(zip(cls._parts, (*fixed, *moving, plan), strict=True))
+    if fixed[0] is not None:
+        vars(state)["params"] = trees.merge(moving[0], fixed[0])
     return state
 
 
 def base(state: TrainState) -> PyTree:
     """The trained params as the rule sees them: in float32 if they are stored rounded."""
-    return _seen(trained_part(state), state.masters, state.plan.precision)
+    return _master_or_widened(trained_part(state), state.masters, state.plan.precision)
 
 
-def _seen(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
+def _master_or_widened(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
     if masters is not None:
         return masters
     return trained if policy is None else policy.wide(trained)
@@ -263,7 +263,7 @@ def _moved_beside(master: Any, param: Any) -> Any:
 
 
 def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
-    """The masters of rounded leaves; where a number is the old master's, that keeps its bits."""
+    """The masters of rounded leaves. A number that is the rounded old master keeps that master."""
     masters = trees.on_device(masters)
     if not trees.is_tracing():
         masters = jax.tree.map(_moved_beside, masters, trained)
@@ -289,19 +289,21 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     masters = state.masters
     if masters is not None:
         masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
-    return dataclasses.replace(state, params=with_rest(state, params), masters=masters)
+    return dataclasses.replace(state, params=params_with_trained(state, params), masters=masters)
 
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
-    return with_rest(state, trees.rounded_like(_average_of(state, where), trained_part(state)))
+    return params_with_trained(
+        state, trees.rounded_like(_average_of(state, where), trained_part(state))
+    )
 
 
 def in_float32(state: TrainState) -> TrainState:
-    """The state without its precision: what it computes is computed in the dtypes of its params."""
+    """The state without its precision: a step on it computes in the dtypes of its params."""
     plan = state.plan
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    params = with_rest(state, base(state))
+    params = params_with_trained(state, base(state))
     return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
 
 
@@ -340,7 +342,7 @@ def setup(
 
     Args:
       rule: any optax transformation. Rules of `tsunax.rules` have live numbers.
-      params: any pytree of arrays. What `trainable` selects must be float or complex.
+      params: any pytree of arrays. Leaves that `trainable` selects must be float or complex.
       key: typed PRNG key or int seed, for loss functions that name `key`.
       model_state: any pytree that the model updates without a gradient (batch statistics).
       trainable: which leaves to train: a glob over paths (`"head/**"`), a list with `!` exclusions,
@@ -386,7 +388,7 @@ def setup(
     take = own if copy else trees.strong
     leaves, tree = jax.tree.flatten(params)
     pairs = zip(leaves, flags, strict=True)
-    params = tree.unflatten([take(x) if on else trees.strong(x) for x, on in pairs])
+    params = tree.unflatten([take(x) if is_trained else trees.strong(x) for x, is_trained in pairs])
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     functions = rule.update, policy, average and average.schedule
@@ -394,7 +396,7 @@ def setup(
     blank = extra_arguments.blank(rule.init)
     plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
-    master_params = _seen(trained, masters, policy)
+    master_params = _master_or_widened(trained, masters, policy)
 
     opt_state = state_setup.opt_state_of(rule, master_params, (trained, masters))
     inspecting.check_update(rule, master_params)
@@ -437,7 +439,10 @@ def check_values(state: object, where: str, second: object = None) -> None:
 def check_state(
     state: object, where: str, second: object = None, further_arguments: Any = ()
 ) -> None:
-    """Raise unless `state` is a TrainState and not donated; what came after it tells why."""
+    """Raise unless `state` is a TrainState and not donated.
+
+    `second` and `further_arguments`, which came after the state, show the mistake of the user.
+    """
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))

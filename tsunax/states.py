@@ -271,17 +271,17 @@ def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
     parts = [split(x) for x in state.members.values()]
     kind = tuple((name, type(x), x.plan) for name, x in state.members.items())
     moving = state.clock, state.tally, state.carry, [moving for moving, _ in parts]
-    return kind, moving, [still for _, still in parts]
+    return kind, moving, [fixed for _, fixed in parts]
 
 
-def assemble_any(kind: Any, moving: PyTree, still: PyTree) -> Any:
+def assemble_any(kind: Any, moving: PyTree, fixed: PyTree) -> Any:
     """The inverse of `split_any`."""
     if kind is None:
         return moving
     if isinstance(kind[0], type):
-        return assemble(kind, moving, still)
+        return assemble(kind, moving, fixed)
     clock, tally, carry, parts = moving
-    rows = zip(kind, parts, still, strict=True)
+    rows = zip(kind, parts, fixed, strict=True)
     return _assembled_run(
         clock,
         tally,

@@ -34,7 +34,15 @@ from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
-from tsunax.state import TrainState, base, check_state, split, trained_part, with_part, with_rest
+from tsunax.state import (
+    TrainState,
+    base,
+    check_state,
+    params_with_trained,
+    split,
+    trained_part,
+    with_part,
+)
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
@@ -56,13 +64,13 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). `remat`, `axis_name` and `check_rows` are those of `train_step`; of its policies
+    searches). `remat`, `axis_name` and `check_rows` are as in `train_step`; of its policies
     `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that
-    `z - rate * g` goes downhill, as in PyTorch: JAX's own do not.
+    `z - rate * g` goes downhill, as in PyTorch: the gradients of JAX do not.
 
     With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
-    0))` over batches of one row, each with a key of its own. A row without weight has zeros. The
-    Loss is that of all rows. With `noise_scale=True` it has a `noise_scale`.
+    0))` over batches of one row, with a key for each row. A row without weight has zeros. The Loss
+    covers all rows. With `noise_scale=True` it has a `noise_scale`.
 
     Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
     trained leaf moves; see `train_step`.
@@ -98,7 +106,7 @@ def value_and_grad(
 
 
 class StepInfo(NamedTuple):
-    """What a step reports: its loss, norms, verdict and metrics.
+    """The report of a step: its loss, norms, verdict and metrics.
 
     Reading a value, `float(info.loss)`, waits for the device; keeping it does not. `loss` and
     `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and, under
@@ -109,18 +117,18 @@ class StepInfo(NamedTuple):
 
     loss: jax.Array  # f32, the mean. None if `update` was given none
     weight: jax.Array  # f32: rows or tokens behind it
-    # f32, L2 over what is trained and not frozen, before the rule. None without norms
+    # f32, L2 norm over trained leaves that are not frozen, before the rule. None without norms
     grad_norm: jax.Array
-    # f32, L2 of what the rule would add to params, under `norms="update"`
+    # f32, L2 norm of the updates that the rule would add to params, under `norms="update"`
     update_norm: jax.Array | None
-    # int32: 0 taken, -1 gathered, else what was not finite (`guard`). None if nobody judged
+    # int32: 0 applied, -1 gathered, > 0 rejected (`guard.explain` says why). None under "ignore"
     verdict: Scalar
-    metrics: dict[str, PyTree]  # f32, or what the metric's compute() gives
+    metrics: dict[str, PyTree]  # f32, or the result of the metric's compute()
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
-    loss_scale: jax.Array | None  # f32: the one that it used, if the state has one
+    loss_scale: jax.Array | None  # f32: the loss scale of this step, if the state has one
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
-    numbers: Numbers | None  # the live hyperparameters that it used
+    numbers: Numbers | None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -162,22 +170,22 @@ def update(
 
     Args:
       grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
-        `value_and_grad` conjugates those of complex leaves, `jax.grad` does not.
+        `value_and_grad` conjugates gradients of complex leaves, `jax.grad` does not.
       loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for
-        the rules that ask for it.
-      model_state: replaces `state.model_state` if the step is applied; default: the one in `loss`.
-      on_nonfinite: what to do if the loss, a gradient, what the rule would add to params, or a
-        rule's report is not finite. Loss and gradient are judged before the rule runs; the update
-        is only looked at if the rule could make an infinite one of a finite gradient (see
-        `describe`). "skip" rejects the step: every array of the state but its
-        counts and its loss scale stays bit-identical. "raise" rejects too, and a compiled step then
-        waits and raises. "ignore" applies it.
-      norms: whether info has `grad_norm`; "update" for `update_norm` beside it, which costs a pass
-        over all updates.
+        the rules that take it.
+      model_state: replaces `state.model_state` if the step is applied; default: `loss.model_state`.
+      on_nonfinite: what to do if the loss, a gradient, an update that the rule would add to params,
+        or a rule's report is not finite. Loss and gradient are judged before the rule runs; the
+        update is only judged if the rule could make an infinite update of a finite gradient (see
+        `describe`). "skip" rejects the step: every array of the state but its counts and its loss
+        scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
+        "ignore" applies the step.
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass over
+        all updates.
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
-    is a hyperparameter or one of its own misspelled.
+    is a hyperparameter or a misspelled argument of `update`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -194,7 +202,7 @@ def update(
 
 
 def check_norms(norms: object, where: str) -> None:
-    """Raise for what does not say which norms an info has."""
+    """Raise unless `norms` is a bool or "update"."""
     if norms != "update":
         checks.check_flags(where, norms=norms)
 
@@ -233,7 +241,7 @@ def update_unchecked(
     stored_state, state = state, trees.on_device(state, after=grad_norm)
 
     def attempt() -> Attempt:
-        """The step as it is if the verdict lets it pass."""
+        """The result of the step if the verdict applies it."""
         updates, opt_state = _ruled(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
@@ -249,11 +257,13 @@ def update_unchecked(
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
         if (replaced := loss.overwritten) is not None:
-            new = dataclasses.replace(new, params=with_rest(new, trained_part(new), replaced))
+            new = dataclasses.replace(
+                new, params=params_with_trained(new, trained_part(new), replaced)
+            )
         return Attempt(_changed_fields(new, state), emitted, _without_frozen(updates, thawed))
 
     def judge(attempt: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
-        """The attempt, or the state as it was, and the verdict that decided which."""
+        """The attempt, or the unchanged state, and the verdict that chose between them."""
         verdict = _verdict(state, value, grad_norm, attempt, update_norm, loss)
         step = lambda: attempt()._replace(updates=None)
         return decide(verdict == 0, step, _rejected(state, jax.eval_shape(step))), verdict
@@ -278,8 +288,10 @@ def update_unchecked(
         is_certain = certainty(state, grads, loss.weight)[0]
     if is_certain is not None:
         attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
-        either = lambda: guard.early_or_late(judge_early, lambda: judge_late()[:2], grads)
-        chosen, verdict = judge_early() if is_certain is True else either()
+        judge_early_or_late = lambda: guard.early_or_late(
+            judge_early, lambda: judge_late()[:2], grads
+        )
+        chosen, verdict = judge_early() if is_certain is True else judge_early_or_late()
     elif is_judged:
         chosen, verdict, update_norm = judge_late()
     else:
@@ -295,13 +307,13 @@ def update_unchecked(
 class Attempt(NamedTuple):
     """The result of a step on a state if its verdict is to apply it."""
 
-    fields: dict[str, Any]  # those that it changes, of params the part that moves
+    fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
 
 
 def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
-    """The fields that an applied step alone changes, of params the part that moves."""
+    """The fields that only an applied step changes, of params only the part that moves."""
     moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
     fields = {name: getattr(new, name) for name in moving if name != "params"}
     fields = {name: x for name, x in fields.items() if x is not getattr(old, name)}
@@ -337,8 +349,8 @@ def _verdict(
     update_norm: Maybe,
     loss: Loss,
 ) -> jax.Array:
-    """The verdict on the loss, its gradient, what rules report, and the norm of the updates."""
-    if loss.overwritten is not None:  # It is in no norm.
+    """The verdict on the loss, its gradient, the reports of rules, and the norm of the updates."""
+    if loss.overwritten is not None:  # Neither norm covers overwritten leaves.
         norm = guard.global_norm(loss.overwritten)
         update_norm = norm if update_norm is None else update_norm + norm
     for average in averages_of(state).values():
@@ -369,7 +381,7 @@ def _info(
 
 
 def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """The gradients in the structure of `trainable(state)`, given so or for the full tree."""
+    """The gradients in the structure of `trainable(state)`, also if given for the full tree."""
     params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
     if structure != jax.tree.structure(params):
         if not plan.selected or structure != jax.tree.structure(state.params):
@@ -403,12 +415,12 @@ def _rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
 
 
 def _mean(grads: PyTree, params: PyTree) -> PyTree:
-    """The mean of the gradients of rows; others as they are."""
+    """The mean of the gradients of rows; gradients without an axis of rows are returned."""
     return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
 
 
 def _errors() -> Any:
-    """The module with the errors of an update, which a step does without as a rule."""
+    """The module with the errors of an update, loaded when there is an error."""
     from tsunax._step import step_errors
 
     return step_errors
@@ -429,7 +441,8 @@ def _ruled(
     if state.masters is not None or (policy is not None and policy.stochastic):
         grads = trees.cast_like(grads, params)
     mean = _mean(grads, params)
-    # JAX's own gradient, because optax's line searches compare it with that of `value_fn`
+    # Complex gradients are as JAX makes them: line searches compare them with the gradient of
+    # `value_fn`.
     arguments: Extra = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
     arguments |= ({} if value is None else {"value": value}) | extra
     arguments |= {} if grad_norm is None else {"grad_norm": grad_norm}
@@ -442,7 +455,7 @@ def _ruled(
     trees_of_rule, has_rows, result = (params, opt_state), mean is not grads, None
     try:
         result = update(grads)
-        if not all(map(_are_alike, result, trees_of_rule[: 1 + has_rows])):
+        if not all(map(_have_equal_shapes, result, trees_of_rule[: 1 + has_rows])):
             raise RuleError("updates: got another tree than that of the trained params.")
     except Exception as error:
         _errors().raise_of_rule(error, update, arguments, result, trees_of_rule, has_rows)
@@ -450,7 +463,7 @@ def _ruled(
     return result
 
 
-def _are_alike(new: PyTree, old: PyTree) -> bool:
+def _have_equal_shapes(new: PyTree, old: PyTree) -> bool:
     """Whether the leaves of two trees have the same shapes."""
     return [*map(np.shape, jax.tree.leaves(new))] == [*map(np.shape, jax.tree.leaves(old))]
 
@@ -460,10 +473,12 @@ def _with_params(state: TrainState, params: PyTree) -> TrainState:
     policy = state.plan.precision
     if state.masters is not None:
         rounded = trees.cast_like(params, trained_part(state))
-        return dataclasses.replace(state, params=with_rest(state, rounded), masters=params)
+        return dataclasses.replace(
+            state, params=params_with_trained(state, rounded), masters=params
+        )
     if policy is not None and policy.stochastic:
         params = policy.rounded(params, state.key, state.calls)
-    return dataclasses.replace(state, params=with_rest(state, params))
+    return dataclasses.replace(state, params=params_with_trained(state, params))
 
 
 def _averaged(state: TrainState) -> TrainState:
@@ -474,9 +489,9 @@ def _averaged(state: TrainState) -> TrainState:
 
 
 def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
-    """`new` with the frozen leaves of `old`, and all its params if the call only gathered.
+    """`new` without its moves of frozen leaves, and of all params if the call only gathered.
 
-    The declarations of the fields say which leaves belong to params.
+    The declarations of the fields define which leaves belong to params.
     """
     if thawed is None and emitted is None:
         return new
@@ -491,9 +506,9 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
             continue
         if role == "params":
             part = guard.choose(flags, trained_part(new), trained_part(old))
-            fields[f.name] = with_rest(old, part)
+            fields[f.name] = params_with_trained(old, part)
         elif role in ("trained", "average"):
-            # beside the leaves an average has a count, which goes on if anything may move
+            # An average also has a count, which moves if any leaf may move.
             counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
             fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
         elif role == "rule" and thawed is not None:
@@ -507,7 +522,7 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
 def _recorded(
     old: TrainState, new: TrainState, verdict: Any, emitted: Any, loss: Loss
 ) -> TrainState:
-    """`new` with what the guard records of every call, applied or not: counts and loss scale."""
+    """`new` with the records of every call, applied or not: counts and loss scale."""
     new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
     if verdict is None or old.loss_scale is None:
         return new

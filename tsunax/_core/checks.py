@@ -325,7 +325,7 @@ def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
             from tsunax._core.source_lines import hide_own_frames
 
             if isinstance(error, KeywordError) and error.name in keywords:
-                known_names = [*_names(signature), *error.known]
+                known_names = [*_names(signature), *error.known_names]
                 text = "loss_fn does not name it either."
                 raise WrongTypeError(
                     unknown("argument", where, error.name, known_names, text)

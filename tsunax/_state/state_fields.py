@@ -112,11 +112,11 @@ def state_class(cls: type[T]) -> type[T]:
     new_class._fields = tuple(f for f in dataclasses.fields(new_class) if f.name != "plan")
     names = [f.name for f in new_class._fields]
     moving = [f.name for f in new_class._fields if f.metadata["moves"] and f.name != "params"]
-    still = [f.name for f in new_class._fields if not f.metadata["moves"]]
+    fixed = [f.name for f in new_class._fields if not f.metadata["moves"]]
     new_class._moving = ("params", *moving)
-    new_class._parts = ("params", *still, "params", *moving, "plan")
+    new_class._parts = ("params", *fixed, "params", *moving, "plan")
     new_class._get_moving = operator.itemgetter(*new_class._moving)
-    new_class._get_still = operator.itemgetter(*still)
+    new_class._get_fixed = operator.itemgetter(*fixed)
     new_class.__setattr__ = _refuse_assignment
     return jax.tree_util.register_dataclass(new_class, names, ["plan"])
 

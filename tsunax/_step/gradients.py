@@ -27,7 +27,14 @@ from tsunax._step.loss_fn import (
 )
 from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
-from tsunax.state import TrainState, base, check_state, overwritten_part, trained_part, with_rest
+from tsunax.state import (
+    TrainState,
+    base,
+    check_state,
+    overwritten_part,
+    params_with_trained,
+    trained_part,
+)
 
 
 def gradient_of(options: GradientOptions, where: str) -> Function:
@@ -151,7 +158,7 @@ def _differentiated(
     notes: list[bool] = []  # one if the loss depends on the trained leaves
 
     def noted(*parts: PyTree):
-        params = with_rest(state, *parts)
+        params = params_with_trained(state, *parts)
         mean, loss = scaled_loss(fn, state, params, rows, keywords, whole)
         return _noted(mean, notes), loss
 
@@ -202,7 +209,7 @@ def _with_noise_scale(problem: Problem, loss: Loss, grads: PyTree) -> Loss:
     squares, count = loss.noise_scale
     if (scale := problem.state.loss_scale) is not None:
         squares = squares / scale.scale**2
-    estimate = NoiseScale.of(squares, count, loss.weight, problem.square(grads))
+    estimate = NoiseScale.from_squares(squares, count, loss.weight, problem.square(grads))
     return dataclasses.replace(loss, noise_scale=estimate)
 
 
@@ -270,7 +277,9 @@ def search_functions(
             )
         if (thawed := thawed_flags(state)) is not None:
             params = guard.choose(thawed, params, trained_part(state))
-        return scaled_loss(fn, state, with_rest(state, params), batch, keywords)[1].compute()
+        return scaled_loss(fn, state, params_with_trained(state, params), batch, keywords)[
+            1
+        ].compute()
 
     return {
         "value_fn": value_fn,

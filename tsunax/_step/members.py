@@ -84,7 +84,7 @@ def check_local_members(state: Any, where: str) -> None:
         )
 
 
-def over_members(f: Callable, state: TrainState | States, *trees, at_once: int | None = None):
+def over_members(f: Callable, state: TrainState | States, *trees, group_size: int | None = None):
     """Map `f(state, *trees)` over the members of a population, `at_once` of them together.
 
     A tree in `each` has one value for each member; the members share all others.
@@ -104,8 +104,8 @@ def over_members(f: Callable, state: TrainState | States, *trees, at_once: int |
     args = state, [x.tree for x in leaves if _is_each(x)]
     return (
         jax.vmap(call_member)(args)
-        if at_once is None
-        else jax.lax.map(call_member, args, batch_size=at_once)
+        if group_size is None
+        else jax.lax.map(call_member, args, batch_size=group_size)
     )
 
 

@@ -32,7 +32,7 @@ def _static_parts(traced: Traced) -> dict[str, Any]:
 def _leaf_types(traced: Traced) -> dict[str, str]:
     """The shape, dtype and sharding of each leaf, by its path."""
     types = {}
-    for name, tree in {"state": traced.state, **traced.given}.items():
+    for name, tree in {"state": traced.state, **traced.arguments}.items():
         for place, x in trees.leaves_at(name, tree):
             shape = f"{x.dtype}[{','.join(map(str, x.shape))}]"
             shape += " in host memory" if x.memory_space is jax.memory.Space.Host else ""

@@ -34,7 +34,7 @@ from tsunax._core import Extra, PyTree, placement, trees
 from tsunax._step.loss_fn import GradientOptions, LossFn, seen_by
 from tsunax.errors import message, warn
 from tsunax.loss import Loss, rows_of
-from tsunax.state import TrainState, in_float32, trained_part, with_rest
+from tsunax.state import TrainState, in_float32, params_with_trained, trained_part
 
 ROWS = 8  # of a micro-batch: more take time, and with fewer some losses raise
 PARTS = 8  # micro-batches: of two, masks may agree by chance; of large ones two are enough
@@ -157,7 +157,7 @@ def _difference(
     @jax.jit
     def loss_of(trained, state, rows, extra, index, draw):
         state, extra = _redrawn(state, extra, draw)
-        params = with_rest(state, trained)
+        params = params_with_trained(state, trained)
         batch, mask = jax.tree.map(lambda x: x[index], rows)
         extra = extra if mask is None else extra | {"mask": mask.astype(np.float32)}
         keywords = fn.keywords(state, extra, train=True)

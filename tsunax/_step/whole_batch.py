@@ -121,7 +121,7 @@ class WholeBatch(CutsItsBatch):
             return self.loss(embeddings, batch, **loss_keywords)
         loss_keywords |= _named(self._loss, {"model_state": state})
         out = loss_of(self.loss(embeddings, batch, **loss_keywords))
-        return out._with(model_state=state) if out.model_state is None else out
+        return out._with_fields(model_state=state) if out.model_state is None else out
 
     def _in_turn(self, n: int, params: PyTree, batch: PyTree, keywords: Extra) -> tuple[Any, Any]:
         """The model state after the last micro-batch, and the embeddings of all rows.
