@@ -944,7 +944,7 @@ def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # together they are one
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert ended == [4]
-    monkeypatch.setattr("tsunax._core.interrupts.TOGETHER", -1.0)
+    monkeypatch.setattr("tsunax._core.interrupts.REPEAT_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert int(caught.value.state.step) == 4 and ended == [4]

@@ -223,7 +223,7 @@ def hint(name: str, known_names: Sequence[str]) -> str:
     >>> hint("eta", ["b1", "learning_rate"])
     "Did you mean 'learning_rate'?"
     """
-    from tsunax._core.other_words import elsewhere, ours
+    from tsunax._core.other_words import elsewhere, synonyms
 
     name = name.strip()
     initials = [
@@ -231,7 +231,7 @@ def hint(name: str, known_names: Sequence[str]) -> str:
     ]
     lower = {word.lower(): word for word in known_names}
     like = lambda cutoff: difflib.get_close_matches(name.lower(), lower, 1, cutoff)
-    words = initials + ours(name, known_names) + [lower[word] for word in like(0.85)]
+    words = initials + synonyms(name, known_names) + [lower[word] for word in like(0.85)]
     if not words and (advice := elsewhere(name)):
         return advice
     # Most typing errors keep the first letter. Three of four letters agree by chance: temp, step.

@@ -16,7 +16,7 @@ import optax
 from jax.typing import ArrayLike
 
 from tsunax._core import Extra, Where, checks, patterns, trees
-from tsunax._core.placement import beside
+from tsunax._core.placement import put_on_devices_of
 from tsunax._state.state_fields import frozen_words
 from tsunax._step.members import chosen_members
 from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
@@ -197,7 +197,7 @@ def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike |
         return state
     if state.frozen is None:
         state = dataclasses.replace(
-            state, frozen=beside(trainable(state), jnp.zeros(words.shape, words.dtype))
+            state, frozen=put_on_devices_of(trainable(state), jnp.zeros(words.shape, words.dtype))
         )
     old_words: Any = state.frozen
     return dataclasses.replace(state, frozen=old_words | words if freezes else old_words & ~words)

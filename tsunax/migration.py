@@ -21,7 +21,7 @@ import optax
 from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Where, tables, trees
-from tsunax._core.placement import beside, offloaded
+from tsunax._core.placement import offloaded, put_on_devices_of
 from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax._step.members import refuse_population
@@ -161,7 +161,7 @@ def migrate(
     opt_state, numbers = number_table.hoist(with_tables)
     if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
         opt_state = jax.tree.map(offloaded, opt_state)
-    clock = beside(fresh.params, own(state.clock))
+    clock = put_on_devices_of(fresh.params, own(state.clock))
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
     _compare_fields(state, fresh, notes)
     fresh = _with_own_fields(state, fresh)
@@ -351,7 +351,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _ReportLists) -> Train
     if new.numbers is None or not cuts:
         return new
     recut = recut_numbers(new.opt_state, new.numbers, trained_part(new), cuts)
-    opt_state, numbers = (beside(new.params, tree) for tree in recut)
+    opt_state, numbers = (put_on_devices_of(new.params, tree) for tree in recut)
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 
 
@@ -417,7 +417,7 @@ def _carry_frozen(old: TrainState, new: TrainState, report: _ReportLists) -> Tra
     ]
     report["notes"] += [f"{name}: frozen then, not trained now" for name in untrained_names]
     words = frozen_words([bool(was_frozen.get(name)) for name in new_leaves])
-    return dataclasses.replace(new, frozen=beside(new.params, words))
+    return dataclasses.replace(new, frozen=put_on_devices_of(new.params, words))
 
 
 def _trained_by_name_of(state: TrainState, tree) -> dict[str, Any]:

@@ -153,7 +153,9 @@ class TrainState(Clocked):
                 clock = jnp.where(np.arange(len(COUNTS)) == index, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
-            clock = placement.beside(_selected_part(fields["params"], self.plan.selected), clock)
+            clock = placement.put_on_devices_of(
+                _selected_part(fields["params"], self.plan.selected), clock
+            )
         return dataclasses.replace(self, clock=clock, **fields)
 
     if not TYPE_CHECKING:  # With a __getattr__, type checkers accept every name.
@@ -403,7 +405,7 @@ def setup(
     if policy is not None and policy.moments != "float32":
         opt_state = state_setup.with_low_moments(opt_state, plan, master_params)
     opt_state, numbers = number_table.hoist(opt_state)
-    place = functools.partial(placement.beside, trained)
+    place = functools.partial(placement.put_on_devices_of, trained)
     return TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),
         params=with_part(trained, params, selected),

@@ -73,7 +73,7 @@ class States(Clocked):
         shape = jnp.shape(first_member.clock)[:-1]
         _check_sizes(members, shape, "States()")
         clock = np.zeros((*shape, len(COUNTS)), np.int32)
-        clock = placement.beside(first_member.params, clock)
+        clock = placement.put_on_devices_of(first_member.params, clock)
         tally = _rejected_counts(members.values())
         seen_ids: set[int] = set()  # two states may share a key, which must not be donated twice
 

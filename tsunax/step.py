@@ -238,7 +238,7 @@ def update_unchecked(
     shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)
     if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
         grad_norm = guard.global_norm(mean, by_leaf=shares_norm)
-    stored_state, state = state, trees.on_device(state, after=grad_norm)
+    stored_state, state = state, trees.on_device(state, earlier_result=grad_norm)
 
     def attempt() -> Attempt:
         """The result of the step if the verdict applies it."""

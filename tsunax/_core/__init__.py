@@ -1,6 +1,6 @@
 """Tools for every part of the package: trees, patterns, checks, files.
 
-It knows nothing of training states, rules and loops.
+It uses no training states, rules or loops.
 """
 
 import importlib
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:  # the package is imported without JAX
     from jax.typing import ArrayLike
 
-# Types of signatures, with comments for what the type system cannot say.
-PyTree: TypeAlias = Any  # containers that JAX knows, with arrays as leaves
+# Types of signatures. The comments say more than the type system can.
+PyTree: TypeAlias = Any  # containers registered with JAX, with arrays as leaves
 Scalar: TypeAlias = Any  # one number: a Python one, or an array without axes, which may be traced
 # which leaves: a glob over paths, a list of globs, a predicate, a tree of bools
 Where: TypeAlias = Any
-# a jax.Device, which type checkers do not know; a kind such as "gpu"; "gpu:1"; a Sharding
+# a jax.Device, for which JAX has no type hints; a kind such as "gpu"; "gpu:1"; a Sharding
 Device: TypeAlias = Any
-TreeDef: TypeAlias = Any  # a jax.tree_util.PyTreeDef, which they do not know either
-Figure: TypeAlias = Any  # of matplotlib, which need not be installed
+TreeDef: TypeAlias = Any  # a jax.tree_util.PyTreeDef, also without type hints
+Figure: TypeAlias = Any  # a figure of matplotlib, which need not be installed
 Maybe: TypeAlias = "ArrayLike | None"  # a mask or weights, or an optional number
-AxisName: TypeAlias = str | tuple[str, ...] | None  # of devices inside shard_map
+AxisName: TypeAlias = str | tuple[str, ...] | None  # names of device axes inside shard_map
 StrPath: TypeAlias = str | os.PathLike[str]
 Extra: TypeAlias = dict[str, Any]  # arguments by name
 Function: TypeAlias = Callable[..., Any]
@@ -34,7 +34,7 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) 
 
 
 def _give_hints(title: str, module: Any) -> None:
-    """Let a public module answer an unknown name with the nearest of its own."""
+    """Make errors for unknown names of a public module suggest its nearest names."""
     if not isinstance(module, types.ModuleType) or "__getattr__" in vars(module):
         return
 

@@ -12,7 +12,7 @@ from tsunax.errors import StateError
 Axes = tuple[str, ...]
 
 
-def around(axis_name: Any, where: str) -> Axes:
+def checked_axes(axis_name: Any, where: str) -> Axes:
     """The axes over which to take means. Raises StateError for a forgotten or an absent axis."""
     axes = checks.as_axes(axis_name, where)
     if axes is None:

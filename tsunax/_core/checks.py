@@ -225,14 +225,14 @@ def check_aliases(params: Any, flags: trees.Flags, **donated: Any) -> None:
         raise ParamsError("leaves", where, "one array for both", "an array for each", fix)
 
 
-def check_like(root: str, new, old, fix: str = "", what: str = "leaf") -> None:
+def check_like(root: str, new, old, fix: str = "", title: str = "leaf") -> None:
     """Raise StateError unless two trees agree in structure, shape and dtype."""
     if difference := trees.first_difference(new, old, root):
-        raise StateError(f"{what} {difference}. {fix}".rstrip())
+        raise StateError(f"{title} {difference}. {fix}".rstrip())
     for (place, a), b in zip(trees.leaves_at(root, new), jax.tree.leaves(old), strict=True):
         dtype = trees.dtype_of(a)
         if dtype is None or dtype != trees.dtype_of(b) or np.shape(a) != np.shape(b):
-            raise StateError(what, place, trees.describe(a), trees.describe(b), fix)
+            raise StateError(title, place, trees.describe(a), trees.describe(b), fix)
 
 
 def is_real(x: Any) -> bool:
@@ -241,7 +241,7 @@ def is_real(x: Any) -> bool:
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
-    """Raise WrongTypeError unless it is an int, HyperparameterError if it is below `least`."""
+    """Raise WrongTypeError unless `n` is an int, HyperparameterError if it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
         fix = f"Write {name}=int(...)." if trees.is_array(n) and np.ndim(n) == 0 else ""
         raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}", fix)
@@ -249,15 +249,17 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
         raise HyperparameterError(name, where, n, f"an int ≥ {least}")
 
 
-def is_one_of(value: Any, known: Sequence[str]) -> bool:
-    """Whether `value` is in `known` (False for arrays, on which `in` would fail)."""
-    return isinstance(value, str) and value in known
+def is_one_of(value: Any, choices: Sequence[str]) -> bool:
+    """Whether `value` is in `choices` (False for arrays, on which `in` would fail)."""
+    return isinstance(value, str) and value in choices
 
 
-def check_choice(value: Any, where: str, name: str, known: Sequence[str]) -> None:
-    """Raise HyperparameterError unless it is one of the names that are known."""
-    if not is_one_of(value, known):
-        raise HyperparameterError(name, where, trees.describe(value), " or ".join(map(repr, known)))
+def check_choice(value: Any, where: str, name: str, choices: Sequence[str]) -> None:
+    """Raise HyperparameterError unless `value` is one of the `choices`."""
+    if not is_one_of(value, choices):
+        raise HyperparameterError(
+            name, where, trees.describe(value), " or ".join(map(repr, choices))
+        )
 
 
 def check_flags(where: str, **flags) -> None:
@@ -278,12 +280,12 @@ def as_axes(axis_name: Any, where: str) -> tuple[str, ...] | None:
     raise WrongTypeError("axis_name", where, repr(axis_name), expected)
 
 
-def as_array(what: str, x: object, place: str) -> jax.Array:
+def as_array(title: str, x: object, place: str) -> jax.Array:
     """`x` as an array, or LossError."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise LossError(what, place, trees.describe(x), "an array") from None
+        raise LossError(title, place, trees.describe(x), "an array") from None
 
 
 # Signatures
@@ -298,17 +300,17 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
 
 
 def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, **kw: Any) -> None:
-    """Raise WrongTypeError if a function cannot be called so, as far as its signature tells."""
+    """Raise WrongTypeError if the signature of `f` does not accept these arguments."""
     try:
         inspect.signature(f).bind(*args, **kw)
     except TypeError:
         raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
-    except ValueError:  # some builtins have none
+    except ValueError:  # some builtins have no signature
         pass
 
 
 def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
-    """The function, with errors of wrong arguments that name the right ones.
+    """The function, but its errors for wrong arguments name the arguments that it has.
 
     `fix` is for too many arguments by position. A keyword that the function passes to a loss
     function without such a parameter is an error of the call. From exceptions of other code our
@@ -343,7 +345,7 @@ _BOUND = ("self", "cls")  # arguments that Python gives
 
 
 def _names(signature: inspect.Signature) -> list[str]:
-    """The names of all arguments that have one."""
+    """The names of the arguments that may be given by name."""
     parameters = signature.parameters.values()
     is_named = lambda p: p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     return [p.name for p in parameters if is_named(p) and p.name not in _BOUND]
@@ -357,7 +359,7 @@ def wrong_call(
     error: TypeError,
     fix: str = "",
 ) -> WrongTypeError:
-    """The error for arguments that do not fit a signature; `error` is Python's."""
+    """The error for arguments that do not fit a signature; `error` is the TypeError of Python."""
     names, parameters = _names(signature), signature.parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if wrong := [x for x in keywords if not takes_any and x not in signature.parameters]:
@@ -381,7 +383,7 @@ def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
 
 
 def accepting(f: Callable, names) -> Callable:
-    """The function, ignoring these keywords too: optax's line searches ask for its signature."""
+    """The function, but it ignores these keywords. optax's line searches read its signature."""
     parameters = parameters_of(f)
     ignored = [name for name in names if name not in {p.name for p in parameters}]
     if not parameters or not ignored:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core.source_lines import LIBRARIES, OURS
+from tsunax._core.source_lines import LIBRARIES, OUR_FOLDER
 from tsunax._core.trees import programs_in
 
 
@@ -55,7 +55,7 @@ class Analysis:
             facts_by_branch = [self.run(branch.jaxpr, facts[1:]) for branch in params["branches"]]
             join_all = lambda facts: functools.reduce(self.join, facts, self.nothing)
             return list(map(join_all, zip(*facts_by_branch, strict=True)))
-        program = called(eqn, parts=True)
+        program = inner_program(eqn, parts=True)
         return self.rule(eqn, facts) if program is None else self.run(program[0], facts)
 
     def _settled(self, body: Callable, carry: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -105,8 +105,8 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 # The parts of an equation
 
 
-def called(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
-    """The inner program of an equation and its constants; with `parts` also of `shard_map`."""
+def inner_program(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:
+    """The inner program of an equation, and its constants. With `parts` also inside `shard_map`."""
     programs = programs_in(eqn)
     if len(programs) != 1:
         return None
@@ -139,7 +139,7 @@ def source_line(sources: tuple, above: str = "") -> tuple[str, str]:
         lines = reversed(source_info_util.summarize(source, num_frames=100).splitlines())
         frames = [match for line in lines if (match := _FRAME.match(line))]
         frames_above = itertools.takewhile(lambda frame: frame[1] != above, frames)
-        foreign_frames = [frame for frame in frames_above if not frame[1].startswith(OURS)]
+        foreign_frames = [frame for frame in frames_above if not frame[1].startswith(OUR_FOLDER)]
         is_users = lambda f: "site-packages" not in f[1] and not f[1].startswith(LIBRARIES)
         if user_frame := next(filter(is_users, foreign_frames), None):
             return _as_text(user_frame)

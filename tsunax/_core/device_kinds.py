@@ -1,6 +1,6 @@
 """Which device a word means: a kind such as "gpu", "gpu:1" for number 1 of a kind, or "auto".
 
-A device is JAX's own `jax.Device`, counted from 0 among those of this process. The variable
+A device is a `jax.Device`; its number counts the devices of this process from 0. The variable
 TSUNAX_DEVICE or the nearest file `.tsunax-device`, in the current directory or above it, may name
 the kind that `"auto"` tries first. Every function that takes a device takes it by `as_device` or
 `as_sharding`.
@@ -84,16 +84,16 @@ def _automatic() -> tuple[list[Device], str]:
         raise DeviceError("devices", "", told(error), "a backend that starts") from error
 
 
-def check_kind(kind: Any, where: str, known: Iterable[str]) -> None:
+def check_kind(kind: Any, where: str, kinds: Iterable[str]) -> None:
     if not isinstance(kind, str):
-        raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(known)}")
-    if kind not in known:
-        fix = "It takes a kind, without a number." if kind_and_index(kind)[0] in known else ""
-        raise DeviceError(unknown("kind", where, kind, known, fix))
+        raise WrongTypeError("kind", where, trees.describe(kind), f"one of {', '.join(kinds)}")
+    if kind not in kinds:
+        fix = "It takes a kind, without a number." if kind_and_index(kind)[0] in kinds else ""
+        raise DeviceError(unknown("kind", where, kind, kinds, fix))
 
 
 def kind_and_index(device: Any) -> tuple[Any, Any]:
-    """`("gpu", 1)` for that or for "gpu:1"; others with 0."""
+    """`("gpu", 1)` for `("gpu", 1)` and "gpu:1"; `("gpu", 0)` for "gpu"."""
     if isinstance(device, tuple) and len(device) == 2:
         return device
     name, _, number = device.partition(":") if isinstance(device, str) else (device, "", "")

@@ -53,13 +53,13 @@ def step_in_name(name: str) -> int | None:
     return int(name) if re.fullmatch(r"0|[1-9][0-9]{0,18}", name, re.ASCII) else None
 
 
-def aside(folder: Path, kind: str, step: int) -> Path:
+def hidden_path(folder: Path, kind: str, step: int) -> Path:
     """A new hidden name in `folder`: "tmp" while writing, "old" while replacing or deleting."""
     return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
 
 
 def ours(name: str) -> tuple[str, int] | None:
-    """(kind, step) of a name that `aside` made."""
+    """(kind, step) of a name that `hidden_path` made; None for other names."""
     match = _HIDDEN_NAME.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 
@@ -139,7 +139,7 @@ def check_inside(path: Path, top: Path) -> None:
 def check_regular(top: Path) -> int:
     """Bytes of all files below `top`.
 
-    Raises OSError for a link that leads out, and for what blocks on reading, as a pipe does.
+    Raises OSError for a link that leads out, and for a file that is not regular, such as a pipe.
     """
     os.listdir(top)
     total = 0
@@ -154,10 +154,10 @@ def check_regular(top: Path) -> int:
     return total
 
 
-def remove(folder: Path, known: tuple[str, ...]) -> None:
-    """Delete the `known` entries of a directory named by `aside`, in order, then it if empty."""
+def remove(folder: Path, names: tuple[str, ...]) -> None:
+    """Delete these entries of a `hidden_path`, in order, then the directory if it is empty."""
     assert ours(folder.name), folder
-    for name in known:
+    for name in names:
         inner = folder / name
         if is_real_directory(inner):
             shutil.rmtree(inner, ignore_errors=True)
@@ -188,19 +188,20 @@ if hasattr(os, "register_at_fork"):
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 
-    The kernel drops the lock with the process, however that dies. It is a lock of the open file:
-    reading the lock file (a copy of the directory) does not drop it. A forked child, which may
-    outlive its parent, closes its own end.
+    The kernel drops the lock if the process dies for any reason. The lock is on the open file:
+    reading the lock file, for a copy of the directory, does not drop it. A forked child, which may
+    outlive its parent, closes its file descriptor.
     """
 
-    def __init__(self, folder: Path, is_mine: bool = True, reader: str = "read_only=True"):
+    def __init__(self, folder: Path, is_first: bool = True, reader: str = "read_only=True"):
         self.pid: int = os.getpid()
         # The content of the file, because opening and closing it again would drop the lock.
         self.text: str = ""
         self.run_id: str = ""  # the run of this directory, since the first process wrote here
-        self.origin: tuple[str, str] = "", ""  # run and directory of which this one is a copy
+        # If this directory is a copy: the run and the directory of the original.
+        self.origin: tuple[str, str] = "", ""
         self._fd: int | None = None
-        if not is_mine:  # among several processes only the first locks the directory
+        if not is_first:  # among several processes only the first locks the directory
             return
         self._fd = os.open(folder / LOCK, _flags("RDWR", "CREAT", "NOFOLLOW", "CLOEXEC"), 0o666)
         try:
@@ -211,7 +212,7 @@ class Lock:
             self._inode = os.fstat(self._fd).st_ino
             if original := self._original(folder, stored_facts):
                 self.origin, self.run_id = (self.run_id, original), new_run_id
-            self._put(pid=self.pid, since=start_time)
+            self._write_facts(pid=self.pid, since=start_time)
         except BaseException:
             self.close()
             raise
@@ -261,7 +262,7 @@ class Lock:
                     return str(lock.parent)
         return ""
 
-    def _put(self, **about: Any) -> None:
+    def _write_facts(self, **about: Any) -> None:
         assert self._fd is not None
         self.text = json.dumps({**about, "run_id": self.run_id, "file": self._inode})
         os.ftruncate(self._fd, os.pwrite(self._fd, self.text.encode(), 0))
@@ -275,7 +276,7 @@ class Lock:
             return "another process"
 
     def close(self) -> None:
-        """Close the file once: then another file may get its number, even if closing failed."""
+        """Close the file once: its number may then be another file, even if closing failed."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):
@@ -284,5 +285,5 @@ class Lock:
     def release(self) -> None:
         if self._fd is not None and os.getpid() == self.pid:
             with contextlib.suppress(OSError):
-                self._put()
+                self._write_facts()
         self.close()

@@ -12,7 +12,8 @@ import threading
 import time
 from typing import Self
 
-TOGETHER = 1.0  # seconds within which signals count as one; longer delays a real second Ctrl-C
+# Signals within this time count as one. A longer time would delay a real second Ctrl-C.
+REPEAT_SECONDS = 1.0
 
 
 class Interrupt:
@@ -20,7 +21,7 @@ class Interrupt:
 
     def __init__(self, *numbers: int) -> None:
         self.asked: int = 0
-        self._pressed = math.inf  # when Ctrl-C was, first
+        self._pressed = math.inf  # the time of the first Ctrl-C
         self._numbers = numbers
         self._previous: dict[int, object] = {}
 
@@ -32,13 +33,13 @@ class Interrupt:
 
     def _note(self, number, frame) -> None:
         if number == signal.SIGINT:
-            if time.monotonic() - self._pressed > TOGETHER:
+            if time.monotonic() - self._pressed > REPEAT_SECONDS:
                 raise KeyboardInterrupt
             self._pressed = min(self._pressed, time.monotonic())
         if not self.asked:
             self.asked = number
             outer = getattr(self._previous.get(number), "__self__", None)
-            if isinstance(outer, Interrupt):  # a sweep around this run, which ends with it
+            if isinstance(outer, Interrupt):  # a sweep, which ends with this run
                 outer.asked = outer.asked or number
             if number == signal.SIGINT:
                 text = "\nending after this call; Ctrl-C again stops at once"

@@ -1,12 +1,12 @@
-"""Words of other libraries for what has another name or place here, for the hints of errors.
+"""Names of other libraries for arguments and functions of tsunax, for the hints of errors.
 
-It is imported when there is an error. `docs/coming-from.md` has the whole calls.
+It is imported when there is an error. `docs/coming-from.md` compares whole calls.
 """
 
 from collections.abc import Sequence
 
-# Our word, and those of Flux, Keras, Lightning, PyTorch, transformers and others for the same
-# thing. A word may stand in several lines: the hint is the one that the call has.
+# Our word, and the words of Flux, Keras, Lightning, PyTorch, transformers and more for the same
+# thing. A word may occur in several lines: the hint is the word that the call accepts.
 _WORDS = {
     # rules and schedules
     "learning_rate": "lr eta alpha rate step_size stepsize",
@@ -80,7 +80,7 @@ _WORDS = {
     "tensorboard": "TensorBoardLogger SummaryWriter",
     "csv": "CSVLogger csv_logger",
     "batches": "DataLoader Dataset TensorDataset",
-    # others
+    # masks, data, devices
     "mask": "weights weight where sample_weight",
     "where": "weights weight mask sample_weight",
     "data": "dp",
@@ -131,8 +131,8 @@ _ELSEWHERE = {
 }
 
 
-def ours(name: str, known_names: Sequence[str]) -> list[str]:
-    """The known names with the same meaning as this word of another library."""
+def synonyms(name: str, known_names: Sequence[str]) -> list[str]:
+    """The known names with the meaning that this word has in other libraries."""
     return [
         word
         for word, foreign_words in _WORDS.items()
@@ -141,5 +141,5 @@ def ours(name: str, known_names: Sequence[str]) -> list[str]:
 
 
 def elsewhere(name: str) -> str:
-    """The sentence for a word that another call of tsunax stands for; "" for other words."""
+    """The hint for a word that means another call of tsunax; "" for other words."""
     return next((text for words, text in _ELSEWHERE.items() if name in words.split()), "")

@@ -95,10 +95,10 @@ def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]
     return tuple(flags)
 
 
-def _as_flag(what: str, path: Sequence[Any], value: Any) -> bool:
+def _as_flag(title: str, path: Sequence[Any], value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         where = trees.access_str("params", path)
-        raise PatternError(what, where, trees.describe(value), "True or False")
+        raise PatternError(title, where, trees.describe(value), "True or False")
     return bool(value)
 
 
@@ -154,14 +154,14 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
 
     - a pattern over path components: "*", "?" and "[ab]" match within one component, as in
       `fnmatch`; "**" matches any number of components, also none: "encoder/**" is all below
-      "encoder" and a leaf "encoder" itself. Components are those of the printed path: a dict key
+      "encoder" and a leaf "encoder" itself. The printed path is split into components: a dict key
       "mlp/linear" counts as two. The printed path of a leaf matches the leaf, also with a "[" or
       "*" in it;
     - a list of patterns: a "!" in front excludes, and the last match wins;
     - a predicate `f(path, leaf) -> bool` with a path like "encoder/0/kernel";
     - a tree of bools with the structure of `tree`.
 
-    Raises `PatternError` if a pattern (each one of a list) matches no leaf, if nothing is selected,
+    Raises `PatternError` if a pattern (also in a list) matches no leaf, if nothing is selected,
     and if a bool tree or the result of a predicate does not fit; `ParamsError` if there are no
     leaves. `place` is the call that the errors of patterns without a match name.
 
@@ -178,7 +178,7 @@ def select(where: Any, tree: Any, place: str = "") -> tuple[bool, ...]:
     return flags
 
 
-# (params, flags): the tree and the group of its leaves that is being handled
+# (params, flags): a tree, and which of its leaves the running rule of `partition` handles
 _enclosing: contextvars.ContextVar[Any] = contextvars.ContextVar("_enclosing", default=None)
 
 

@@ -1,4 +1,4 @@
-"""The devices of arrays: one, or a mesh over whose data axes the rows of a batch are spread."""
+"""The devices of arrays: one device, or a mesh that spreads rows over its data axes."""
 
 import functools
 import math
@@ -14,8 +14,10 @@ from tsunax._core import checks, trees
 from tsunax.errors import DataError, DeviceError
 
 WHOLE = PartitionSpec()
-SMALL = 1024  # elements: smaller arrays are whole on each device, which costs less than to gather
-ALIGNED_FROM = 1 << 17  # bytes: below, a second copy costs less than the care to avoid it
+# Elements. Smaller arrays are whole on each device: a copy on each costs less than to gather parts.
+SMALL = 1024
+# Bytes. Smaller arrays are not aligned: a second copy by JAX costs less than the alignment.
+ALIGNED_FROM = 1 << 17
 
 
 def data_axes(mesh) -> tuple[str, ...]:
@@ -49,7 +51,7 @@ def row_parts_here(mesh) -> int:
     parts = row_parts(mesh)
     if not mesh.is_multi_process or is_absent(mesh):
         return parts
-    places = _on(mesh, 0).addressable_devices_indices_map((parts,)).values()
+    places = _rows_sharding(mesh, 0).addressable_devices_indices_map((parts,)).values()
     parts_here = len({place[0].start for place in places if place})
     count = len({device.process_index for device in mesh.devices.flat})
     if parts_here * count != parts:
@@ -79,7 +81,7 @@ class MeshShardings:
 
     replicated: NamedSharding  # for arrays that are whole on each device
     of_leaves: Any  # the tree, with the sharding of each array
-    parts: int  # into which the rows that this process has are cut
+    parts: int  # the number of parts of the rows of this process
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,13 +90,15 @@ def _shardings_on(treedef, mesh, specs: tuple) -> MeshShardings:
     shardings = [
         NamedSharding(mesh, spec, memory_kind=kind(is_offloaded)) for spec, is_offloaded in specs
     ]
-    return MeshShardings(_on(mesh, None), treedef.unflatten(shardings), row_parts_here(mesh))
+    return MeshShardings(
+        _rows_sharding(mesh, None), treedef.unflatten(shardings), row_parts_here(mesh)
+    )
 
 
-def mesh_shardings(tree, beside=()) -> MeshShardings | None:
-    """The shardings of a tree on the mesh of its arrays, or of `beside`; None without a mesh."""
+def mesh_shardings(tree, second_tree=()) -> MeshShardings | None:
+    """The shardings of a tree on its mesh, or the mesh of `second_tree`; None without a mesh."""
     leaves, treedef = jax.tree.flatten(tree)
-    mesh = next(filter(None, map(_mesh_of, [*leaves, *jax.tree.leaves(beside)])), None)
+    mesh = next(filter(None, map(_mesh_of, [*leaves, *jax.tree.leaves(second_tree)])), None)
     if mesh is None:
         return None
     spec_of = lambda x: _entries(x.sharding.spec) if _mesh_of(x) == mesh else WHOLE
@@ -153,7 +157,7 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
     """Move rows along `axis` to a device, or spread them over the data axes of a mesh.
 
     Arrays on that mesh stay. Rows that its devices do not divide raise DataError; with `whole` each
-    device gets all of them. With `shared`, NumPy arrays are copied, because a user may refill them.
+    device gets all rows. With `shared`, NumPy arrays are copied, because a user may refill them.
     Without an axis the arrays have no rows, see `replicate`.
     """
     if not isinstance(sharding, NamedSharding):
@@ -162,7 +166,7 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
 
     def where(x):
         if axis is None or np.ndim(x) <= axis:
-            return _on(mesh, None)
+            return _rows_sharding(mesh, None)
         rows, parts = np.shape(x)[axis], row_parts_here(mesh)
         if rows % parts and (mesh.is_multi_process or not whole):
             process_text = " of this process" if mesh.is_multi_process else ""
@@ -170,33 +174,35 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
             fix = "Choose another batch_size or drop_remainder=True. Or name `mask` in loss_fn and "
             fix += "return ts.Loss.mean(values, mask): the batch is then padded."
             raise DataError("batch", place, f"{rows} rows{process_text}", expected, fix)
-        return _on(mesh, None if rows % parts else axis)
+        return _rows_sharding(mesh, None if rows % parts else axis)
 
     leaves, treedef = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
-        if isinstance(x, jax.ShapeDtypeStruct) and not is_on(x, mesh):
+        if isinstance(x, jax.ShapeDtypeStruct) and not is_on_mesh(x, mesh):
             leaves[i] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x))
-    moved = {i: where(x) for i, x in enumerate(leaves) if not is_on(x, mesh)}
-    moved_arrays = _put_all([leaves[i] for i in moved], list(moved.values()), shared)
+    moved = {i: where(x) for i, x in enumerate(leaves) if not is_on_mesh(x, mesh)}
+    moved_arrays = _put_leaves([leaves[i] for i in moved], list(moved.values()), shared)
     for i, x in zip(moved, moved_arrays, strict=True):
         leaves[i] = x
     return treedef.unflatten(leaves)
 
 
-def padded(tree, here: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
-    """A batch with its last row repeated up to `rows`, and its mask: f32 (rows,), 1 if real."""
+def padded(tree, real_rows: int, rows: int, axis: int = 0) -> tuple[Any, np.ndarray]:
+    """A batch, padded to `rows` by copies of its last row, and its mask: f32 (rows,), 1 if real."""
 
     def pad_leaf(x):
-        if here == rows or np.ndim(x) <= axis:
+        if real_rows == rows or np.ndim(x) <= axis:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
         lib = jnp if isinstance(x, jax.Array) else np
         last = x[(*[slice(None)] * axis, slice(-1, None))]
-        repeated_rows = lib.broadcast_to(last, (*x.shape[:axis], rows - here, *x.shape[axis + 1 :]))
+        repeated_rows = lib.broadcast_to(
+            last, (*x.shape[:axis], rows - real_rows, *x.shape[axis + 1 :])
+        )
         return lib.concatenate([x, repeated_rows], axis)
 
-    return jax.tree.map(pad_leaf, tree), (np.arange(rows) < here).astype(np.float32)
+    return jax.tree.map(pad_leaf, tree), (np.arange(rows) < real_rows).astype(np.float32)
 
 
 def replicate(tree, sharding, shared: bool = True):
@@ -205,38 +211,39 @@ def replicate(tree, sharding, shared: bool = True):
 
 
 def place_extra(extra, state) -> dict[str, Any]:
-    """Copies of a step's arguments where the state lives. Raises if JAX cannot take one."""
+    """Copies of a step's arguments on the devices of the state. Raises if JAX cannot take one."""
     checks.check_arrays(extra, "extra", "Bind it to the step instead, with functools.partial.")
     return replicate(dict(extra), state_sharding(state))
 
 
 @functools.lru_cache(maxsize=64)
-def _on(mesh, axis: int | None) -> NamedSharding:
-    """The sharding of rows along an axis over the data axes of a mesh. None: a copy per device."""
+def _rows_sharding(mesh, axis: int | None) -> NamedSharding:
+    """Rows along `axis`, spread over the data axes of a mesh; without an axis a copy per device."""
     spec = WHOLE if axis is None else PartitionSpec(*[None] * axis, data_axes(mesh))
     return NamedSharding(mesh, spec)
 
 
-def beside(params, tree):
+def put_on_devices_of(params, tree):
     """Put arrays on the devices of the params, whole on each."""
     first = next(filter(trees.is_placed, jax.tree.leaves(params)), None)
     sharding, committed = (None, False) if first is None else (first.sharding, first.committed)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, WHOLE)
 
-    def put(x):
+    def put_leaf(x):
         x = x if trees.is_traced(x) else jnp.asarray(x)
         if sharding is None or trees.is_traced(x):
             return x
-        # the first step would return an uncommitted array committed, and the second compile again
+        # A step returns committed arrays. If the first step got an uncommitted one, the second step
+        # would compile again.
         is_in_place = sharding.device_set == x.sharding.device_set and x.committed >= committed
         return x if is_in_place else jax.device_put(x, sharding)
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put_leaf, tree)
 
 
 def offloaded(x):
-    """An array of a mesh in host memory; small ones stay."""
+    """An array of a mesh in host memory; small arrays stay."""
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.size < SMALL:
         return x
     return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
@@ -263,7 +270,7 @@ def rows_over(sharding, rows: int) -> NamedSharding | None:
     """The sharding of gathered rows over a state's mesh; None if the rows do not divide."""
     if not isinstance(sharding, NamedSharding) or rows % row_parts(sharding.mesh):
         return None
-    return _on(sharding.mesh, 0)
+    return _rows_sharding(sharding.mesh, 0)
 
 
 def constrain_rows(tree, sharding: NamedSharding):
@@ -276,7 +283,7 @@ def divisor(sharding, accumulate: int = 1) -> int:
     """The number of rows of this process must be a multiple of this."""
     if not isinstance(sharding, NamedSharding):
         return 1
-    # with explicit axes, each device cuts its own rows into micro-batches
+    # With explicit axes, each device cuts its rows into micro-batches.
     return row_parts_here(sharding.mesh) * (accumulate if is_explicit(sharding.mesh) else 1)
 
 
@@ -310,10 +317,10 @@ def rows_at(indices, x):
     mesh = _mesh_of(x)
     if mesh is None or not is_explicit(mesh):
         return x[indices]
-    return x.at[indices].get(out_sharding=_on(mesh, None))
+    return x.at[indices].get(out_sharding=_rows_sharding(mesh, None))
 
 
-def is_on(x, mesh) -> bool:
+def is_on_mesh(x, mesh) -> bool:
     """Whether an array is on a mesh."""
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
@@ -322,19 +329,19 @@ def is_on(x, mesh) -> bool:
 def put(tree, where):
     """`jax.device_put` of a user's arrays, with copies of NumPy arrays.
 
-    JAX on a CPU takes their memory as it is, and a transfer to another device may read it after
+    JAX on a CPU uses the memory of the user, and a transfer to another device may read it after
     `device_put` has returned: a buffer that is refilled meanwhile would arrive with its new values.
     """
     return jax.device_put(with_numpy_copied(tree), where)
 
 
 def with_numpy_copied(tree):
-    """The tree with copies of NumPy arrays, in memory that JAX on a CPU takes as it is."""
+    """The tree with copies of NumPy arrays, in memory that JAX on a CPU uses without a copy."""
     return jax.tree.map(lambda x: aligned_copy(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty memory aligned to 64 bytes, which JAX on a CPU takes without another copy."""
+    """Empty memory aligned to 64 bytes, which JAX on a CPU uses without a copy."""
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < ALIGNED_FROM or dtype.hasobject:
         return np.empty(shape, dtype)
@@ -350,7 +357,7 @@ def aligned_copy(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _put_all(leaves: list, shardings: list, shared: bool) -> list:
+def _put_leaves(leaves: list, shardings: list, shared: bool) -> list:
     """Arrays at their shardings; each of several processes gives its part."""
     leaves = with_numpy_copied(leaves) if shared else leaves
     if all(s.is_fully_addressable for s in shardings):

@@ -17,14 +17,14 @@ import jax
 
 from tsunax.errors import ProcessError
 
-# seconds that processes wait for one that works by itself: a callback of `fit`, figures at the end
+# Seconds that processes wait while one works alone: in a callback of `fit`, or for final figures.
 LAST = 1800.0
 
 _is_alone_on_purpose = False  # because of start(num_processes=1)
 
 
 class Alone:
-    """One process: what it says is what all say. The methods are those of several processes."""
+    """One process, with the methods of several: its answer is the answer of all."""
 
     @property
     def sees_everything(self) -> bool:
@@ -33,13 +33,13 @@ class Alone:
 
     @property
     def index(self) -> int:
-        """Which process this is, from 0. ProcessError if a launcher made several, not started."""
+        """The index of this process. ProcessError if a launcher made several that did not start."""
         check_started()
         return 0
 
     @property
     def count(self) -> int:
-        """How many processes there are. Raises ProcessError as `index`."""
+        """The number of processes. Raises ProcessError like `index`."""
         check_started()
         return 1
 
@@ -49,17 +49,17 @@ class Alone:
         return True
 
     def check_alone(self, where: str) -> None:
-        """Raise ProcessError where one process works by itself, and there are several."""
+        """Raise ProcessError in a call for one process if there are several."""
         check_started()
 
     def spans_all(self, devices: Iterable[Any]) -> bool:
-        """Whether these devices are of several processes, and of all that there are."""
+        """Whether these devices belong to several processes, and all processes have some."""
         return False
 
     def gather(
         self, name: str, text: str = "", timeout: float | None = None, thread: str = ""
     ) -> list[str]:
-        """What each process says at the place of this name, by index."""
+        """The texts of all processes, by index, at the call with this name."""
         check_started()
         return [text]
 
@@ -72,7 +72,7 @@ class Alone:
         thread: str = "",
         kinds: Sequence[type[Exception]] = (),
     ) -> tuple[Any, list[str]]:
-        """`f()`, which returns (value, word), on all processes: its value and the words of all."""
+        """Call `f() -> (value, word)` on all processes. Returns its value, and the words of all."""
         value, word = f()
         return value, [word]
 
@@ -88,11 +88,11 @@ class Alone:
         return Unanimous()
 
     def agree(self, asked: int = 0) -> int:
-        """What any process asked for, on all of them at the same call; 0 before."""
+        """A number that any process passed, on all processes at the same call; 0 before."""
         return asked
 
     def row_parts(self, count: int) -> int:
-        """How many equal parts the rows of a batch need that `count` processes share."""
+        """The number of equal parts into which a batch is cut if `count` processes share it."""
         return count
 
     def name_of(self, index: int) -> str:
@@ -140,9 +140,9 @@ ALONE = Alone()
 
 
 def current() -> Alone:
-    """This process and those that train with it."""
+    """This process and the processes that train with it."""
     if jax.distributed.is_initialized():
-        # by its name: it stands above this file, and one process does not load it
+        # By name, because `distributed` is above `_core`, and one process does not load it.
         return importlib.import_module("tsunax.distributed.collectives").SEVERAL
     return ALONE
 
@@ -165,13 +165,13 @@ def launched() -> int:
 
 
 def stay_alone(on_purpose: bool) -> None:
-    """Whether the user said that this process trains by itself, whatever a launcher says."""
+    """Set whether this process trains alone, also if a launcher started several."""
     global _is_alone_on_purpose
     _is_alone_on_purpose = on_purpose
 
 
 def check_started() -> None:
-    """Raise ProcessError if a launcher made several processes that were not brought together."""
+    """Raise ProcessError if a launcher made several processes that did not call `start`."""
     if not _is_alone_on_purpose and (n := launched()) > 1:
         fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
         got, expected = f"one of {n}, and not started", "ts.distributed.start()"

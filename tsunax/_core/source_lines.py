@@ -5,8 +5,8 @@ import types
 
 import jax
 
-OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), OURS
+OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), OUR_FOLDER
 
 
 def hide_own_frames(error: BaseException) -> None:
@@ -22,9 +22,9 @@ def hide_own_frames(error: BaseException) -> None:
         tb = tb.tb_next
     jax_folder = os.path.dirname(jax.__file__)
     files_outside_jax = [name for _, name in frames if not name.startswith(jax_folder)]
-    if files_outside_jax and not files_outside_jax[-1].startswith(OURS):
+    if files_outside_jax and not files_outside_jax[-1].startswith(OUR_FOLDER):
         traceback = None
         for tb, name in reversed(frames):
-            if not name.startswith(OURS):
+            if not name.startswith(OUR_FOLDER):
                 traceback = types.TracebackType(traceback, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
         error.__traceback__ = traceback

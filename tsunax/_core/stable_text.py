@@ -25,8 +25,8 @@ import numpy as np
 from tsunax._core import trees
 
 _DEEP = 14  # depth of objects within objects beyond which values count as equal
-_VALUES = 50_000  # values that are read at most: reading so many takes 0.2 s
-_LISTED = 100  # entries of a list or dict that a text for files has; of longer ones the length
+_VALUES = 50_000  # values that are read at most: reading 50,000 takes 0.2 s
+_LISTED = 100  # longer lists and dicts count only by their length in a text for files
 _SHORT = 40  # characters of a value that a warning names
 _CHANGING = (int, float, list, dict, set, collections.deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum)
@@ -34,13 +34,14 @@ _HASHED = 10_000  # up to this many elements an array is compared by all values,
 # Library objects store functions of users in these attributes: methods, decorators, partials, jit,
 # properties, custom derivatives.
 _INNER = "__wrapped__ __func__ __self__ func args keywords fget fwd bwd jvp".split()
-_LIBRARIES = ("tsunax", "jax", "optax", "flax")  # whose code is no script's, also where it is first
-# Operations of byte code that name a global or a module, and those that read an attribute
+# Their code is not read as a script's, even if the walk begins with it.
+_LIBRARIES = ("tsunax", "jax", "optax", "flax")
+# Operations of byte code that name a global or a module, and operations that read an attribute.
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "IMPORT_FROM")
 # Code with these names may read attributes that it does not name.
 _READING_ANY = {"getattr", "vars", "__dict__", "asdict", "astuple"}
-# What fills a container while it runs: a cache, or a list of calls, is no value of a script.
+# Methods that fill a container while code runs: a cache, or a list of calls, is no setting.
 _FILLING = {*"append appendleft add update setdefault pop popleft extend insert clear".split()}
 _UNCALLED = "__eq__ __repr__ __hash__ __str__ __lt__ __le__ __gt__ __ge__ __getstate__".split()
 
@@ -59,7 +60,11 @@ def hash_of(data: bytes) -> str:
 
 
 def words_of(
-    x: Any, depth: int = 0, seen: frozenset = frozenset(), code: bool = True, numbers: bool = True
+    x: Any,
+    depth: int = 0,
+    outer_ids: frozenset = frozenset(),
+    code: bool = True,
+    numbers: bool = True,
 ) -> str:
     """A value as text.
 
@@ -76,9 +81,9 @@ def words_of(
         return repr(x) if numbers else "#"
     if trees.is_array(x):
         return _of_array(x) if code else "#"
-    if depth > _DEEP or id(x) in seen:
+    if depth > _DEEP or id(x) in outer_ids:
         return "…"
-    inner = lambda y: words_of(y, depth + 1, seen | {id(x)}, code, numbers)
+    inner = lambda y: words_of(y, depth + 1, outer_ids | {id(x)}, code, numbers)
     kind = type(x).__name__
     if not code and (in_words := getattr(type(x), "in_words", None)):
         return in_words(x, inner)
@@ -146,15 +151,15 @@ def _of_array(x: Any) -> str:
 
 def value_text(x: Any) -> str:
     """The values of a small array with six digits; the shape and dtype of a large one."""
-    is_here = not (trees.is_key(x) or trees.is_traced(x) or trees.is_gone(x))
-    if not is_here or not getattr(x, "is_fully_addressable", True) or np.size(x) > _LISTED:
+    has_values = not (trees.is_key(x) or trees.is_traced(x) or trees.is_gone(x))
+    if not has_values or not getattr(x, "is_fully_addressable", True) or np.size(x) > _LISTED:
         return trees.describe(x)
     with np.printoptions(precision=6, linewidth=10**6, threshold=_LISTED):
         return " ".join(str(np.asarray(x)).split())
 
 
 def _short_text(x: Any) -> str:
-    """A number, a string, a tuple or list of these, or a small array as text; else ""."""
+    """A number, a string, a tuple or list of both, or a small array as text; else ""."""
     items = x if isinstance(x, tuple | list) and len(x) <= _LISTED else [x]
     if all(isinstance(y, bool | int | float | str) for y in items):
         return repr(x)
@@ -162,7 +167,7 @@ def _short_text(x: Any) -> str:
 
 
 def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
-    """The hash of code with the functions inside it, whatever its file, lines and docstring."""
+    """The hash of code and the functions inside it, without its file, lines and docstring."""
     text_of = lambda x: hash_of_code(x) if isinstance(x, types.CodeType) else words_of(x)
     constants = [text_of(x) for x in code.co_consts if x != doc]
     return hash_of(code.co_code + repr((code.co_names, constants)).encode())
@@ -170,10 +175,10 @@ def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], frozenset[str]]:
-    """The attributes that code may read, the globals and modules that it names, what it changes."""
+    """Attributes that code may read, globals and modules that it names, names that it changes."""
     instructions = list(dis.get_instructions(code))
     lines = [(line.opname, line.argval) for line in instructions]
-    # `cache[key] = x` and `cache.append(x)` begin where the code of `cache` does
+    # `cache[key] = x` and `cache.append(x)` begin at the same column as `cache`.
     position_of = lambda line: line.positions and (line.positions.lineno, line.positions.col_offset)
     is_filling = lambda line: line.opname.endswith("E_SUBSCR") or line.argval in _FILLING
     places = {position_of(line) for line in instructions if is_filling(line)} - {None, (None, None)}
@@ -195,19 +200,19 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], fr
 class _Walk:
     """A walk over the values that code refers to, breadth first.
 
-    Functions refer to their defaults, to what they close over, and to the globals and modules that
-    they name; of modules, classes and objects those attributes count that any of the code reads.
-    The code of Python, of tsunax and of installed packages but the function's own is not read.
-    Exact: all attributes of pytrees and dataclasses count, and arrays by value or identity instead
-    of by shape.
+    Functions refer to their defaults, to the variables of their closure, and to the globals and
+    modules that they name. Of modules, classes and objects, an attribute counts if any of the code
+    reads it. The code of Python, of tsunax and of installed packages is not read, except the
+    package of the function. If the walk is exact, all attributes of pytrees and dataclasses count,
+    and arrays count by value or identity instead of by shape.
     """
 
     def __init__(self, f: Any, is_exact: bool) -> None:
         self.is_exact, self.package = is_exact, ""
         self.names, names_before = {"__wrapped__", "setup"}, 0  # flax calls `setup` of a module
-        self.changed: set[str] = set()  # names of what the code itself changes
-        self.values: dict[str, str] = {}  # numbers and short strings by name, to say what differs
-        # An object that was passed by may have an attribute that code behind it reads.
+        self.changed: set[str] = set()  # names that the code itself changes
+        self.values: dict[str, str] = {}  # numbers and short strings by name, for messages
+        # Code that comes later in the walk may read an attribute of an earlier object.
         while names_before < len(self.names) + len(self.changed):
             names_before = len(self.names) + len(self.changed)
             parts = itertools.islice(self._parts(f), _VALUES)
@@ -227,7 +232,7 @@ class _Walk:
             if id(x) in number_of_id:
                 yield f"#{number_of_id[id(x)][0]}"
                 continue
-            if not isinstance(x, (tuple, *_PLAIN)):  # equal ones may or may not be one object
+            if not isinstance(x, (tuple, *_PLAIN)):  # two equal numbers may be one object
                 number_of_id[id(x)] = len(number_of_id), x
             text, inner_values = self._text_and_inside(x)
             yield text
@@ -280,7 +285,7 @@ class _Walk:
         members = {n: getattr(x, n, None) for n in names} | getattr(x, "__dict__", {})
         fields = getattr(kind, "__dataclass_fields__", members)
         is_read = self._is_read(kind.__module__)
-        # library code reads attributes whose names are in no code here, of pytrees as well
+        # Library code is not read here, but it may read any attribute, also of pytrees.
         is_struct = dataclasses.is_dataclass(kind) or not jax.tree_util.all_leaves([x])
         is_whole = not is_read or (self.is_exact and is_struct)
         is_whole |= not _READING_ANY.isdisjoint(self.names)
@@ -319,19 +324,19 @@ class _Walk:
 
 
 def code_of(f: Any, *, is_exact: bool = False) -> str:
-    """A hash of the code of a function, or a step, and of what it refers to.
+    """A hash of the code of a function, or a step, and of all values that it refers to.
 
-    The same in every process; if it `is_exact`, it is equal in this process only where a trace of
-    the function gives the same program.
+    It is the same in every process. If it `is_exact`, equal hashes in this process mean that a
+    trace of the function gives the same program.
     """
     try:
         return _Walk(f, is_exact).digest
     except Exception:  # objects of any library, and their properties
-        return f"unknown {id(f)}" if is_exact else "unknown"  # none that is equal to another's
+        return f"unknown {id(f)}" if is_exact else "unknown"  # equal to no other hash
 
 
 def values_of(f: Any) -> dict[str, str]:
-    """The numbers and short strings among what the code of a function refers to, by name."""
+    """The numbers and short strings that the code of a function refers to, by name."""
     with contextlib.suppress(Exception):
         return _Walk(f, is_exact=False).values
     return {}

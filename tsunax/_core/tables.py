@@ -18,9 +18,9 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     return ["  ".join(place(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def folded(shown: object) -> str:
+def folded(value: object) -> str:
     """The `repr` of an object as HTML; its first line folds the other lines: `_repr_html_`."""
-    first_line, _, other_lines = html.escape(repr(shown)).partition("\n")
+    first_line, _, other_lines = html.escape(repr(value)).partition("\n")
     other_lines = f'<pre style="white-space: pre; overflow-x: auto; margin: 0">{other_lines}</pre>'
     return f"<details open><summary><code>{first_line}</code></summary>{other_lines}</details>"
 
@@ -35,8 +35,8 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if is_large else f"{value:.4g}"
 
 
-def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
-    """Names by kind: of `least` members or classes, `loss/0`, `loss/1`, ..., they are one kind.
+def families(names: Iterable[str], min_members: int = 4) -> dict[str, list[str]]:
+    """Names by kind: `loss/0`, `loss/1`, ... are one kind if there are `min_members` or more.
 
     >>> families(["loss/0", "loss/1", "loss/2", "loss/3", "epoch", "top/1"])
     {'loss': ['loss/0', 'loss/1', 'loss/2', 'loss/3'], 'epoch': ['epoch'], 'top/1': ['top/1']}
@@ -48,7 +48,7 @@ def families(names: Iterable[str], least: int = 4) -> dict[str, list[str]]:
         kinds.setdefault(head if number.isdecimal() else name, []).append(name)
     members_by_kind: dict[str, list[str]] = {}
     for kind, members in kinds.items():
-        is_family = len(members) >= least and kind not in names
+        is_family = len(members) >= min_members and kind not in names
         members_by_kind |= {kind: members} if is_family else {name: [name] for name in members}
     return members_by_kind
 

@@ -14,14 +14,14 @@ from tsunax._core import PyTree
 
 @dataclass
 class TrainingCall:
-    """The leaves of the model state that the loss function was given."""
+    """A call of a loss function, with the leaves of its model state."""
 
     model_state: list[Any]
     moved: bool = False  # whether a model in train mode returned other leaves
 
-    def note(self, before: PyTree, after: PyTree) -> None:
-        """Note that a model returned `after` for its state `before`."""
-        old_leaves, new_leaves = jax.tree.leaves(before), jax.tree.leaves(after)
+    def note(self, old_state: PyTree, new_state: PyTree) -> None:
+        """Note that a model returned `new_state` for its state `old_state`."""
+        old_leaves, new_leaves = jax.tree.leaves(old_state), jax.tree.leaves(new_state)
         # Compare shapes, because jax.jit and jax.checkpoint inside a loss function make tracers.
         shapes_of = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
         if old_leaves and shapes_of(old_leaves) == shapes_of(self.model_state):
@@ -33,7 +33,7 @@ current: ContextVar[TrainingCall | None] = ContextVar("training_call", default=N
 
 @contextlib.contextmanager
 def training_call(model_state: PyTree) -> Iterator[TrainingCall]:
-    """Within it, `current.get()` is this call."""
+    """A context in which `current.get()` is this call."""
     token = current.set(call := TrainingCall(jax.tree.leaves(model_state)))
     try:
         yield call

@@ -4,7 +4,7 @@ A leaf is called by the readable components of its key path: `params["encoder"][
 *names* `("encoder", "0", "kernel")`, shown as "encoder/0/kernel". A selection is a tuple of
 *flags*, a bool per leaf in flatten order.
 
-Nothing here knows of states, rules or losses. flax's wrappers are recognized by the name of their
+Nothing here uses states, rules or losses. flax's wrappers are recognized by the name of their
 class: flax is not imported.
 """
 
@@ -50,25 +50,26 @@ def is_offloaded(x: Any) -> bool:
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
-def on_device(tree: Any, after: Any = None) -> Any:
+def on_device(tree: Any, earlier_result: Any = None) -> Any:
     """The tree with its offloaded arrays in the memory of their devices.
 
-    In a program after `after` was computed: earlier they would fill the memory of the gradient.
+    A program moves them after `earlier_result`, the gradient norm, is computed: before, they would
+    fill the memory that the gradient needs.
     """
 
-    def put(x: Any) -> Any:
+    def put_leaf(x: Any) -> Any:
         if not is_offloaded(x):
             return x
-        x = x if after is None else jax.lax.optimization_barrier((x, after))[0]
+        x = x if earlier_result is None else jax.lax.optimization_barrier((x, earlier_result))[0]
         return jax.device_put(x, jax.memory.Space.Device)
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put_leaf, tree)
 
 
 def offloaded_like(tree: Any, like: Any) -> Any:
     """The inverse of `on_device`: arrays move to host memory if their leaf of `like` is there."""
-    put = lambda x, y: jax.device_put(x, jax.memory.Space.Host) if is_offloaded(y) else x
-    return jax.tree.map(put, tree, like)
+    put_leaf = lambda x, y: jax.device_put(x, jax.memory.Space.Host) if is_offloaded(y) else x
+    return jax.tree.map(put_leaf, tree, like)
 
 
 def is_gone(x: Any) -> bool:
@@ -77,7 +78,7 @@ def is_gone(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of an array or `ShapeDtypeStruct`, JAX's one for a Python number, else None."""
+    """The dtype of an array or `ShapeDtypeStruct`, JAX's dtype for a Python number, else None."""
     if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
         return x.dtype
     return jnp.result_type(x) if isinstance(x, (bool, int, float, complex)) else None
@@ -126,10 +127,10 @@ def own(x: Any) -> Any:
 
 
 def strong(x: Any) -> Any:
-    """An array without a weak type, which would come back strong and compile the step twice.
+    """An array without a weak type. A step returns a weak type strong, and would compile twice.
 
-    NumPy's are copied, and the copy has ended: a transfer to a device may read NumPy's memory after
-    its owner has refilled it.
+    NumPy arrays are copied, and the copy is complete on return: a transfer to a device may read
+    NumPy's memory after its owner has refilled it.
     """
     if not _is_number(x):
         return x
@@ -143,13 +144,16 @@ def _is_number(x) -> bool:
 
 
 def cast_like(tree, like):
-    """Each leaf in the dtype of its place in `like`."""
+    """Each leaf in the dtype of the same leaf in `like`."""
     return jax.tree.map(lambda x, y: jnp.asarray(x, dtype_of(y)), tree, like)
 
 
 def rounded_like(tree, like):
-    """`cast_like`, for a program that goes on in float32: XLA leaves out a cast to bfloat16 and
-    back on a GPU, and the numbers would be others than the stored ones."""
+    """`cast_like`, for a program that computes with the result in float32.
+
+    XLA leaves out a cast to bfloat16 and back on a GPU, and the numbers would not be the stored
+    numbers.
+    """
     is_low = lambda x, y: x.dtype == np.float32 and dtype_of(y) == jnp.bfloat16
     rounded = lambda x, y: jax.lax.reduce_precision(x, 8, 7) if is_low(x, y) else x
     return cast_like(jax.tree.map(rounded, tree, like), like)
@@ -164,11 +168,11 @@ def conjugated(grads):
 
 
 def manual_axes() -> tuple:
-    """The axes of devices inside `shard_map` or `pmap`, as far as JAX tells."""
+    """The axes of devices inside `shard_map` or `pmap`; before JAX 0.8 also named axes of vmap."""
     axes = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
     if axes or jax.__version_info__ >= (0, 8):
         return axes
-    # in older versions pmap is no shard_map, and looks like a vmap with a named axis
+    # Before JAX 0.8, pmap is no shard_map, and looks like a vmap with a named axis.
     return tuple(core.get_axis_env().axis_sizes)
 
 
@@ -237,7 +241,7 @@ def without_marks(path: Sequence[Any]) -> tuple:
 
 
 def key_name(entry: Any) -> str:
-    """The readable name of a key entry: dict key, index or field; a name stays what it is."""
+    """The readable name of a key entry: dict key, index or field; a name stays as it is."""
     return jtu.keystr((entry,), simple=True)
 
 
@@ -278,7 +282,7 @@ def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=512)
 def _is_box_type(kind: type) -> bool:
-    # base classes in NNX, and in Linen (Partitioned and others)
+    # base classes of boxes in NNX, and in Linen (such as Partitioned)
     boxes = ("Variable", "AxisMetadata")
     flax = [
         base_class.__name__
@@ -349,17 +353,17 @@ def take(tree: Any, flags: Flags) -> list[Any]:
 
 
 def partition(tree: Any, flags: Flags) -> tuple[Any, Any]:
-    """`(selected, rest)`: the same containers, each with `None` in place of the other's leaves."""
+    """`(selected, unselected)`: two trees, each with `None` for the leaves of the other tree."""
     leaves, treedef = jax.tree.flatten(tree)
     flagged = list(zip(leaves, flags, strict=True))
     selected = treedef.unflatten(leaf if flag else None for leaf, flag in flagged)
     return selected, treedef.unflatten(None if flag else leaf for leaf, flag in flagged)
 
 
-def merge(selected: Any, rest: Any) -> Any:
-    """The inverse of `partition`; a `None` that was in the tree before is one again."""
+def merge(selected: Any, unselected: Any) -> Any:
+    """The inverse of `partition`. A `None` of the original tree is `None` again."""
     is_none = lambda x: x is None
-    return jax.tree.map(lambda a, b: b if a is None else a, selected, rest, is_leaf=is_none)
+    return jax.tree.map(lambda a, b: b if a is None else a, selected, unselected, is_leaf=is_none)
 
 
 def children_of(node: Any) -> list[tuple[tuple, Any]]:

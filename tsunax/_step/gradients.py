@@ -257,7 +257,7 @@ def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:
         return ()
     from tsunax._core import axes
 
-    return axes.around(axis_name, where)
+    return axes.checked_axes(axis_name, where)
 
 
 def search_functions(

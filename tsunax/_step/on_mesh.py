@@ -26,7 +26,9 @@ def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra)
     """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
-    are_placed = [placement.is_on(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)]
+    are_placed = [
+        placement.is_on_mesh(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)
+    ]
     if padding and step.masks and members_of(state) is None and not all(are_placed):
         if fault := uneven(batch):
             raise LossError(fault)

@@ -59,7 +59,7 @@ class DiskHome(CheckpointHome):
             raise Damaged(f"arrays: {told(error)}") from None
 
     def begin(self, step: int) -> str:
-        return durable_files.aside(self.path, "tmp", step).name
+        return durable_files.hidden_path(self.path, "tmp", step).name
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         folder = self.path / name
@@ -87,7 +87,7 @@ class DiskHome(CheckpointHome):
         if os.path.lexists(final):
             if not self._is_deletable(final):
                 raise FileExistsError(f"{final} holds what is not tsunax's")
-            old = durable_files.aside(self.path, "old", step)
+            old = durable_files.hidden_path(self.path, "old", step)
             os.rename(final, old)
         try:
             os.rename(folder, final)
@@ -112,7 +112,7 @@ class DiskHome(CheckpointHome):
         for step in steps:
             with self.deleting(step):
                 is_deletable = self._is_deletable(folder := self.path / str(step))
-                old = durable_files.aside(self.path, "old", step)
+                old = durable_files.hidden_path(self.path, "old", step)
                 if is_deletable:
                     os.rename(folder, old)
                 # the step has gone, even if its files cannot be removed

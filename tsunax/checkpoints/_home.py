@@ -239,7 +239,7 @@ class CheckpointHome:
         return about.st_dev, about.st_ino
 
     def lock(self, is_first: bool) -> durable_files.Lock:
-        return durable_files.Lock(self.path, is_mine=is_first)
+        return durable_files.Lock(self.path, is_first=is_first)
 
     def lock_text(self) -> str:
         """The text of the first process's lock; "" if this process cannot see the file."""

@@ -79,7 +79,7 @@ def save(
     for i, mapped in plan.items():
         x, inverse = trees.on_host(named_leaves.leaves[i][1]), mapped.transform.inverse
         arrays |= {name: inverse(x[(*place, ...)]) for name, place in mapped.names.items()}
-    hidden_path = durable_files.aside(path.parent, "tmp", 0)
+    hidden_path = durable_files.hidden_path(path.parent, "tmp", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _safetensors.write(hidden_path, arrays, {"format": "flax"})  # the hub requires it

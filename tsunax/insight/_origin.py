@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core.dataflow import called as inner_program
-from tsunax._core.dataflow import scanned
+from tsunax._core.dataflow import inner_program, scanned
 
 
 @dataclass(frozen=True)
