@@ -15,6 +15,8 @@ up to you.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -238,6 +240,7 @@ def update_unchecked(
     shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)
     if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
         grad_norm = guard.global_norm(mean, by_leaf=shares_norm)
+    # Offloaded leaves come to the device once the gradient, and so its norm, is there.
     stored_state, state = state, trees.on_device(state, earlier_result=grad_norm)
 
     def attempt() -> Attempt:
@@ -262,14 +265,23 @@ def update_unchecked(
             )
         return Attempt(_changed_fields(new, state), emitted, _without_frozen(updates, thawed))
 
-    def judge(attempt: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
-        """The attempt, or the unchanged state, and the verdict that chose between them."""
-        verdict = _verdict(state, value, grad_norm, attempt, update_norm, loss)
-        step = lambda: attempt()._replace(updates=None)
-        return decide(verdict == 0, step, _rejected(state, jax.eval_shape(step))), verdict
+    def judge(make: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
+        """The attempt that `make` returns, or the unchanged state; and the verdict on it."""
+        verdict = _verdict(state, value, grad_norm, make, update_norm, loss)
+        without_updates = lambda: make()._replace(updates=None)
+        unchanged = _rejected(state, jax.eval_shape(without_updates))
+        return decide(verdict == 0, without_updates, unchanged), verdict
+
+    # Whether finite gradients make finite updates: True, a bool of the program, or None if that is
+    # not known. Outside of a program each call would compile the branches anew.
+    is_certain: Any = None
+    if is_judged and norms != "update" and trees.is_tracing():
+        is_certain = certainty(state, grads, loss.weight)[0]
+    if is_certain is not None:
+        attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
 
     def judge_early() -> tuple[Attempt, Any]:
-        """The rule runs after the verdict, which looks at the update if it has to."""
+        """The rule runs after the verdict, unless the verdict needs its report or its update."""
         excess = lambda: guard.excess(attempt().updates)
         update_norm = None if is_certain is True else guard.unless(is_certain, excess)
         # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
@@ -282,21 +294,16 @@ def update_unchecked(
         update_norm = _update_norm(finished)
         return *judge(lambda: finished, update_norm, guard.select), update_norm
 
-    is_certain: Any = None  # None: The rule has to be judged by its update.
     update_norm = verdict = None
-    if is_judged and norms != "update" and trees.is_tracing():
-        is_certain = certainty(state, grads, loss.weight)[0]
-    if is_certain is not None:
-        attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
-        judge_early_or_late = lambda: guard.early_or_late(
-            judge_early, lambda: judge_late()[:2], grads
-        )
-        chosen, verdict = judge_early() if is_certain is True else judge_early_or_late()
-    elif is_judged:
-        chosen, verdict, update_norm = judge_late()
-    else:
+    if not is_judged:
         chosen = attempt()
         update_norm = _update_norm(chosen) if norms == "update" else None
+    elif is_certain is True:
+        chosen, verdict = judge_early()
+    elif is_certain is not None:
+        chosen, verdict = guard.early_or_late(judge_early, lambda: judge_late()[:2], grads)
+    else:
+        chosen, verdict, update_norm = judge_late()
     new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
@@ -349,16 +356,21 @@ def _verdict(
     update_norm: Maybe,
     loss: Loss,
 ) -> jax.Array:
-    """The verdict on the loss, its gradient, the reports of rules, and the norm of the updates."""
+    """The verdict on the loss, its gradient, the reports of rules, and the norm of the updates.
+
+    It calls `attempt` if a rule reports: the reports are in the new state of the rule.
+    """
+    must_be_finite = [] if update_norm is None else [update_norm]
     if loss.overwritten is not None:  # Neither norm covers overwritten leaves.
-        norm = guard.global_norm(loss.overwritten)
-        update_norm = norm if update_norm is None else update_norm + norm
-    for average in averages_of(state).values():
-        if average.schedule is not None:
-            rate = average.scheduled_rate(state.step + 1)
-            update_norm = rate if update_norm is None else update_norm + rate
+        must_be_finite.append(guard.global_norm(loss.overwritten))
+    must_be_finite += [
+        average.scheduled_rate(state.step + 1)
+        for average in averages_of(state).values()
+        if average.schedule is not None
+    ]
+    last = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
     opt_state = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
-    return guard.judge(value, grad_norm, state.calls, opt_state, update_norm)
+    return guard.judge(value, grad_norm, state.calls, opt_state, last)
 
 
 def _info(
