@@ -40,7 +40,7 @@ class Task:
 
 
 class Job(Task):
-    """A save. `_finish` waits for it."""
+    """A save, which begins at once. `_finish` waits for it."""
 
     def __init__(self, work: Callable[[], None], path: Path, step: int, timeout: float):
         self.path, self.step, self.timeout, self.pid = path, step, timeout, os.getpid()
@@ -86,34 +86,34 @@ def bounded(f: Callable[[], Any], limit: float, title: str):
     return task.value
 
 
-def take_lock(owner, is_first: bool) -> durable_files.Lock:
-    """Make and lock the directory of `owner.home`; an earlier owner here finishes, and gives up."""
+def take_lock(saver, is_first: bool) -> durable_files.Lock:
+    """Make and lock the directory of `saver.home`; an earlier saver here finishes, and gives up."""
     try:
-        owner.home.check_is_no_checkpoint()
-        key = owner.home.prepare()
+        saver.home.check_is_no_checkpoint()
+        key = saver.home.prepare()
         with _LOCK:
-            lock, owner_reference = _LOCKED_DIRECTORIES.get(key, (None, lambda: None))
+            lock, saver_reference = _LOCKED_DIRECTORIES.get(key, (None, lambda: None))
             if lock is not None and lock.pid == os.getpid():
                 if (
-                    previous_owner := owner_reference()
-                ) is not None and previous_owner._lock is lock:
-                    previous_owner.wait()
-                    previous_owner._lock = None
+                    previous_saver := saver_reference()
+                ) is not None and previous_saver._lock is lock:
+                    previous_saver.wait()
+                    previous_saver._lock = None
             else:
-                lock = owner.home.lock(is_first)
-            _LOCKED_DIRECTORIES[key] = lock, weakref.ref(owner)
+                lock = saver.home.lock(is_first)
+            _LOCKED_DIRECTORIES[key] = lock, weakref.ref(saver)
             return lock
     except OSError as error:
         if isinstance(error, SaveError):
             raise
         expected = "a directory that can be written"
         fix = "Give the path of a directory that can be written."
-        raise CheckpointError("path", str(owner.path), told(error), expected, fix) from error
+        raise CheckpointError("path", str(saver.path), told(error), expected, fix) from error
 
 
-def release(owner) -> None:
+def release(saver) -> None:
     with _LOCK:
-        lock, owner._lock = owner._lock, None
+        lock, saver._lock = saver._lock, None
         for key, (directory_lock, _) in list(_LOCKED_DIRECTORIES.items()):
             if directory_lock is lock:
                 del _LOCKED_DIRECTORIES[key]
