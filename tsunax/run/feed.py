@@ -112,7 +112,7 @@ class Feed:
                 self._home, self._feeder = home, self._choose(home)
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
-        self._reading.follow(has_begun=True)
+        self._reading.follow(was_read=True)
         return chunk
 
     def read_ahead(self, steps: int, total: int, limit: int) -> list[Chunk]:
