@@ -156,7 +156,7 @@ class Source:
         self.epoch, self.position = self.epoch + 1, 0
 
     def next(self) -> PyTree:
-        """The next batch; None at the end of an epoch, after which the next one begins.
+        """The next batch; None at the end of an epoch, and then the next epoch begins.
 
         Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
