@@ -185,7 +185,7 @@ def test_each_moment_has_one_cause(monkeypatch):
     clock.cause = "device"  # what it turned out to be
     clock.lap("idle")
     total = dict.fromkeys(CAUSES, 0.0) | {"data": 40.0}
-    clock.go_on(total)
+    clock.continue_from(total)
     clock.lap("compile")
     found = {cause: seconds for cause, seconds in clock.seconds.items() if seconds}
     assert found == {"idle": 3.0, "evaluation": 2.0, "data": 1.0, "device": 1.0}

@@ -214,7 +214,7 @@ def test_rows_cost_the_same_however_many_there_are():
 
 def long_one(monkeypatch, pieces, steps=1000, most=64):
     """Rows of a run: every 5 steps, an evaluation every 100, given in pieces of any size."""
-    monkeypatch.setattr(history_module, "MOST", most)
+    monkeypatch.setattr(history_module, "MOST_ROWS", most)
     history, all_steps = History(), np.array([1, *range(5, steps, 5)])
     cuts = [0, *sorted(pieces), len(all_steps)]
     for a, b in itertools.pairwise(cuts):
@@ -245,7 +245,7 @@ def test_a_long_history_is_thinned_whenever_its_rows_came(monkeypatch):
 @pytest.mark.parametrize("most", [10, pytest.param(100, marks=pytest.mark.medium)])
 def test_a_long_history_is_thinned_alike_wherever_a_run_ended(monkeypatch, most):
     """The row of an end, and what is taken back with it, changes nothing of what stays."""
-    monkeypatch.setattr(history_module, "MOST", most)
+    monkeypatch.setattr(history_module, "MOST_ROWS", most)
 
     def rows(history, steps):
         for step in steps:
@@ -283,7 +283,7 @@ def test_a_history_of_months_stays_small():
 
 
 def test_names_that_all_rows_have_by_turns_are_thinned_too(monkeypatch):
-    monkeypatch.setattr(history_module, "MOST", 64)
+    monkeypatch.setattr(history_module, "MOST_ROWS", 64)
     history = History()
     for step in range(2000):
         history.add({f"{'abcdefghijklmnop'[step % 16]}": 1.0}, step)

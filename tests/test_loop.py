@@ -798,9 +798,9 @@ def test_rates_count_steps_and_not_calls_that_only_gather():
 def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
     other = lambda params, batch: loss_fn(params, batch)
     first, second, seen = ts.train_step(other), ts.train_step(other), []
-    real = fitting.Fit.traces
+    real = fitting.Fit.count_traces
     count = lambda self: seen.append(real(self)) or seen[-1]
-    monkeypatch.setattr(fitting.Fit, "traces", count)
+    monkeypatch.setattr(fitting.Fit, "count_traces", count)
     for step, rows in ((first, 8), (second, 4)):
         seen.clear()
         fit(step, ts.setup(RULE, init()), data() if rows == 8 else [(X[:4], Y[:4])] * 2, steps=2)

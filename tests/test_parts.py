@@ -326,7 +326,7 @@ def test_where_data_begin(make, before, as_for, trained, new):
         reading.follow()
         assert data.get_state() == place
         reading.source.next()
-        reading.follow(has_begun=True)
+        reading.follow(was_read=True)
         assert data.get_state() == reading.source.state()
         reading.return_data()
         assert data.get_state() == place

@@ -7,5 +7,5 @@ shardings only, states not at all.
 
 from tsunax._core import lazy as _lazy
 
-# The names stand once, in the stub beside this file; each is loaded when it is first used.
+# The stub `__init__.pyi` lists the names; each is loaded when it is first used.
 __all__, __getattr__, __dir__ = _lazy(globals())  # pyright: ignore[reportUnsupportedDunderAll]

@@ -4,7 +4,7 @@
         ...
 
 A batch is any pytree of arrays with rows along axis 0. The position in the data is two integers,
-epoch and batch. Nothing here knows of states and steps.
+epoch and batch. This file uses no states and no steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tsunax.errors import DataError, WrongTypeError, told
 
 
 class Batches(Positioned):
-    """Data that `batches(arrays, batch_size, ...)` returns; raises as it does.
+    """Data that `batches(arrays, batch_size, ...)` returns; raises the same errors.
 
     Each iteration is an epoch; `set_state` sets the position. `share` is the number of rows that
     this process has of a full batch, `resident` the arrays on the `device`, or None.
@@ -44,15 +44,16 @@ class Batches(Positioned):
         device: Device,
     ) -> None:
         arrays = row_readers.as_columns(arrays)
-        self._rows: int = check_batch(arrays, root="arrays")  # of all processes
+        self._rows: int = check_batch(arrays, root="arrays")  # rows of all processes
         settings = {"rows": self._rows, "batch_size": batch_size, "seed": seed}
         super().__init__(settings | {"shuffle": shuffle, "drop_remainder": drop_remainder})
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device
         self._seed, self._shuffle, self._drop = seed, shuffle, drop_remainder
-        # of the epoch that was read last; shared by copies, so that a run of `fit` finds it again
-        self._known_order: dict[int, order.EpochOrder] = {}
+        # The order of the epoch that was read last. Copies share it, so that the next run of `fit`
+        # need not compute it.
+        self._last_order: dict[int, order.EpochOrder] = {}
         self.share: int = batch_size // process[1]  # rows that this process has of a full batch
         self._is_ordered = shuffle or process[1] > 1
         self._full, tail = divmod(self._rows, batch_size)
@@ -61,7 +62,7 @@ class Batches(Positioned):
         self._leaves, self._treedef = jax.tree.flatten(arrays)
         is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
         self._is_in_memory = all(map(is_in_memory, self._leaves))
-        # else rows are read one by one
+        # rows of records are read one by one
         self.is_of_arrays: bool = not any(isinstance(x, row_readers.Records) for x in self._leaves)
         # files and records are checked when they are read
         check_casts(jax.tree.map(lambda x: x if is_in_memory(x) else None, arrays), "arrays")
@@ -78,7 +79,7 @@ class Batches(Positioned):
         # every device has all rows, and gathers its own without traffic
         self._replicated = on_devices.sharding_of((), self._sharding)
         arrays = placement.with_numpy_copied(arrays)
-        self.resident, self._leaves = on_devices.put(arrays, self._replicated), []
+        self.resident, self._leaves = on_devices.put_tree(arrays, self._replicated), []
         self._uploaded = (-1, None)
 
     def __repr__(self) -> str:
@@ -95,7 +96,7 @@ class Batches(Positioned):
         return 0 if self._drop else self._rows % self.batch_size
 
     def sample(self) -> list[Any]:
-        """A few rows of the arrays, to recognize them by; none of records."""
+        """A few rows of the arrays, to recognize them by; [] for records."""
         if not self.is_of_arrays:
             return []
         rows = np.unique(np.linspace(0, self._rows - 1, 8).astype(int))
@@ -104,7 +105,7 @@ class Batches(Positioned):
         return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch in order, an int array; this process's share of them.
+        """The rows of an epoch in order, an int array; only the share of this process.
 
         Raises WrongTypeError or HyperparameterError unless `epoch` is an int ≥ 0.
 
@@ -116,18 +117,18 @@ class Batches(Positioned):
         return self._order_of(epoch)[:]
 
     def _order_of(self, epoch: int) -> order.EpochOrder:
-        if epoch not in self._known_order:
-            self._known_order.clear()
+        if epoch not in self._last_order:
+            self._last_order.clear()
             arguments = self._rows, self._shuffle, self._seed, epoch, self.batch_size, self.process
-            self._known_order[epoch] = order.EpochOrder(*arguments)
-        return self._known_order[epoch]
+            self._last_order[epoch] = order.EpochOrder(*arguments)
+        return self._last_order[epoch]
 
     def device_order(self, epoch: int) -> jax.Array | None:
-        """`order(epoch)` beside the resident arrays, for `gather`; None for rows in sequence."""
+        """`order(epoch)` on the devices of `resident`, for `gather`; None for rows in sequence."""
         if not self._is_ordered:
             return None
         if self._uploaded[0] != epoch:
-            self._uploaded = epoch, on_devices.put(self.order(epoch), self._replicated)
+            self._uploaded = epoch, on_devices.put_tree(self.order(epoch), self._replicated)
         return self._uploaded[1]
 
     def _gathered(self, order: Any, first: int, shape: tuple[int, ...]) -> Any:
@@ -158,10 +159,10 @@ class _Epoch:
     def __iter__(self) -> _Epoch:
         return self
 
-    def advance(self, most: int | None) -> Any:
+    def advance(self, max_batches: int | None) -> Any:
         """The first row of the next batches in the order, and their shape; None at the end.
 
-        The shape is `(rows,)` for None, else `(k, rows)` with k up to `most`.
+        The shape is `(rows,)` for None, else `(k, rows)` with k up to `max_batches`.
         """
         data = self.data
         self.place = self.place or data._begin()
@@ -169,25 +170,25 @@ class _Epoch:
         if position >= len(data):
             return None
         full = data._full - position
-        k = 1 if most is None else max(min(most, full), 1)
+        k = 1 if max_batches is None else max(min(max_batches, full), 1)
         rows = data.share if full else data._tail
         self.place = data._place = epoch, position + k
         data.is_whole = not full and data._is_tail_whole
-        return position * data.share, (rows,) if most is None else (k, rows)
+        return position * data.share, (rows,) if max_batches is None else (k, rows)
 
     def take(self, k: int | None) -> Any:
         """The next k batches, or fewer, as one tree of `(k, rows, ...)`; or None at the end."""
-        if (ahead := self.advance(k)) is None:
+        if (rows_ahead := self.advance(k)) is None:
             return None
         if self.order is None and self.data._is_ordered:
             assert self.place is not None
             self.order = self.data._order_of(self.place[0])
-        return self.data._gathered(self.order, *ahead)
+        return self.data._gathered(self.order, *rows_ahead)
 
     def __next__(self) -> Any:
         try:
             batch = self.take(None)
-        except StopIteration as error:  # of the code that reads a record: here it would be the end
+        except StopIteration as error:  # raised by a record: not the end of the epoch
             raise DataError("data", "rows of a batch", told(error), "rows") from error
         if batch is None:
             raise StopIteration
@@ -226,9 +227,9 @@ def batches(
       device: True, a device ("gpu", say), a Mesh or a NamedSharding: all arrays are put on each
         device once, and a compiled program gathers batches. `resident` and `device_order` are for
         loops that fuse. By default, JAX arrays that are on one device stay there.
-      process: `(index, count)`: each batch has the part of this process; by default those of
-        `ts.distributed`. A short last batch that does not divide by their devices is whole on each
-        of them, see `is_whole`. With a Mesh of all processes each process gives all rows.
+      process: `(index, count)`: each batch has the part of this process; by default the numbers of
+        `ts.distributed`. A short last batch that the devices cannot divide is whole on each of the
+        processes, see `is_whole`. With a Mesh of all processes each process gives all rows.
 
     Raises DataError for more than one tree (write `batches((x, y), 32)`), and DataError or
     WrongTypeError for arrays and settings that make no batches.
@@ -243,9 +244,9 @@ def batches(
     if more or getattr(batch_size, "ndim", 0):
         fix = "Write ts.batches((x, y), batch_size)."
         raise DataError("arrays", where, "more than one tree", "one pytree", fix)
-    for name, n, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < least:
-            raise DataError(name, where, repr(n), f"an int of {least} or more")
+    for name, n, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < minimum:
+            raise DataError(name, where, repr(n), f"an int of {minimum} or more")
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
     process = _checked_process(process, batch_size, device)
     settings: dict[str, Any] = dict(drop_remainder=drop_remainder, process=process, device=device)
@@ -257,7 +258,7 @@ def batches(
 
 
 def _checked_process(process: Any, batch_size: int, device: Any) -> order.Process:
-    """`process`, or this process. Raises unless it fits the batch and the device."""
+    """`process`, or this process by default. Raises unless it fits the batch and the device."""
     where, spans = "batches()", on_devices.spans_processes(device)
     is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
     if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):

@@ -1,4 +1,4 @@
-"""What a batch must be: rows in every leaf, and values that JAX keeps; and copies of batches."""
+"""Checks of batches: rows in every leaf, and values that JAX keeps. And copies of batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, checks, placement, trees
 from tsunax.errors import DataError, WrongTypeError
 
-_PLAIN = {dict, list, tuple, np.ndarray}  # which are no graphs
+_PLAIN = {dict, list, tuple, np.ndarray}  # classes that are no graphs
 _NUMBERS = (np.number, np.bool_, jax.dtypes.prng_key)
 
 
@@ -23,7 +23,7 @@ def is_graphs(x: Any) -> bool:
 def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     """The number of rows of a batch, the same in every leaf; DataError, WrongTypeError, StateError.
 
-    Graphs of jraph have rows of nodes, edges and graphs: those of `n_node` count.
+    Graphs of jraph have rows of nodes, edges and graphs: the result is the number of graphs.
 
     >>> check_batch({"x": np.zeros((8, 3)), "y": np.zeros(8)})
     8
@@ -31,31 +31,31 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
     Traceback (most recent call last):
     tsunax.errors.DataError: batch at step 12: got 8 rows in batch['x'], 7 in batch['y'], ...
     """
-    # arrays are cut into rows
+    # `batches` cuts arrays into rows, so there graphs are checked leaf by leaf
     is_whole = lambda x: type(x) not in _PLAIN and root == "batch" and is_graphs(x)
     nodes = [] if isinstance(batch, Iterator) else _nodes_at(root, batch, is_whole)
     rows: dict[int, str] = {}
-    for node, place, leaf in nodes:
-        at = f"{place}, {where}" if where else place
-        checks.check_alive(leaf, at)
+    for node, path, leaf in nodes:
+        place = f"{path}, {where}" if where else path
+        checks.check_alive(leaf, place)
         shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
-        checks.check_dtype(dtype, at)
+        checks.check_dtype(dtype, place)
         is_odd = isinstance(dtype, np.dtype) and not any(jnp.issubdtype(dtype, k) for k in _NUMBERS)
         if is_odd or (dtype is None and not shape and trees.dtype_of(leaf) is None):
             fix = "Leave it out, or turn it into numbers."
-            raise WrongTypeError("leaf", at, trees.describe(leaf), "an array of numbers", fix)
+            raise WrongTypeError("leaf", place, trees.describe(leaf), "an array of numbers", fix)
         if not shape:
             got = f"a scalar, {trees.describe(leaf)}"
             fix = f"Give it a row axis, or leave it out of the {root}: step(state, batch, name=...)"
-            raise DataError("leaf", at, got, "rows along axis 0", f"{fix}.")
+            raise DataError("leaf", place, got, "rows along axis 0", f"{fix}.")
         if not is_whole(node) or leaf is node.n_node:
-            rows.setdefault(shape[0], place)
+            rows.setdefault(shape[0], path)
     if not rows:
         raise DataError(root, where, trees.describe(batch), "a tree of arrays")
     if len(rows) > 1:
-        rows_by_place = ", ".join(f"{n} in {place}" for n, place in rows.items())
+        rows_by_path = ", ".join(f"{n} in {path}" for n, path in rows.items())
         fix = "Graphs become rows by ts.data.pack_graphs; or call step(state, batch) yourself."
-        got, fix = rows_by_place.replace(" in ", " rows in ", 1), fix if root == "batch" else ""
+        got, fix = rows_by_path.replace(" in ", " rows in ", 1), fix if root == "batch" else ""
         raise DataError(root, where, got, "the same in every leaf", fix)
     if 0 in rows:
         raise DataError(root, where, "0 rows", "at least 1: the mean over none is NaN")
@@ -63,7 +63,7 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
 
 
 def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, str, Any]]:
-    """Each leaf with its place, and the node that it belongs to: one that is whole, or itself."""
+    """(node, path, leaf) for each leaf; the node is a container that is whole, or the leaf."""
     access = lambda *paths: trees.access_str(root, sum(paths, ()))
     flat = lambda node, **options: jtu.tree_flatten_with_path(node, **options)[0]
     nodes = flat(batch, is_leaf=is_whole)
@@ -72,7 +72,7 @@ def _nodes_at(root: str, batch: PyTree, is_whole: Function) -> list[tuple[Any, s
 
 
 def _loss_of_cast(x: Any) -> tuple[str, str, str] | None:
-    """What JAX would lose of a NumPy array, or refuse, as `got, expected, fix`."""
+    """Values of a NumPy array that JAX would lose or refuse, as `got, expected, fix`."""
     if not isinstance(x, np.ndarray):
         return None
     if isinstance(x, np.ma.MaskedArray):
@@ -97,14 +97,14 @@ def _loss_of_cast(x: Any) -> tuple[str, str, str] | None:
 
 
 def check_casts(tree: PyTree, root: str, where: str = "") -> None:
-    """Raise DataError for what JAX would lose (integers, infinities, a mask) or not take."""
+    """Raise DataError for values that JAX would lose (integers, infinities, a mask) or refuse."""
     if any(map(_loss_of_cast, jax.tree.leaves(tree))):
         for place, leaf in trees.leaves_at(root, tree):
             if loss := _loss_of_cast(leaf):
                 raise DataError("leaf", place + (where and f", {where}"), *loss)
 
 
-def own(leaf: PyTree) -> PyTree:
+def copy_leaf(leaf: PyTree) -> PyTree:
     """A copy of a NumPy array, or of an object that may share memory with one."""
     if type(leaf) is np.ndarray:
         return placement.aligned_copy(leaf)
@@ -120,4 +120,4 @@ def owned(tree: PyTree, root: str, where: str = "") -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     if any(map(_loss_of_cast, leaves)):
         check_casts(tree, root, where)
-    return treedef.unflatten(map(own, leaves))
+    return treedef.unflatten(map(copy_leaf, leaves))

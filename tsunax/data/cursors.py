@@ -1,7 +1,7 @@
 """A cursor over any data: the next batch, the next k at once, and the position to resume from.
 
 Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and the loaders of
-other libraries, whose state is found by duck type.
+other libraries. The state of a loader is found by duck type.
 """
 
 import contextlib
@@ -69,10 +69,10 @@ class Source:
     """A cursor over `data`, any iterable of batches, returned by `as_source`.
 
     Each batch has its own memory: loaders may refill one buffer (h5py, shared memory, collate
-    functions) while a program or a transfer still reads the batch before. So NumPy arrays and
-    tensors of other loaders are copied; those of `batches` are new each time.
+    functions) while a program or a transfer still reads the previous batch. So NumPy arrays and
+    tensors of other loaders are copied; arrays of `batches` are new each time.
 
-    `epoch` and `position` count the epochs, and the batches read of the current one.
+    `epoch` counts the epochs, `position` the batches that were read of the current epoch.
     """
 
     def __init__(self, data: Any) -> None:
@@ -81,20 +81,20 @@ class Source:
         self.position: int = 0
         self.is_whole: bool = False  # whether the last batch has all rows on every process
         self._batches: Any = None  # the iterator of this epoch
-        self._excess: Any = None  # a batch that `take` read too much, the state before, `is_whole`
+        self._excess: Any = None  # a batch too many that `take` read, the state before, `is_whole`
         self._count_read, self._restored = 0, False
         self._is_data = isinstance(data, Data)
 
     @property
     def restartable(self) -> bool:
-        """Whether there is a second epoch: an iterator, such as a generator, usually has one."""
+        """Whether there is a second epoch. An iterator, such as a generator, has a single one."""
         return not isinstance(self.data, Iterator)
 
     @property
     def resumable(self) -> bool:
         """Whether the data stores its position, so that `restore` need not read it again.
 
-        For an iterator with a state: once it exists.
+        Data with a state in their iterator are resumable as soon as the iterator exists.
         """
         if self._is_data:
             return self.data.resumable
@@ -102,7 +102,7 @@ class Source:
 
     @property
     def trouble(self) -> str:
-        """The error that comes instead of the next batch, if it is known; else ""."""
+        """The error that `next` will raise, if it was read already; else ""."""
         error = self._excess[0] if self._excess is not None else None
         return told(error) if isinstance(error, TsunaxError) else ""
 
@@ -111,16 +111,16 @@ class Source:
             yield batch
 
     def _pull(self, k: int | None = None) -> Any:
-        """The next batch, or k of them stacked; `END` after the last one of an epoch."""
+        """The next batch, or the next k, stacked; `END` after the last batch of an epoch."""
         where = f"batch {self.position} of epoch {self.epoch}"
         try:
             if self._batches is None:
                 self._batches = iter(self.data)
             batch = _next(self._batches) if k is None else self._batches.take(k)
-            # an IndexError of `__getitem__` ends the iterator of a Sequence, wherever it comes from
+            # an IndexError ends the iterator of a Sequence, also if `__getitem__` has a bug
             is_sequence = batch is END and type(self.data).__iter__ is Sequence.__iter__
             if is_sequence and self.position < len(self.data):
-                batch = self.data[self.position]  # which raises it again
+                batch = self.data[self.position]  # raises the error again
         except TsunaxError:
             raise
         except Exception as error:
@@ -134,13 +134,13 @@ class Source:
         leaves, treedef = jax.tree.flatten(batch)
         if all(type(x) is np.ndarray for x in leaves):
             return batch
-        check_casts(batch, "batch", where)  # here for the masks that are lost below
+        check_casts(batch, "batch", where)  # np.asarray below would lose masks
         for leaf in leaves:
             checks.check_alive(leaf, where)
         is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
         return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
-    def _ended(self) -> None:
+    def _end_epoch(self) -> None:
         if self.position == 0:
             got, expected, fix = "no batch at all", "at least one", ""
             kind = type(self.data).__name__
@@ -156,7 +156,7 @@ class Source:
         self.epoch, self.position = self.epoch + 1, 0
 
     def next(self) -> PyTree:
-        """The next batch; None at the end of an epoch, after which the next one begins.
+        """The next batch; None at the end of an epoch, and then the next epoch begins.
 
         Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
@@ -175,7 +175,7 @@ class Source:
         if isinstance(batch, TsunaxError):
             raise batch
         if batch is END:
-            return self._ended()
+            return self._end_epoch()
         self._count(1)
         self.is_whole = is_whole
         return batch
@@ -200,7 +200,7 @@ class Source:
         if self._is_data and self.data.gathers:
             chunk = self._pull(k)
             if chunk is END:
-                return self._ended()
+                return self._end_epoch()
             self._count(len(jax.tree.leaves(chunk)[0]))
             self.is_whole = self._pulls_whole
             return chunk
@@ -211,7 +211,7 @@ class Source:
             place = self.state()
             try:
                 batch = self._pull()
-            except TsunaxError as error:  # after the batches before it
+            except TsunaxError as error:  # raised after the batches that came before
                 batch = error
             ends_stack = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
             if ends_stack or self._pulls_whole:
@@ -229,11 +229,11 @@ class Source:
         """The rows that `take(k)` would gather of resident `Batches`: `(first, (k, rows))`."""
         if self._batches is None:
             self._batches = iter(self.data)
-        ahead = self._batches.advance(k)
-        if ahead is None:
-            return self._ended()
-        self._count(ahead[1][0])
-        return ahead
+        rows_ahead = self._batches.advance(k)
+        if rows_ahead is None:
+            return self._end_epoch()
+        self._count(rows_ahead[1][0])
+        return rows_ahead
 
     def again(self, n: int) -> None:
         """Count n epochs of data with a single batch, which is not read again."""
@@ -252,14 +252,14 @@ class Source:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def rewind(self) -> None:
-        """Skip the rest of an epoch that was begun, unless its position was just restored."""
+        """Skip the rest of the current epoch, unless its position was just restored."""
         if self.position and not self._restored:
             self._batches = self._excess = None
             self.epoch, self.position = self.epoch + 1, 0
 
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
-        for holder, name in itertools.product((self.data, self._batches), names):
-            if callable(method := getattr(holder, name, None)):
+        for owner, name in itertools.product((self.data, self._batches), names):
+            if callable(method := getattr(owner, name, None)):
                 return True, method(*args)
         return False, None
 
@@ -323,11 +323,11 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    # a list of a class of its own may be a loader, which is read when its batches are needed
+    # A subclass of list may be a loader, which reads its batches when they are needed.
     is_short = type(data) is list and len(data) in (2, 3)
     arrays: list[Any] = [*data] if is_short or isinstance(data, tuple) else []
     is_pair = bool(arrays) and all(map(trees.is_array, arrays))
-    if is_pair and is_short:  # of batches, unless they look like inputs and targets
+    if is_pair and is_short:  # a list of batches, unless they look like inputs and targets
         rows = {np.shape(x)[:1] for x in arrays}
         is_pair = len(rows) == 1 < len({(x.ndim, x.dtype) for x in arrays})
     is_pair |= isinstance(data, tuple) and hasattr(data, "_fields")  # a NamedTuple is one batch
@@ -342,51 +342,51 @@ def as_source(data: Iterable[PyTree]) -> Source:
 
 
 class Reading:
-    """Data that a loop reads, from where it begins; the data that were given follow it.
+    """Data that a loop reads, from the right position on; the user's data follow call by call.
 
     With `continues` a new state begins with the first batch, and a trained state at the position
-    that the data have. Without it, data begin as in a `for`: a new epoch. A place that was set is
-    the beginning in any case. `batches` are read by a copy with a place of its own, because others
-    may loop over them meanwhile; after each call the data that were given move to that place.
+    that the data have. Without it, data begin as in a `for`: a new epoch. A position that the user
+    set is the beginning in any case. We read a copy of `batches` with a separate position, because
+    users may loop over them meanwhile; after each call the user's data move to the same position.
     """
 
     def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
-        begins_anew = is_new and isinstance(data, Data) and not data.is_placed
+        starts_over = is_new and isinstance(data, Data) and not data.is_placed
         self._user_data: Any = None
-        self._is_begun = False
+        self._was_read = False
         if isinstance(data, Data) and isinstance(innermost(data), Positioned):
             self._user_data, self._user_place, data = (
                 data,
                 (data.get_state(), data.is_placed),
                 data.afresh(),
             )
-        elif begins_anew and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
+        elif starts_over and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source: Source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable and not begins_anew:
+        if isinstance(data, Data) and self.source.resumable and not starts_over:
             is_copy = self._user_data is not None
             place, is_placed = self._user_place if is_copy else (data.get_state(), data.is_placed)
-            if continues or is_placed:  # in the middle of an epoch, if they are there
+            if continues or is_placed:  # perhaps in the middle of an epoch
                 self.source.restore(place)
             elif is_copy:
                 epoch = place["epoch"] + (place["position"] > 0)
                 self.source.restore({"epoch": epoch, "position": 0})
         self._start = self.source.state() if self.source.resumable else None
 
-    def follow(self, has_begun: bool = False) -> None:
-        """Move the data that were given to the place of the source, once a batch was read."""
-        self._is_begun = self._is_begun or has_begun
-        if self._user_data is not None and self._is_begun:
+    def follow(self, was_read: bool = False) -> None:
+        """Move the user's data to the position of the source, once a batch was read."""
+        self._was_read = self._was_read or was_read
+        if self._user_data is not None and self._was_read:
             self._user_data.follow(self.source.state())
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
-        """Go on from a place that a checkpoint has, or raise DataError for data that cannot."""
+        """Continue at a position of a checkpoint. Raises DataError for data that cannot."""
         self.source.restore(place, fast_forward)
         if self._user_data is not None:
             self._user_data.set_state(place)
 
     def return_data(self) -> None:
-        """Put the data back to where they were, if they can be."""
+        """Move the data back to their position before the loop, if they can."""
         if self._start is not None:
             self.source.restore(self._start)
         if self._user_data is not None:
@@ -395,6 +395,6 @@ class Reading:
             self._user_data = None
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """End the thread that reads ahead."""
         if isinstance(self.source.data, Data):
             self.source.data.close()

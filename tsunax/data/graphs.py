@@ -1,7 +1,7 @@
 """Graphs of different sizes as arrays of one shape: several in a row, told apart by an index.
 
-A row is what `batches` shuffles, what devices share and what micro-batches divide, as for any
-arrays: nodes, edges and graphs are axes behind it.
+`batches` shuffles rows, and devices and micro-batches divide them, as for any arrays: nodes, edges
+and graphs are axes behind the rows.
 """
 
 import functools
@@ -15,27 +15,27 @@ from tsunax._core import PyTree, trees
 from tsunax.data.checks import check_batch, is_graphs
 from tsunax.errors import DataError, WrongTypeError
 
-NODE, EDGE, GRAPH = range(3)  # what a field has one of for each
-_ONE_FOR_EACH = {
+NODE, EDGE, GRAPH = range(3)  # a field has one value for each
+_KIND_OF_FIELD = {
     "nodes": NODE, "edges": EDGE, "globals": GRAPH, "senders": EDGE, "receivers": EDGE,
     "graph_of_node": NODE, "mask": GRAPH,
 }  # fmt: skip
 
 
 class Graphs(NamedTuple):
-    """Graphs in rows of one size, see `pack_graphs`; 0 for padding, if nothing else is stated."""
+    """Graphs in rows of one size, see `pack_graphs`. Padding is 0, if nothing else is stated."""
 
     nodes: PyTree  # leaves (rows, nodes, ...)
     edges: PyTree  # leaves (rows, edges, ...)
     globals: PyTree  # leaves (rows, graphs, ...)
     senders: np.ndarray  # int32 (rows, edges): a node of the row
-    receivers: np.ndarray  # int32 (rows, edges): a node of the row; `nodes` where there is no edge
-    graph_of_node: np.ndarray  # int32 (rows, nodes): a graph of the row; `graphs` where no node is
-    mask: np.ndarray  # bool (rows, graphs): where there is a graph
+    receivers: np.ndarray  # int32 (rows, edges): a node of the row; `nodes` for padding
+    graph_of_node: np.ndarray  # int32 (rows, nodes): a graph of the row; `graphs` for padding
+    mask: np.ndarray  # bool (rows, graphs): False for padding
 
 
 def pack_graphs(items: Sequence[PyTree], *, nodes: int, edges: int, graphs: int) -> Graphs:
-    """Graphs packed into rows of at most so many `nodes`, `edges` and `graphs`.
+    """Graphs packed into rows of up to `nodes` nodes, `edges` edges and `graphs` graphs.
 
     Each item is `{"nodes", "edges", "globals", "senders", "receivers"}`: trees of arrays with one
     row for each node and for each edge, a tree for the graph (its target, say), and two integers an
@@ -77,7 +77,7 @@ def pack_graphs(items: Sequence[PyTree], *, nodes: int, edges: int, graphs: int)
         part["receivers"] += begin[NODE]
         part["graph_of_node"] += begin[GRAPH]
     packed_parts = {}
-    for name, kind in _ONE_FOR_EACH.items():
+    for name, kind in _KIND_OF_FIELD.items():
         spans = [(row, begin[kind]) for row, begin in places]
         nothing = {"receivers": nodes, "graph_of_node": graphs}.get(name, 0)
         fill = functools.partial(_filled, spans, (rows, limits[kind]), nothing)
@@ -97,13 +97,13 @@ def _size(part: Mapping[str, Any]) -> np.ndarray:
 
 
 def _kind(part: Mapping[str, PyTree]) -> PyTree:
-    """What all graphs have in common: trees of arrays that differ in their lengths only."""
+    """The kind of a graph, the same for all: its trees of arrays without their lengths."""
     common_fields = {name: part[name] for name in ("nodes", "edges", "globals")}
     return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape[1:]]} each", common_fields)
 
 
-def _of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
-    """A `GraphsTuple` with one graph, whose `globals` have an axis of graphs."""
+def _fields_of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
+    """The fields of a `GraphsTuple` with one graph; its `globals` lose their axis of graphs."""
     if np.size(graphs.n_node) != 1:
         fix = "jraph.unbatch(graphs) is a list of them, each alone."
         raise DataError(where, "pack_graphs()", f"{np.size(graphs.n_node)} graphs", "one", fix)
@@ -116,7 +116,7 @@ def _of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
 def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     """A graph as arrays with one row for each node, edge and graph."""
     if is_graphs(item):
-        item = _of_jraph(item, where)
+        item = _fields_of_jraph(item, where)
     needed, optional, where_packed = (
         {"nodes", "senders", "receivers"},
         {"edges", "globals"},

@@ -23,15 +23,15 @@ def placement(device: Device, where: str) -> Device:
 
 
 def device_of_arrays(leaves: Sequence[PyTree]) -> Device:
-    """Where the arrays of data stay: the device on which JAX arrays of them are; None for the host.
+    """The device of the JAX arrays of data, which stay there; None if the data stay on the host.
 
     Arrays on the CPU are on the host, unless they were put on one of several CPU devices and JAX
-    has no others. Warns of arrays on several devices, which are read back.
+    has CPU devices only. Warns of arrays on several devices, which are read back.
     """
     arrays = list(filter(trees.is_placed, leaves))
     is_in_memory = lambda x: trees.is_array(x) and not isinstance(x, np.memmap)
     if not arrays or not all(map(is_in_memory, leaves)):
-        return None  # before JAX starts
+        return None  # without starting JAX
     backend = jax.default_backend()
     on_backend = lambda x: next(iter(x.devices())).platform == backend
     if not (arrays := [x for x in arrays if on_backend(x) and (x.committed or backend != "cpu")]):
@@ -45,7 +45,7 @@ def device_of_arrays(leaves: Sequence[PyTree]) -> Device:
 
 
 def spans_processes(device: Device) -> bool:
-    """Whether it is a mesh or sharding that other processes have a part of."""
+    """Whether `device` is a mesh or a sharding with devices of other processes."""
     if isinstance(device, Mesh):
         return device.is_multi_process
     return isinstance(device, NamedSharding) and not device.is_fully_addressable
@@ -69,8 +69,8 @@ def sharding_of(shape: tuple[int, ...], sharding: Device, axis: int = 0) -> Devi
     return sharding
 
 
-def put(tree: PyTree, sharding: Device) -> PyTree:
-    """Arrays that every process has, at a sharding that may span all of them."""
+def put_tree(tree: PyTree, sharding: Device) -> PyTree:
+    """Arrays that every process has, with a sharding that may span all processes."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     local = lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -91,14 +91,14 @@ def gather(
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n), resident)
     else:
         chosen = jax.lax.dynamic_slice_in_dim(order, first, n)
-        how = {"mode": "promise_in_bounds", "unique_indices": True}
-        rows = jax.tree.map(lambda x: x.at[chosen].get(**how), resident)
+        options = {"mode": "promise_in_bounds", "unique_indices": True}
+        rows = jax.tree.map(lambda x: x.at[chosen].get(**options), resident)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows)
 
 
 @functools.lru_cache(maxsize=64)
 def gather_to(sharding: Device, shape: tuple[int, ...], ordered: bool) -> Function:
-    """`gather` compiled: rows chosen by the host, or in sequence from a row on."""
+    """`gather` compiled: for rows that the host chose, or for a sequence from its first row on."""
     placed = sharding_of(shape, sharding, len(shape) - 1)
-    take = lambda resident, at: gather(resident, *((at, 0) if ordered else (None, at)), shape)
+    take = lambda resident, rows: gather(resident, *((rows, 0) if ordered else (None, rows)), shape)
     return jax.jit(take, out_shardings=placed if isinstance(placed, NamedSharding) else None)

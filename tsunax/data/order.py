@@ -7,9 +7,9 @@ import numpy as np
 
 from tsunax._core import processes
 
-SORTED = 1 << 22  # rows of an epoch that a sort shuffles: 0.4 s, and the fastest for each row
-AHEAD = 1 << 16  # rows that a permutation gives together: their words stay in a cache
-ROUNDS = 8  # of the network: `tests/test_data.py` sees four
+SORTED = 1 << 22  # epochs up to this many rows are sorted: 0.4 s, and the least time for a row
+AHEAD = 1 << 16  # rows that a permutation computes at once: their words stay in a cache
+ROUNDS = 8  # rounds of the network: `tests/test_data.py` fails for four
 Process = tuple[int, int]  # (index, count)
 
 
@@ -53,7 +53,7 @@ def permutation(n: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndar
 
 
 def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Words whose high bits depend on all bits of x: a multiplication is a sum of its shifts."""
+    """Words with high bits that depend on all bits of x: a product is a sum of shifts of x."""
     x = x ^ key
     x *= np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(32)
@@ -71,11 +71,10 @@ class EpochOrder:
         self.process: Process = process
         self.batches: int = n // batch_size
         tail = n % batch_size
-        self.tail: slice = share(tail, batch_size, process)  # of the short batch at the end
+        self.tail: slice = share(tail, batch_size, process)  # rows of the short last batch
         self.dtype: type = np.int32 if n < 2**31 else np.int64
-        self.rows_at: Any = lambda places: (
-            places
-        )  # from places in the epoch of all processes to rows
+        # rows at places in the epoch of all processes
+        self.rows_at: Any = lambda places: places
         if shuffle:  # up to SORTED rows at once
             self.rows_at = permutation(n, seed, epoch) if n > SORTED else drawn(n, seed, epoch).take
         # the rows that were computed last, and the index of the first
@@ -107,11 +106,11 @@ class EpochOrder:
 
 
 def share(rows: int, batch_size: int, process: Process) -> slice:
-    """The rows of a global batch that a process gets: its part, or all of them."""
+    """The rows of a global batch that a process gets: its part, or all rows."""
     index, count = (0, 1) if is_whole(rows, batch_size, process[1]) else process
     return slice(index * rows // count, (index + 1) * rows // count)
 
 
 def is_whole(rows: int, batch_size: int, count: int) -> bool:
-    """Whether every process gets all rows of a batch: a short one that no equal parts divide."""
+    """Whether every process gets all rows of a batch, because they do not divide equally."""
     return count > 1 and rows < batch_size and bool(rows % processes.current().row_parts(count))

@@ -26,34 +26,34 @@ from tsunax.errors import DataError, WrongTypeError, told
 class Packed(NamedTuple):
     """Sequences in rows of one length, see `pack`."""
 
-    values: PyTree  # (rows, length, ...); 0 where there is none
-    segments: np.ndarray  # int32 (rows, length): 1, 2, ... for the sequences of a row; 0 for none
+    values: PyTree  # (rows, length, ...); 0 for padding
+    segments: np.ndarray  # int32 (rows, length): 1, 2, ... for a row's sequences; 0 for padding
     positions: np.ndarray  # int32 (rows, length): within its sequence
 
 
 class Padded(NamedTuple):
     """Sequences of one length, see `pad`."""
 
-    # (n, length, ...), 0 where there is none; what a record has once, such as a label, (n, ...)
+    # (n, length, ...), 0 for padding; leaves that a record has once, such as a label, are (n, ...)
     values: PyTree
-    mask: np.ndarray  # bool (n, length): where there is some
+    mask: np.ndarray  # bool (n, length): False for padding
     indices: np.ndarray  # int32 (n,): row i is `sequences[indices[i]]`; increasing
 
 
 class _Records(NamedTuple):
     """Sequences as arrays."""
 
-    columns: list[list[np.ndarray]]  # those of each leaf
-    treedef: TreeDef  # of a record
-    are_sequences: Sequence[bool]  # for each leaf; others are there once for a record
-    lengths: list[int]  # of each record
+    columns: list[list[np.ndarray]]  # the arrays of each leaf
+    treedef: TreeDef  # the structure of a record
+    are_sequences: Sequence[bool]  # for each leaf: False if a record has it once
+    lengths: list[int]  # for each record
 
 
 def pack(sequences: Sequence[PyTree], length: int) -> Packed:
     """Pack `sequences` into rows of `length`, each into the row with the least room for it.
 
-    A token attends to those of its own segment, `segments[:, :, None] == segments[:, None, :]`, and
-    weighs 1 where `segments > 0`: with `Loss.mean(losses, where)` all tokens count alike, however
+    Tokens attend to tokens of their segment, `segments[:, :, None] == segments[:, None, :]`, and
+    weigh 1 where `segments > 0`: with `Loss.mean(losses, where)` all tokens count alike, however
     they were packed. `batches(pack(texts, 512), 32)` reads, shuffles and resumes them as arrays.
 
     Sequences are arrays or lists, or records of several as in `pad`, each of which has one value
@@ -73,7 +73,7 @@ def pack(sequences: Sequence[PyTree], length: int) -> Packed:
         expected = "one for each token"
         raise DataError("sequences[0]" + path, "pack()", "one for a record", expected, fix)
     counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
-    # how much room rows have, in order; the rows with so much
+    # sizes of the free room at the end of rows, in order; the rows with each size of room
     rooms, rows = [length], {length: [0]}
     for n in records.lengths:
         room = rooms[i := bisect.bisect_left(rooms, n)]
@@ -85,10 +85,10 @@ def pack(sequences: Sequence[PyTree], length: int) -> Packed:
             del rooms[i]
         counts[row] += 1
         places.append((row, length - room, counts[row]))
-        if left := room - n:
-            if not rows.setdefault(left, []):
-                bisect.insort(rooms, left)
-            rows[left].append(row)
+        if new_room := room - n:
+            if not rows.setdefault(new_room, []):
+                bisect.insort(rooms, new_room)
+            rows[new_room].append(row)
     empty = lambda x: np.zeros((len(counts), length, *x[0].shape[1:]), x[0].dtype)
     values = list(map(empty, records.columns))
     segments, positions = np.zeros((2, len(counts), length), np.int32)
@@ -112,14 +112,15 @@ def pad(
     Each sequence is an array or a list, or a record of several: a dict, or a tuple such as
     `(tokens, label)`. `where` is a pattern for the leaves that are sequences, for example
     `["tokens", "mask"]`: they are padded, and have one length within a record. Other leaves are
-    there once for a record. Without it, sequences are the leaves whose lengths differ between
-    records. If no length differs, the one leaf with an axis is; of several, give `where`.
+    there once for a record. Without `where`, the leaves that differ in length between records are
+    sequences. If no length differs, a single leaf with an axis is; if there are several, give
+    `where`.
 
     Rows are in the order of `sequences`, and `indices` are their numbers there, also in shuffled
     batches: `results[batch.indices] = predictions` puts results in the order of the sequences.
 
-    Raises DataError as `pack`, and if only `where` can tell; PatternError for a `where` without a
-    leaf.
+    Raises DataError as `pack`, and if `where` is missing but needed; PatternError for a `where`
+    without a leaf.
 
     >>> {n: x.values.tolist() for n, x in pad([[1, 2, 3], [4], [5, 6]], [2, 4]).items()}
     {2: [[4, 0], [5, 6]], 4: [[1, 2, 3, 0]]}
@@ -178,7 +179,7 @@ def _checked(
     is_array = jtu.treedef_is_leaf(structure)
     for i, x in enumerate(sequences):
         leaves = [x]
-        # to flatten an array costs more than all else that is done with it here
+        # flattening an array would cost more than the rest of this loop
         if not is_array or not isinstance(x, np.ndarray | list):
             leaves, treedef = jax.tree.flatten(x, is_leaf=_is_array)
             if treedef != structure:
@@ -206,14 +207,16 @@ def _checked(
         if len(set(map(facts, column))) > 1 or column[0].ndim < axis:
             like = facts(column[0])
             i = next(i for i, x in enumerate(column) if facts(x) != like or x.ndim < axis)
-            but = " but for its length" if is_sequence else ""
-            expected = f"{trees.describe(column[0])}{but}, as the first one"
+            suffix = " but for its length" if is_sequence else ""
+            expected = f"{trees.describe(column[0])}{suffix}, as the first one"
             raise DataError(place(i, j), call, trees.describe(column[i]), expected)
     numbers = [j for j, is_sequence in enumerate(are_sequences) if is_sequence]
-    lengths, *others = [[len(x) for x in columns[j]] for j in numbers]
-    if any(x != lengths for x in others):
+    lengths, *further_lengths = [[len(x) for x in columns[j]] for j in numbers]
+    if any(x != lengths for x in further_lengths):
         i = next(
-            i for i, sizes in enumerate(zip(lengths, *others, strict=True)) if len({*sizes}) > 1
+            i
+            for i, sizes in enumerate(zip(lengths, *further_lengths, strict=True))
+            if len({*sizes}) > 1
         )
         got = ", ".join(f"a length of {len(columns[j][i])} at {place(i, j)}" for j in numbers)
         raise DataError(f"sequences[{i}]", call, got, "one length")
@@ -259,9 +262,9 @@ class Interleaved(Positioned):
 def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) -> Interleaved:
     """Batches of several sources, `parts`, as one, in an order drawn for each epoch.
 
-    Each part has its own shape, which a run compiles once, however many there are. An epoch has
-    every batch of every part. Like `batches`, it is a function of (seed, epoch) and resumes at any
-    batch. Steps that `fit` calls at once are of one shape. Raises WrongTypeError for a part that is
+    Each part has its own shape, and a run compiles each shape once. An epoch has every batch of
+    every part. Like `batches`, it is a function of (seed, epoch) and resumes at any batch. Steps
+    that `fit` calls at once are of one shape. Raises WrongTypeError for a part that is
     not `ts.batches(...)` without a device, DataError if there are no parts.
 
     >>> import tsunax as ts

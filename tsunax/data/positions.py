@@ -1,6 +1,6 @@
-"""What data of this package have in common: a position, and what a loop must know of them.
+"""Common to all data of this package: a position, and attributes that a loop reads.
 
-Nothing here knows how batches are made.
+This file does not depend on how batches are made.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Data(Sized, Iterable[PyTree]):
     is_placed: bool = False  # whether `set_state` was called after the last batch
     gathers: ClassVar[bool] = False  # whether its iterators `take` k batches at once, stacked
     reads_ahead: ClassVar[bool] = False  # whether a thread reads its batches before they are needed
-    has_few_shapes: ClassVar[bool] = False  # whether its batches have a few shapes, known to users
+    has_few_shapes: ClassVar[bool] = False  # whether its batches have a few shapes by design
     resident: PyTree = None  # arrays on the device, of which a program gathers rows
-    is_of_arrays: bool = False  # whether reading further batches of it costs no more than memory
-    tail_rows: int = 0  # of a shorter batch that ends an epoch
+    is_of_arrays: bool = False  # whether reading further batches costs memory only
+    tail_rows: int = 0  # rows of a shorter batch that ends an epoch
 
     @property
     def innermost(self) -> Any:
-        """What is read ahead, however often; other data themselves."""
+        """The data below all prefetching; other data themselves."""
         return self
 
     def get_state(self) -> dict[str, Any]:
@@ -42,22 +42,22 @@ class Data(Sized, Iterable[PyTree]):
         ...
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state`, a dict, of such a copy, as if its batches had been read here."""
+        """Take over the `state`, a dict, of an `afresh` copy, as if this had read its batches."""
 
     def restart(self) -> None:
-        """Drop what was read ahead: the next loop calls `iter` of the data again."""
+        """Drop batches that were read ahead: the next loop calls `iter` of the data again."""
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """End the thread that reads ahead."""
 
 
 def innermost(data: Any) -> Any:
-    """What is read ahead, however often; other data themselves."""
+    """The data below all prefetching; other data themselves."""
     return data.innermost if isinstance(data, Data) else data
 
 
 class Positioned(Data):
-    """Data whose position is two integers, epoch and batch."""
+    """Data with two integers, epoch and batch, as their position."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._place: tuple[int, int] = (0, 0)
@@ -66,7 +66,7 @@ class Positioned(Data):
         self.settings: dict[str, Any] = settings
 
     def get_state(self) -> dict[str, int]:
-        """The `{"epoch", "position"}` after the last batch; after an epoch, of the next one."""
+        """The `{"epoch", "position"}` after the last batch; after an epoch, the next epoch's."""
         epoch, position = self._place
         if position >= len(self):
             epoch, position = epoch + 1, 0
@@ -75,7 +75,7 @@ class Positioned(Data):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Set a position of `get_state`: the next loop begins there, and ends with its epoch.
 
-        The position in a checkpoint of `fit` has `settings`, too: other ones raise DataError.
+        The position in a checkpoint of `fit` has `settings`, too: other settings raise DataError.
         """
         settings, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
         saved_settings = place.pop("settings", settings)
@@ -106,7 +106,7 @@ class Positioned(Data):
         self._place, self.is_placed = (state["epoch"], state["position"]), False
 
     def _begin(self) -> tuple[int, int]:
-        """The position at the first batch of a loop: a new epoch, or the one that was set."""
+        """The position at the first batch of a loop: a new epoch, or a position that was set."""
         epoch, position = tuple(self.get_state().values())
         if position and not self.is_placed:
             epoch, position = epoch + 1, 0

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from tsunax._core import Device, PyTree, checks
 from tsunax.data.cursors import END, Source, as_source
-from tsunax.data.on_devices import placement, put, sharding_of, spans_processes
+from tsunax.data.on_devices import placement, put_tree, sharding_of, spans_processes
 from tsunax.data.positions import Data, innermost
 from tsunax.errors import DataError
 
@@ -22,29 +22,29 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
     if device is None:
         return lambda batch, is_whole: batch
     sharding = placement(device, "prefetch()")
-    if spans_processes(sharding):  # each of them has its part of the rows
+    if spans_processes(sharding):  # each process has its part of the rows
         replicated = sharding_of((), sharding)
         sharding_of_leaf = lambda x, is_whole: (
             replicated if is_whole or not np.ndim(x) else sharding
         )
         return lambda batch, is_whole: jax.tree.map(
-            lambda x: put(x, sharding_of_leaf(x, is_whole)), batch
+            lambda x: put_tree(x, sharding_of_leaf(x, is_whole)), batch
         )
     if not isinstance(sharding, NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
-    where = lambda x: sharding_of(np.shape(x), sharding)
-    return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(where, batch))
+    by_rows = lambda x: sharding_of(np.shape(x), sharding)
+    return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(by_rows, batch))
 
 
 def _placed(source: Source, place: Callable[[PyTree, bool], PyTree]) -> Iterator[tuple[Any, ...]]:
-    """The batches of an epoch on the device, each with the position after it; `END` at last."""
+    """The batches of an epoch on the device, each with the position after it; `END` is last."""
     while (batch := source.next()) is not None:
         yield place(batch, source.is_whole), source.state(), source.is_whole
     yield END, source.state(), source.is_whole
 
 
 def _run_ahead(batches: Iterator[Any], ready: Any, slots: Any, ended: list[bool]) -> None:
-    """The thread: a batch for every slot; at last, in a list, the error if there is one."""
+    """The thread: makes a batch for every slot; an error comes last, in a list."""
     try:
         while slots.get() and not ended:
             ready.put(next(batches))
@@ -55,14 +55,14 @@ def _run_ahead(batches: Iterator[Any], ready: Any, slots: Any, ended: list[bool]
 def _end(slots: Any, ended: list[bool], thread: threading.Thread) -> None:
     ended.append(True)
     slots.put(True)
-    if thread is not threading.current_thread():  # which may collect the garbage
+    if thread is not threading.current_thread():  # the thread itself may collect the garbage
         thread.join(5)  # not longer: the data may wait for a batch that never comes
 
 
 class Prefetched(Data):
-    """Data that `prefetch(data, device, size)` returns; raises as it does.
+    """Data that `prefetch(data, device, size)` returns; raises the same errors.
 
-    Its position counts the batches that you received, not those that are read ahead.
+    Its position counts the batches that you received, not the batches that are read ahead.
     """
 
     is_whole: bool = False
@@ -75,7 +75,7 @@ class Prefetched(Data):
 
     @property
     def data(self) -> Any:
-        """The iterable that is read ahead, as it was given."""
+        """The user's iterable, which is read ahead."""
         return self._source.data
 
     @property
@@ -118,7 +118,7 @@ class Prefetched(Data):
         try:
             while end.alive:
                 if isinstance(item := ready.get(), list):
-                    raise item.pop()  # it keeps this frame, which must not keep it
+                    raise item.pop()  # the error keeps this frame alive: no name may keep it
                 batch, self._state, self.is_whole = item
                 if batch is END:
                     return
@@ -158,7 +158,7 @@ class Prefetched(Data):
 
 @checks.naming_arguments
 def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Prefetched:
-    """Data whose next `size` batches a thread makes, and copies to a device, ahead of the loop.
+    """The same data, but a thread makes the next `size` batches and copies them to a device.
 
         for batch in prefetch(data, device):  # the same batches in the same order
             state, info = step(state, batch)

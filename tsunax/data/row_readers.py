@@ -10,12 +10,12 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax.data import on_devices
-from tsunax.data.checks import check_casts, own
+from tsunax.data.checks import check_casts, copy_leaf
 from tsunax.errors import DataError, TsunaxError, told
 
 
 class Records:
-    """A leaf whose rows are records, read one by one by their number and stacked."""
+    """A leaf with records as its rows, which are read one by one by their number and stacked."""
 
     def __init__(self, data: Any) -> None:
         self.data: Any = data
@@ -41,7 +41,7 @@ class Records:
 
     def _record(self, i: int) -> PyTree:
         try:
-            return jax.tree.map(own, self.data[i])
+            return jax.tree.map(copy_leaf, self.data[i])
         except TsunaxError:
             raise
         except Exception as error:
@@ -52,23 +52,23 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     """Rows of an array, in fresh memory; a file is read in its own order."""
     if isinstance(leaf, Records):
         return leaf.read(range(*rows.indices(leaf.shape[0])) if isinstance(rows, slice) else rows)
-    if trees.is_key(leaf):  # which NumPy does not have
+    if trees.is_key(leaf):  # NumPy has no keys
         return leaf[rows]
     if isinstance(leaf, np.ndarray):
         if isinstance(rows, slice):
             return leaf[rows].copy()
         return leaf.take(rows, axis=0, mode="clip")
-    back: Any = slice(None)
+    original_order: Any = slice(None)
     if not isinstance(rows, slice):  # h5py takes increasing rows only
         order = np.argsort(rows)
-        rows, back = rows[order], np.argsort(order)
+        rows, original_order = rows[order], np.argsort(order)
     rows_of_leaf = leaf[rows]
-    check_casts(rows_of_leaf, "rows")  # of a file, which may have masks
+    check_casts(rows_of_leaf, "rows")  # a file may have masks
     # a slice of a tensor shares its memory
     return (
         np.asarray(rows_of_leaf).copy()
         if isinstance(rows, slice)
-        else np.asarray(rows_of_leaf)[back]
+        else np.asarray(rows_of_leaf)[original_order]
     )
 
 

@@ -1,7 +1,7 @@
 """GPUs that are not here, as XLA's compiler describes them: `devices.topology("h100:8")`.
 
-The numbers are those of NVIDIA's data sheets and of the device descriptions in XLA's repository
-(`xla/backends/gpu/target_config/specs`, read 2026-11-27). The memory of the L4 is what CUDA says.
+The numbers come from NVIDIA's data sheets and from the device descriptions in XLA's repository
+(`xla/backends/gpu/target_config/specs`, read 2026-11-27). CUDA reports the memory of the L4.
 """
 
 import importlib.util
@@ -13,15 +13,15 @@ from tsunax.errors import DeviceError, told
 
 
 class Card(NamedTuple):
-    """What the compiler reads of a GPU."""
+    """Facts about a GPU that the compiler reads."""
 
     description: str
     capability: tuple[int, int]  # CUDA's compute capability
     processors: int  # streaming multiprocessors
-    units: int  # for float32, of each processor
-    threads: int  # of each processor, at most
+    units: int  # float32 units of each processor
+    threads: int  # the limit for each processor
     shared: int  # bytes of shared memory of each processor
-    shared_per_block: int  # bytes, at most
+    shared_per_block: int  # the limit in bytes
     cache: int  # bytes of L2
     bandwidth: int  # bytes a second
     memory: int  # bytes
@@ -73,9 +73,9 @@ def gpu_topology(name: str) -> list[Any] | None:
     from jax.experimental import topologies
 
     hosts, count = (int(text or 1) for text in match.groups()[1:])
-    where = {"target_config": TARGET.format(card=card), "topology": f"1x{hosts}x{count}"}
+    options = {"target_config": TARGET.format(card=card), "topology": f"1x{hosts}x{count}"}
     try:
-        return list(topologies.get_topology_desc(platform="cuda", **where).devices)
-    except Exception as error:  # of the plugin, whatever it is
+        return list(topologies.get_topology_desc(platform="cuda", **options).devices)
+    except Exception as error:  # the plugin may raise any class
         expected = "a topology that the CUDA plugin of JAX can compile for"
         raise DeviceError("topology", repr(name), told(error), expected) from error

@@ -58,7 +58,7 @@ def mesh(
     `tensor`.
 
     Args:
-      devices: a list, or what `devices` takes; by default all devices of all processes.
+      devices: a list, or an argument of `devices`; by default all devices of all processes.
       explicit: whether shardings are part of the types of arrays (`AxisType.Explicit`), or the
         compiler chooses them.
 
@@ -98,10 +98,10 @@ def shard(
 ) -> T:
     """The same state over the devices of a mesh.
 
-    The axes of a parameter are spread over axes of the mesh as the first of these says:
+    The axes of a parameter are spread over axes of the mesh by the first of these that applies:
 
-    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None is
-       whole on each device. Of `States`, patterns begin with the member, or with "carry":
+    1. `rules`, by pattern: `{"**/mlp/up/kernel": P(None, "tensor"), "norm/**": None}`. None keeps
+       an array whole on each device. Patterns for `States` begin with the member, or "carry":
        `{"carry/**": P("data")}`.
     2. The names of its axes in flax's metadata (`nn.with_partitioning`, `nnx.Param(sharding=...)`):
        axes of the mesh, or names that `logical` maps to them, `{"embed": "fsdp", "mlp": "tensor"}`.
@@ -149,20 +149,20 @@ def shard(
     kinds = _memory_kinds(like, [host] if isinstance(host, str) else host, mesh)
     pairs = zip(choice.of_any(like), kinds, strict=True)
     shardings = [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in pairs]
-    where = jax.tree.unflatten(jax.tree.structure(like), shardings)
+    sharding_of_leaf = jax.tree.unflatten(jax.tree.structure(like), shardings)
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     if placement.is_absent(mesh) or any(map(is_shape, jax.tree.leaves(state))):
-        shape = lambda x, at: jax.ShapeDtypeStruct(np.shape(x), trees.dtype_of(x), sharding=at)
-        return jax.tree.map(shape, like, where)
+        shape = lambda x, s: jax.ShapeDtypeStruct(np.shape(x), trees.dtype_of(x), sharding=s)
+        return jax.tree.map(shape, like, sharding_of_leaf)
     if make is not None:
         with jax.set_mesh(mesh):
-            return _the_same(jax.jit(make, out_shardings=where)(), mesh)
+            return _same_on_all_processes(jax.jit(make, out_shardings=sharding_of_leaf)(), mesh)
     checks.check_movable(state, "state")
-    return _put_at(_the_same(state, mesh), where)
+    return _put_tree(_same_on_all_processes(state, mesh), sharding_of_leaf)
 
 
 def _as_mesh(place: Any) -> Any:
-    """The mesh of a device, or of the devices of a kind; others as they are."""
+    """The mesh of a device, or of the devices of a kind; other values are returned unchanged."""
     if device_kinds.is_one_device(place):
         return mesh(devices=[device_kinds.as_device(place, "shard()")])
     is_kind = isinstance(place, str) and place.lower() in device_kinds.KINDS
@@ -176,7 +176,7 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
         raise WrongTypeError("host", "shard()", trees.describe(host), expected)
     parts_of_states: set[str] = set()
 
-    def of(s):
+    def flags_of_state(s):
         flags = []
         for field in s._fields if isinstance(s, TrainState) else ():
             leaves, like = jax.tree.leaves(getattr(s, field.name)), field.metadata["like"]
@@ -187,40 +187,40 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
         return flags or False
 
     is_state = lambda x: isinstance(x, TrainState)
-    flags = jax.tree.leaves(jax.tree.map(of, state, is_leaf=is_state))
+    flags = jax.tree.leaves(jax.tree.map(flags_of_state, state, is_leaf=is_state))
     for name in host:
         if name not in parts_of_states:
             raise StateError(unknown("part", "shard(host=...)", str(name), sorted(parts_of_states)))
     try:  # a CPU has such memory in jax 0.7.2, but its programs can only read it
         host_sharding = NamedSharding(mesh, P(), memory_kind="pinned_host" if host else None)
         _ = host and jax.jit(lambda: np.float32(0), out_shardings=host_sharding).lower().compile()
-    except Exception as error:  # of the backend, whatever it is
+    except Exception as error:  # the backend may raise any class
         kind, fix = mesh.devices.flat[0].device_kind, f"Leave host= out. ({told(error)})"
         expected = "devices whose programs can use 'pinned_host'"
         raise DeviceError("host memory", "shard(host=...)", kind, expected, fix) from error
-    return ["pinned_host" if on else None for on in flags]
+    return ["pinned_host" if flag else None for flag in flags]
 
 
-def _the_same(state, mesh):
-    """The state, which has to be the same on all processes, as they hold it as one array."""
+def _same_on_all_processes(state, mesh):
+    """The state. Raises if its values differ between processes, which hold it as one array."""
     everyone = processes.current()
     if everyone.spans_all(mesh.devices.flat):
         everyone.compare("shard()", lambda: {"state": state}, processes.LAST)
     return state
 
 
-def _put_at(tree, where):
-    shardings = jax.tree.leaves(where)
+def _put_tree(tree, sharding_of_leaf):
+    shardings = jax.tree.leaves(sharding_of_leaf)
     if all(s.is_fully_addressable for s in shardings):
-        return placement.put(tree, where)
+        return placement.put(tree, sharding_of_leaf)
 
-    def from_each_process(x, sharding):  # each has all of it, and gives its own part
+    def from_each_process(x, sharding):  # each process has all rows, and gives its part
         array = placement.with_numpy_copied(trees.on_host(x))
-        spread = jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
+        spread = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
         is_key = trees.is_key(x)
         return jax.random.wrap_key_data(spread, impl=jax.random.key_impl(x)) if is_key else spread
 
-    return jax.tree.map(from_each_process, tree, where)
+    return jax.tree.map(from_each_process, tree, sharding_of_leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,14 +231,14 @@ class _Choice:
     zero1: bool
 
     def of_params(self, params) -> list[P]:
-        """One for each leaf, in flatten order."""
-        ruled, named, out = self._ruled(params), self._named(params), []
+        """A spec for each leaf, in flatten order."""
+        ruled, named, specs = self._ruled(params), self._named(params), []
         for i, (name, _, leaf) in enumerate(trees.leaves_with_names(params)):
             path, spec = trees.shown_path(name), ruled.get(i, named.get(i, P()))
             is_final = i in ruled and spec == P()
             spec = self._checked(spec, np.shape(leaf), path)
-            out.append(spec if is_final else self._over(spec, leaf, "fsdp"))
-        return out
+            specs.append(spec if is_final else self._spread(spec, leaf, "fsdp"))
+        return specs
 
     def of_any(self, state: PyTree) -> list[P]:
         """The specs of all leaves of a state, of `States`, or of another tree."""
@@ -253,18 +253,18 @@ class _Choice:
             return self.of_params(state)
         carry = {"carry": state.carry} if jax.tree.leaves(state.carry) else {}
         parts = carry | {name: s.params for name, s in state.members.items()}
-        # one tree, so that a pattern may match several
+        # one tree, so that a pattern may match leaves of several members
         specs = jax.tree.unflatten(jax.tree.structure(parts), self.of_params(parts))
-        found = {name: jax.tree.leaves(part) for name, part in specs.items()}
-        members = (self.of_state(s, found[name]) for name, s in state.members.items())
-        return sum(members, [P(), P(), *found.get("carry", [])])  # clock and tally come first
+        specs_of_part = {name: jax.tree.leaves(part) for name, part in specs.items()}
+        members = (self.of_state(s, specs_of_part[name]) for name, s in state.members.items())
+        return sum(members, [P(), P(), *specs_of_part.get("carry", [])])  # clock and tally first
 
     def of_state(self, state: TrainState, params: list[P]) -> list[P]:
-        """Those of all leaves of a state: what belongs to a parameter follows it."""
-        places = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
-        ruled = jax.tree.leaves(trained_part(dataclasses.replace(state, params=places)))
+        """The specs of all leaves: moments, averages and masters follow their parameter."""
+        numbers = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
+        trained = jax.tree.leaves(trained_part(dataclasses.replace(state, params=numbers)))
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
-        follow = [self._spread(params[i], shape) for i, shape in zip(ruled, shapes, strict=True)]
+        follow = [self._moment_spec(params[i], x) for i, x in zip(trained, shapes, strict=True)]
 
         owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
         opt_state = []
@@ -272,14 +272,14 @@ class _Choice:
             if owner is not None and np.shape(leaf) == shapes[owner]:
                 opt_state.append(follow[owner])
             else:
-                opt_state.append(self._spread(self._over(P(), leaf, "fsdp"), np.shape(leaf)))
+                opt_state.append(self._moment_spec(self._spread(P(), leaf, "fsdp"), np.shape(leaf)))
         roles = {"params": params, "rule": opt_state, "trained": follow, "average": follow}
         specs: list[P] = []
         for field in state._fields:
             leaves, like = jax.tree.leaves(getattr(state, field.name)), field.metadata["like"]
             specs_of_field = roles.get(like, [])
             if like == "free":
-                specs_of_field = [self._over(P(), x, "fsdp") for x in leaves]
+                specs_of_field = [self._spread(P(), x, "fsdp") for x in leaves]
             specs += [*specs_of_field[: len(leaves)], *[P()] * (len(leaves) - len(specs_of_field))]
         return specs
 
@@ -291,13 +291,13 @@ class _Choice:
                 expected = "a PartitionSpec, a tuple of axis names, or None"
                 raise WrongTypeError("rule", place, got, expected)
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
-            for i, on in enumerate(patterns.select(pattern, params, "shard()")):
-                if on:
+            for i, is_match in enumerate(patterns.select(pattern, params, "shard()")):
+                if is_match:
                     spec_of_leaf.setdefault(i, spec)
         return spec_of_leaf
 
     def _named(self, params) -> dict[int, P]:
-        """By leaf the spec in flax's metadata."""
+        """The specs in flax's metadata, by number of the leaf."""
         named = {i: names for i, names in enumerate(trees.axis_names(params)) if names}
         used = {name for names in named.values() for name in names if name}
         for name in self.logical:
@@ -315,8 +315,8 @@ class _Choice:
             raise DeviceError(f"sharding {spec}", path, told(error), expected) from error
         return spec
 
-    def _over(self, spec: P, leaf, *names: str) -> P:
-        """The spec with its largest free axis that divides over those `names` it does not use."""
+    def _spread(self, spec: P, leaf, *names: str) -> P:
+        """The spec, its largest free axis that divides spread over the unused of `names`."""
         used = {name for entry in spec for name in placement.axes_in(entry)}
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
@@ -330,16 +330,16 @@ class _Choice:
         entries[max(free, key=lambda axis: shape[axis])] = names[0] if len(names) == 1 else names
         return P(*entries)
 
-    def _spread(self, spec: P, shape) -> P:
-        """The spec of a moment, from that of its parameter."""
+    def _moment_spec(self, spec: P, shape) -> P:
+        """The spec of a moment, made from the spec of its parameter."""
         if not self.zero1:
             return spec
-        return self._over(spec, np.broadcast_to(0, shape), *placement.data_axes(self.mesh))
+        return self._spread(spec, np.broadcast_to(0, shape), *placement.data_axes(self.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `describe_sharding(tree)` returns: prints as a table.
+    """The result of `describe_sharding(tree)`: prints as a table.
 
     `rows` are (path, dtype and shape, sharding, bytes on one device). `bytes` is a dict by device,
     `total` the bytes of the tree, counted once, `host` the bytes in the host's memory.
@@ -354,10 +354,10 @@ class Placement:
     def __repr__(self) -> str:
         size = trees.bytes_str
         lines = tables.aligned([(*texts, size(n) if n else "") for *texts, n in self.rows])
-        most = size(max(self.bytes.values(), default=0))
-        beside = f", {size(self.host)} in host memory" if self.host else ""
-        shared = f"{most} at most on each of {len(self.bytes)}"
-        lines.append(f"{size(self.total)} in all, {shared}{beside}")
+        max_bytes = size(max(self.bytes.values(), default=0))
+        host_text = f", {size(self.host)} in host memory" if self.host else ""
+        device_text = f"{max_bytes} at most on each of {len(self.bytes)}"
+        lines.append(f"{size(self.total)} in all, {device_text}{host_text}")
         return "\n".join(lines)
 
 
@@ -387,11 +387,11 @@ def describe_sharding(tree: PyTree) -> Placement:
             device_bytes[device] = device_bytes.get(device, 0) + (0 if trees.is_offloaded(x) else n)
         on_host += sum(n for _, n in parts) if trees.is_offloaded(x) else 0
         total += math.prod(x.shape) * x.dtype.itemsize
-        rows.append((path, kind, _words(x), max((n for _, n in parts), default=0)))
+        rows.append((path, kind, _sharding_text(x), max((n for _, n in parts), default=0)))
     return Placement(tuple(rows), device_bytes, total, on_host)
 
 
-def _words(x: Any) -> str:
+def _sharding_text(x: Any) -> str:
     if not isinstance(x.sharding, NamedSharding):
         devices = x.sharding.device_set
         return str(next(iter(devices))) if len(devices) == 1 else f"{len(devices)} devices"
@@ -400,7 +400,7 @@ def _words(x: Any) -> str:
     for axis, names in enumerate(spec):
         names = placement.axes_in(names)
         if any(mesh.shape[name] > 1 for name in names):
-            over = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
-            parts.append(f"axis {axis} over {over}")
+            sizes = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
+            parts.append(f"axis {axis} over {sizes}")
     words = "; ".join(parts) or f"whole on {mesh.size}"
     return f"{words}, in host memory" if trees.is_offloaded(x) else words

@@ -24,7 +24,7 @@ __all__ = [
     "simulate", "supported_devices", "topology",
 ]  # fmt: skip
 
-# JAX has no public way to ask without starting it
+# JAX has no public function for this that does not start the backend.
 _started = xla_bridge.backends_are_initialized
 
 
@@ -51,7 +51,7 @@ def is_available(kind: str | tuple[str, int]) -> bool:
 
 
 def devices(kind: str | Sequence[int | Device] = "auto") -> list[Device]:
-    """The devices of a kind, or those of a list of devices or of indices into `devices()`.
+    """The devices of a kind, or of a list of devices or of indices into `devices()`.
 
         devices("gpu") == jax.local_devices(backend="gpu")
         devices([0, 2]) == [devices()[0], devices()[2]]
@@ -130,7 +130,7 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
     """
     chosen = device_kinds.as_device(device, "device_info()")
     stats: Any = None
-    with contextlib.suppress(RuntimeError):  # of a backend that cannot say
+    with contextlib.suppress(RuntimeError):  # some backends have no such facts
         stats = chosen.memory_stats()
     total, used = ((stats or {}).get(name) for name in ("bytes_limit", "bytes_in_use"))
     version = chosen.client.platform_version
@@ -138,7 +138,7 @@ def device_info(device: str | Device = "auto") -> DeviceInfo:
 
 
 def simulate(n: int) -> None:
-    """Make this process see `n` CPU devices, and no others. Call it before anything else.
+    """Make this process see `n` CPU devices only. Call it before anything else.
 
     Simulated devices share one pool of threads. In a pool of `n` threads a collective can wait for
     a participant that never runs, and XLA ends the process after 40 s: this sets NPROC for a larger
@@ -163,9 +163,9 @@ def simulate(n: int) -> None:
 
 
 # libtpu looks for the host's metadata server for minutes, and warns if it finds no TPU. The name of
-# the accelerator decides nothing here. It is loaded by one process at a time, because a TPU belongs
-# to one; but processes that only compile may run side by side.
-_COMPILING = {
+# the accelerator decides nothing here. A TPU belongs to one process, so libtpu refuses a second
+# process; processes that only compile may run side by side.
+_COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
@@ -180,18 +180,18 @@ def topology(name: str) -> list[Device]:
         print(ts.describe(step, state, batch))
 
     Give them to `mesh`. A state on that mesh consists of shapes (`jax.ShapeDtypeStruct`), and
-    `describe`, `find_batch_size` and `step.lower` compile for it: memory, donation and collectives
-    are what the compiler plans for the real machine.
+    `describe`, `find_batch_size` and `step.lower` compile for it: they report memory, donation and
+    collectives as the compiler plans them for the real machine.
 
     GPUs are "h100", "h200", "a100" (of 80 GB, SXM) and "l4": "h100" is one, "h100:8" eight of one
-    host, "h100:2x8" those of two hosts. Their programs are not tuned, as that takes the card:
-    products are Triton kernels where cuBLAS might be faster, cuDNN's attention does not compile,
+    host, "h100:2x8" eight of each of two. Their programs are not tuned, because that needs the
+    card: products are Triton kernels even if cuBLAS is faster, cuDNN's attention does not compile,
     and `shard(host=)` leaves everything on the devices.
 
     This takes seconds and needs the compiler in the version of this jax: the extra `tpu` (libtpu)
     or `gpu-compile` (the CUDA plugin). Set JAX_PLATFORMS=cpu on a machine without the device, or
     JAX looks for one. Raises MissingLibraryError without the compiler, DeviceError for a name that
-    it does not have.
+    the compiler does not have.
     """
     if not isinstance(name, str):
         raise WrongTypeError("name", "topology()", trees.describe(name), 'a str such as "v5e:2x4"')
@@ -203,9 +203,9 @@ def topology(name: str) -> list[Device]:
     from jax.experimental import topologies
 
     try:
-        with mock.patch.dict(os.environ, {**_COMPILING, **os.environ}):
+        with mock.patch.dict(os.environ, {**_COMPILER_ENVIRONMENT, **os.environ}):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as error:  # of libtpu, whatever it is
+    except Exception as error:  # libtpu may raise any class
         expected = f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}'
         raise DeviceError("topology", repr(name), told(error), expected) from error
 
@@ -225,8 +225,9 @@ def preferred() -> str | None:
 def prefer(kind: str | None) -> None:
     """Write the kind that "auto" tries first into `.tsunax-device`; None deletes the file.
 
-    The file counts in its directory and all below it. The nearest one is written, else a new one in
-    the current directory. Warns if the backend has started. DeviceError for an unknown kind.
+    The file counts in its directory and all directories below. The nearest file is written; without
+    any, a new file in the current directory. Warns if the backend has started. Raises DeviceError
+    for an unknown kind.
     """
     if kind is not None:
         device_kinds.check_kind(kind, "prefer()", device_kinds.KINDS)
@@ -235,8 +236,8 @@ def prefer(kind: str | None) -> None:
         path.unlink(missing_ok=True)
     else:
         path.write_text(f"{kind}\n", encoding="utf-8")
-    if said := os.environ.get("TSUNAX_DEVICE", "").strip():
-        warn(f"TSUNAX_DEVICE={said} goes before {path}.")
+    if variable := os.environ.get("TSUNAX_DEVICE", "").strip():
+        warn(f"TSUNAX_DEVICE={variable} goes before {path}.")
     if _started():
         change = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} {path}"
         started = "The backend has started, and what lies on a device stays there"

@@ -21,8 +21,8 @@ def _has_to_move(x: Any, place: Sharding) -> bool:
     if not trees.is_array(x) or not checks.is_numeric(x):
         return False
     # an uncommitted array would follow the next committed one to another device
-    is_there = trees.is_placed(x) and x.committed
-    return not is_there or not x.sharding.is_equivalent_to(place, x.ndim)
+    is_committed = trees.is_placed(x) and x.committed
+    return not is_committed or not x.sharding.is_equivalent_to(place, x.ndim)
 
 
 def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
@@ -67,8 +67,8 @@ def to_host(tree: PyTree) -> PyTree:
     keys = {id(x): x for x in leaves if trees.is_key(x)}
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and id(x) not in keys}
     for x in arrays.values():
-        # All transfers run at once. What is in the host's memory needs none, and in jax 0.11 an
-        # array on a CPU that was asked for one cannot be donated.
+        # All transfers run at once. Arrays in the host's memory need none, and in jax 0.11 an
+        # array on a CPU cannot be donated after `copy_to_host_async`.
         platform = next(iter(x.sharding.device_set)).platform
         if platform != "cpu" and not trees.is_offloaded(x):
             x.copy_to_host_async()

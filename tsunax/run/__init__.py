@@ -1,4 +1,5 @@
-"""What `fit` is made of: settings, feed, the compiled loop, history, callbacks, loggers, pictures.
+"""The parts of `fit`: settings, feed, the compiled loop, history, callbacks, loggers, pictures.
 
-The loop itself stands in `loop.py`. How a step computes, or a checkpoint is written, is not known.
+The loop itself is in `loop.py`. This folder uses steps and checkpoints, and does not compute a step
+or write a checkpoint file.
 """

@@ -1,4 +1,4 @@
-"""The part of a run of several processes in which they agree, at each boundary."""
+"""The part of a run in which its processes agree, at each boundary."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ class Agreed(Part):
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
-        said = run.stopped, run.state, run.is_changed
-        run.stopped = self.agreement.boundary(f"step {run.step}", *said)
+        report = run.stopped, run.state, run.is_changed
+        run.stopped = self.agreement.boundary(f"step {run.step}", *report)

@@ -1,4 +1,4 @@
-"""Callbacks and parts of the user's: when they are due, and what they may give back."""
+"""The user's callbacks and parts: when they are called, and checks of the states they return."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from tsunax.states import States, training_states
 
 
 class CallbackCalls(Part):
-    """Calls callbacks at the events that each of them wants."""
+    """Calls each callback at its events and steps."""
 
     def __init__(self, options: Options, memory: dict[str, Any]) -> None:
         self.options: Options = options
@@ -37,7 +37,7 @@ class CallbackCalls(Part):
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
-        for event in self._heard(run.step, events):
+        for event in self._callback_events(run.step, events):
             run.event = event
             is_tried = options.dry_run and event == "step"
             for name, callback in zip(options.names, options.callbacks, strict=False):
@@ -48,22 +48,22 @@ class CallbackCalls(Part):
                     with blamed("callback", callback, run):
                         _call(run, options.clock, callback, run)
 
-    def _heard(self, step: int, events: list[str]) -> list[str]:
-        """What happens at this boundary, in order, as callbacks hear of it."""
-        options, heard = self.options, []
+    def _callback_events(self, step: int, events: list[str]) -> list[str]:
+        """The events of this boundary for callbacks, in order: with "log", and "step" if due."""
+        options, callback_events = self.options, []
         for event in events:
             if event == "step":
                 is_due = any(is_callback_due(f, "step", step) for f in options.callbacks)
-                heard += ["step"] * is_due + ["log"] * (step % options.log_every == 0)
+                callback_events += ["step"] * is_due + ["log"] * (step % options.log_every == 0)
             elif event == "end" and options.dry_run:
-                heard += ["step", "end"]
+                callback_events += ["step", "end"]
             else:
-                heard.append(event)
-        return heard
+                callback_events.append(event)
+        return callback_events
 
 
 class UserPart(Part):
-    """A user's part: it has a memory, errors name it, and rows have the numbers that it logs."""
+    """A user's part, with a memory: errors name it, and rows have the numbers that it logs."""
 
     def __init__(self, part: Part, clock: Clock, memory: dict[str, Any]) -> None:
         self.part: Part = part
@@ -104,28 +104,28 @@ class UserPart(Part):
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
-    """Call it: the run gets the state that it returns, the row of this step gets its numbers."""
+    """Call a callback: the run gets the state that it returns, the row of this step its numbers."""
     run.rows.begin_row(run.step)
-    before = dict(run.row)
+    previous_row = dict(run.row)
     with clock("callbacks"):
         state = callback(*args)
         if state is not None:
             check_returned(state, run)
             run.state, run.is_changed = state, True
-    if logged := {k: x for k, x in run.row.items() if x != before.get(k)}:
+    if logged := {k: x for k, x in run.row.items() if x != previous_row.get(k)}:
         run.rows.record(logged, run.step)
 
 
 def check_returned(new: Any, run: Run) -> None:
-    """Raise unless it is a state like the one given; rules, numbers and freezes may differ."""
+    """Raise unless `new` is a state like the run's; rules, numbers and freezes may differ."""
     old, fix = run.state, "A callback keeps the structure of the state."
     if any(map(trees.is_gone, jax.tree.leaves(new))):
         raise StateError(donated("the callback's result"))
-    both = training_states(old), training_states(new)
-    if both[0] and both[0].keys() == both[1].keys():
-        for at, name in itertools.product(both[0], ("params", "model_state")):
-            mine, theirs = (getattr(states[at], name) for states in both)
-            checks.check_like(f"{at}{name}", theirs, mine, fix)
+    old_states, new_states = training_states(old), training_states(new)
+    if old_states and old_states.keys() == new_states.keys():
+        for prefix, name in itertools.product(old_states, ("params", "model_state")):
+            old_part, new_part = (getattr(s[prefix], name) for s in (old_states, new_states))
+            checks.check_like(f"{prefix}{name}", new_part, old_part, fix)
         if isinstance(old, States):
             checks.check_like("carry", new.carry, old.carry, fix)
         if logged_step(new, run.step) != run.step:

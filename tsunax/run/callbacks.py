@@ -1,9 +1,9 @@
 """Callbacks: what happens between the steps of a run, as plain values.
 
 A callback is any `f(run) -> None | state`. These are frozen values that print as the call that
-makes them. What they remember lies in `run.memory`, a dict that is saved as JSON with the run. The
-loop makes a boundary at the multiples of `callback.every` and at the steps `callback.at`; a
-callback with `callback.events` is called at those alone. A new value of a metric is seen once.
+makes them. Their memory is `run.memory`, a dict that is saved as JSON with the run. The loop makes
+a boundary at the multiples of `callback.every` and at the steps `callback.at`; a callback with
+`callback.events` is called at these events alone. It gets each new value of a metric once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def _value(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass whose errors of wrong arguments name the right ones."""
+    """A frozen dataclass. Errors of wrong arguments name the right arguments."""
     frozen_class: Any = dataclass(frozen=True)(cls)
     frozen_class.__init__ = checks.naming_arguments(frozen_class.__init__)
     return frozen_class
 
 
 def __dir__() -> list[str]:
-    return __all__  # what completes: `adjust` and `thaw` are no callbacks
+    return __all__  # for completion: `adjust` and `thaw` are no callbacks
 
 
 def _real(where: str, name: str, value, below: float = math.inf) -> None:
@@ -55,13 +55,13 @@ def _function(where: str, name: str, fn) -> None:
 
 @_value
 class Watching(Watcher):
-    """What looks at each new value of a metric, and counts those that are no better."""
+    """A callback that counts the new values of a metric that are no better than the best."""
 
     metric: str = "val/loss"
     _: KW_ONLY
     patience: int = 5
     min_delta: float = 0.0
-    mode: Literal["min", "max"] | None = None  # what is better; None: "min" for a name with "loss"
+    mode: Literal["min", "max"] | None = None  # None: "min" for a name with "loss"
 
     def __post_init__(self) -> None:
         where, metric = f"{type(self).__name__}()", self.metric
@@ -78,23 +78,23 @@ class Watching(Watcher):
 
     @property
     def watches(self) -> dict[str, str]:
-        """The metric that it waits for, and its own name for messages: a dict of one str."""
+        """{metric: name of this callback for messages}, a dict of one str."""
         return {self.metric: f"{type(self).__name__}()"}
 
     @property
     def may_log(self) -> bool:
-        """False: it logs no number of its own."""
+        """False: it logs no numbers."""
         return False
 
     @property
     def events(self) -> tuple[str, ...] | None:
-        """The events that bring the metric: evaluations for "val/loss", None (all) for others."""
+        """The events that bring the metric: evaluations for "val/loss"; else None, for all."""
         return ("start", "evaluate") if "/" in self.metric else None
 
     def news(self, run: Run) -> tuple[int, float] | None:
         """(step, value) of the metric if it is new.
 
-        None at the end of a run, whose numbers a run that continues does not have.
+        None at the end of a run, because a run that continues does not have the numbers of the end.
         """
         newest = run.history.newest(self.metric)
         if newest is None or newest[0] == run.memory.get("seen") or run.event == "end":
@@ -143,11 +143,11 @@ class every:
 
 @_value
 class throttle:
-    """`fn(run)` at most once in `seconds`, whatever the number of boundaries.
+    """`fn(run)` at most once in `seconds`, also if there are more boundaries.
 
-    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a boundary that
-    came too early is made up for at the first one after the wait, or at the end of the run. As
-    Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
+    `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a call that
+    came too early is made up for at the first boundary after the wait, or at the end of the run.
+    As Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
     should not change the state there. Raises WrongTypeError or HyperparameterError unless `fn` is a
     function and `seconds` a finite number ≥ 0.
     """
@@ -162,14 +162,14 @@ class throttle:
         _real("throttle()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> PyTree:
-        memory, now = run.memory, time.time()
+        memory, clock = run.memory, time.time()
         # a clock set back ends the wait
-        is_waiting = now < memory.get("throttled_until", 0.0) <= now + self.seconds
+        is_waiting = clock < memory.get("throttled_until", 0.0) <= clock + self.seconds
         is_due = memory.get("throttled", False)
         if is_waiting and not (run.event == "end" and is_due):
             memory["throttled"] = is_due or self.trailing
             return None
-        memory.update(throttled_until=now + self.seconds, throttled=not (self.leading or is_due))
+        memory.update(throttled_until=clock + self.seconds, throttled=not (self.leading or is_due))
         return None if memory["throttled"] else self.fn(run)
 
 
@@ -178,17 +178,18 @@ class throttle:
 
 @_value
 class early_stopping(Watching):
-    """Stop when a metric has not improved for `patience` of its values.
+    """Stop when a metric has not improved for `patience` new values.
 
-    A value improves if it is more than `min_delta` better than the best so far; only such a value
-    becomes the best. The first number always improves. NaN and ±inf stop the run at once. `mode` is
+    A value improves if it is more than `min_delta` better than the best; only such a value becomes
+    the new best. The first number always improves. NaN and ±inf stop the run at once. `mode` is
     "min" (the default if the name contains "loss") or "max"; HyperparameterError for another name
-    without it. `fit` raises RowError for a metric that nobody can give, or warns at the end.
+    without it. `fit` raises RowError for a metric that no row can have, or warns at the end.
 
     >>> early_stopping("val/accuracy", mode="max", patience=3)
     early_stopping(metric='val/accuracy', patience=3, min_delta=0.0, mode='max')
 
-    As in Keras and Lightning. Flux's moves its bar on a creep and forgets its best on a NaN.
+    As in Keras and Lightning. Flux's moves its bar with improvements below the delta, and forgets
+    its best on a NaN.
     """
 
     def __call__(self, run: Run) -> None:
@@ -208,10 +209,10 @@ class early_stopping(Watching):
 class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
-    It is asked once for each step that has a boundary, so at every multiple of `log_every`; inside
-    `every(k, ...)` at multiples of k. The start and the end of a run do not count. Flux's
-    `patience`, with its count in the run's memory. Raises
-    WrongTypeError or HyperparameterError unless `predicate` is a function and n an int ≥ 1.
+    The predicate is called once for each step that has a boundary, so at every multiple of
+    `log_every`; inside `every(k, ...)` at multiples of k. The start and the end of a run do
+    not count. Flux's `patience`, with its count in the run's memory. Raises WrongTypeError or
+    HyperparameterError unless `predicate` is a function and n an int ≥ 1.
 
     >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
     3
@@ -239,7 +240,7 @@ class patience:
 class time_limit:
     """Stop after `seconds` of training, counted over resumed runs too.
 
-    It looks at every boundary, so a run goes over by up to `log_every` steps. An hour is
+    It looks at the clock at every boundary, so a run may be `log_every` steps longer. An hour is
     `time_limit(3600)`. WrongTypeError or HyperparameterError unless `seconds` is finite and ≥ 0.
     """
 
@@ -250,14 +251,14 @@ class time_limit:
 
     @property
     def may_log(self) -> bool:
-        """False: it logs no number of its own."""
+        """False: it logs no numbers."""
         return False
 
     def __call__(self, run: Run) -> None:
-        memory, now = run.memory, time.monotonic()
-        if run.event != "start":  # there, `since` may be another process's
-            memory["elapsed"] = memory.get("elapsed", 0.0) + now - memory.get("since", now)
-        memory["since"] = now
+        memory, clock = run.memory, time.monotonic()
+        if run.event != "start":  # at the start, `since` may be the clock of another process
+            memory["elapsed"] = memory.get("elapsed", 0.0) + clock - memory.get("since", clock)
+        memory["since"] = clock
         if memory.get("elapsed", 0.0) >= self.seconds:
             run.stop(f"the time limit of {self.seconds:g} s is reached")
 
@@ -270,9 +271,10 @@ class plateau(Watching):
     """Multiply the learning rate by `factor` when a metric stops improving.
 
     It does so after `patience` values of the metric without improvement (`min_delta` and `mode` as
-    in `early_stopping`; NaN is none), down to `min_learning_rate`; a lower rate stays. Groups with
-    rates of their own each get the factor, inside `where` only. A rate that follows a schedule
-    leaves it: from then on it is what it was, times `factor`. ReduceLROnPlateau without cooldown.
+    in `early_stopping`; NaN is no improvement), down to `min_learning_rate`; a lower rate stays.
+    The rate of each group gets the factor, inside `where` only. A rate that follows a schedule
+    leaves it: from then on it is constant, its last value times `factor`. ReduceLROnPlateau without
+    cooldown.
 
     Raises as `early_stopping`, and HyperparameterError at the start without a live learning rate.
 
@@ -301,29 +303,29 @@ class plateau(Watching):
             return None
         memory["wait"] = 0
         state, rates = _rates(run.state, self.where)
-        least = self.min_learning_rate
-        lower = {name: max(x * self.factor, min(x, least)) for name, x in rates.items()}
-        changes = (f"{name} {x:.3g} → {lower[name]:.3g}" for name, x in rates.items())
+        minimum = self.min_learning_rate
+        new_rates = {name: max(x * self.factor, min(x, minimum)) for name, x in rates.items()}
+        changes = (f"{name} {x:.3g} → {new_rates[name]:.3g}" for name, x in rates.items())
         run.history.mark("plateau", run.step, ", ".join(changes))
-        return adjust(state, **lower)
+        return adjust(state, **new_rates)
 
 
 def _rates(state, where) -> tuple[Any, dict[str, float]]:
-    """The state with a cut at `where`, and the learning rates of those leaves by flat name."""
+    """The state with groups cut at `where`, and the learning rates of the leaves by flat name."""
     state = adjust(state, where)
     old_numbers = hyperparams(state)
     another_rate = 1 + 2 * max(x for x in old_numbers.values() if isinstance(x, float))
-    # the numbers that another rate would move are those of `where`
+    # the rates of `where` are the numbers that change with its learning rate
     new_numbers = hyperparams(adjust(state, where, learning_rate=another_rate))
     return state, {name: x for name, x in old_numbers.items() if x != new_numbers[name]}
 
 
 @_value
 class At:
-    """`change(state, where, **values)` at one step, made once even over resumes (see `thaw_at`).
+    """`change(state, where, **values)` at one step, once for a run that is resumed (see `thaw_at`).
 
     The change is tried at the start of the run, so that a pattern without a leaf (PatternError) or
-    an unknown name (HyperparameterError) is found there. Raises WrongTypeError or
+    an unknown name (HyperparameterError) raises at once. Raises WrongTypeError or
     HyperparameterError unless `step` is an int ≥ 0.
     """
 
@@ -337,12 +339,12 @@ class At:
 
     @property
     def may_log(self) -> bool:
-        """False: it logs no number of its own."""
+        """False: it logs no numbers."""
         return False
 
     @property
     def at(self) -> tuple[int]:
-        """The steps at which the loop makes a boundary for it: a tuple of one int."""
+        """The steps at which the loop makes a boundary for this change: a tuple of one int."""
         return (self.step,)
 
     def __call__(self, run: Run) -> PyTree:
@@ -359,14 +361,14 @@ class At:
 
 
 def thaw_at(step: int, where: Where = "**") -> At:
-    """`ts.thaw(state, where)` at a step: for a head first, then the body. Raises as `At`."""
+    """`ts.thaw(state, where)` at a step: to train a head first, then the body. Raises as `At`."""
     return At(step, thaw, where, {})
 
 
 def freeze_at(step: int, where: Where) -> At:
     """`ts.freeze(state, where)` at a step.
 
-    The first one compiles once more, but after `setup(..., freezable=True)`. Raises as `At`.
+    The first freeze compiles once more, unless `setup` got `freezable=True`. Raises as `At`.
     """
     return At(step, freeze, where, {})
 

@@ -1,4 +1,4 @@
-"""Calls of the compiled loop of a step: batches are taken, compared, dispatched. Nothing is read.
+"""Calls of the compiled loop of a step: takes, compares, dispatches batches. Reads no infos.
 
 `fit`, `iterate` and `run_epoch` are loops over the calls that a `Caller` makes.
 """
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Trainee:
-    """What has a state that goes from one call to the next, as a `Run` does."""
+    """An object with a state that each call replaces, as a `Run` has it."""
 
     state: PyTree
 
@@ -44,28 +44,28 @@ class Caller:
         self.feed: Feed = feed
         self.agreement: processes.Unanimous = agreement
         self.trainee: Any = trainee
-        self.unread: list[Call] = []  # calls whose infos nobody has read
-        self._given: dict[str, Any] | None = None  # what `extra` was placed from
+        self.unread: list[Call] = []  # calls with infos that were not read yet
+        self._user_extra: dict[str, Any] | None = None  # `extra` before it was placed
         self.extra: dict[str, Any] = {}
         self.place_extra(extra)
 
     def place_extra(self, extra: Mapping[str, Any]) -> None:
-        """Put the step's arguments where the state lives, again if a callback changed them."""
-        given, old = dict(extra), self._given
-        if old is None or given.keys() != old.keys() or any(given[k] is not old[k] for k in given):
-            placed = placement.place_extra(given, self.trainee.state)
-            self._given, self.extra = given, placed
+        """Put the step's arguments on the state's devices, again if a callback changed them."""
+        new, old = dict(extra), self._user_extra
+        if old is None or new.keys() != old.keys() or any(new[k] is not old[k] for k in new):
+            placed = placement.place_extra(new, self.trainee.state)
+            self._user_extra, self.extra = new, placed
 
-    def take(self, n: int, done: int) -> list[Chunk]:
-        """The batches of a call after `done` steps, n at most; none at the end of an epoch."""
-        chunk = self.feed.take(n, self.trainee.state, done)
-        self.agreement.chunk(done + 1, chunk, self.feed.source)
+    def take(self, n: int, steps_done: int) -> list[Chunk]:
+        """The batches of a call after `steps_done` steps, n at most; [] at the end of an epoch."""
+        chunk = self.feed.take(n, self.trainee.state, steps_done)
+        self.agreement.chunk(steps_done + 1, chunk, self.feed.source)
         return [] if chunk is None else [chunk]
 
     def calls(self, next_chunks: Callable[[], list[Chunk] | None]) -> Iterator[list[Call]]:
         """Dispatch calls with `next_chunks()` until that is None. A call returns at once.
 
-        Yields the calls of one turn, mostly a single one; none at the end of an epoch.
+        Yields the calls of one turn, mostly a single call; [] at the end of an epoch.
         """
         while (chunks := next_chunks()) is not None:
             count = len(self.unread)
@@ -88,13 +88,13 @@ class Caller:
         try:
             for chunk in chunks:
                 self.unread.append(Call(chunk, calls(chunk.feed, chunk.n)))
-        finally:  # what was called counts, whatever the next one raises
+        finally:  # earlier calls count, also if a later one raises
             self.trainee.state = calls.state
 
     def read(self, leave: int = 0) -> list[Call]:
         """All unread calls but the last `leave`, to be read now."""
-        cut = len(self.unread) - leave
-        calls, self.unread = self.unread[:cut], self.unread[cut:]
+        count = len(self.unread) - leave
+        calls, self.unread = self.unread[:count], self.unread[count:]
         return calls
 
     @property

@@ -1,7 +1,7 @@
 """The batches of a call, and the parts of feeders: shapes, room and placement of batches.
 
-The room of a call, for how many batches its program is compiled, follows from the bytes of a batch
-and from settings alone; the clock decides how many batches a call has.
+The room of a call is the number of batches that its program is compiled for. It follows from the
+bytes of a batch and from settings alone; the clock decides how many batches a call has.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tsunax.run import fused_loop
 
 # Bytes of the batches of a call: they fit in a cache, and are a fraction of a model's memory.
 BUFFER_BYTES = 1 << 20
-# Batches of a call: its fixed cost is gone by then, and a progress bar still moves.
+# The most batches of a call: its fixed cost does not matter then, and a progress bar still moves.
 MOST_BATCHES = 64
 NO_LIMIT = np.iinfo(np.int32).max
 MOST_SHAPES = 16  # shapes that the batches of a run may have: each shape compiles
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     """Batches for one call."""
 
     feed: PyTree  # on the device
-    n: Any  # int32 (2,): how many steps, and how many rejected ones in a row end them
+    n: Any  # int32 (2,): the number of steps, and of rejected steps in a row that end them
     steps: int
     epochs: Any  # int (steps,), or one int
     bytes: int
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
     steps_per_call: int | str | None = "auto"
     interval: float = float("inf")  # steps between two boundaries
     steps: float = float("inf")  # steps of the whole run
-    last_epoch: float = 0  # a call may go beyond the end of epochs before it
+    last_epoch: float = 0  # a call may cross the ends of all epochs before this epoch
 
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
@@ -90,17 +90,17 @@ class Form(NamedTuple):
 
 
 class Forms:
-    """The shapes that batches of a run have, each checked when it first comes."""
+    """The shapes of the batches of a run, each checked when it first comes."""
 
     def __init__(self, data: Any, limits: Limits, repeated_bytes: int | None = None) -> None:
         self._data, self._limits, self._repeated_bytes = data, limits, repeated_bytes
-        self._first_batch: Any = None  # its shapes
+        self._first_batch: Any = None  # shapes of the first batch
         self._forms: dict[Any, Form] = {}
 
     def form_of(self, leaves: list[Any], treedef: TreeDef, step: int, axes: int = 0) -> Form:
         """The form of a batch, or of several behind `axes` axes."""
 
-        def shape_of(x: Any) -> tuple[Any, Any]:  # a string has none: check_batch refuses it
+        def shape_of(x: Any) -> tuple[Any, Any]:  # check_batch refuses strings, without a shape
             return getattr(x, "shape", ())[axes:], getattr(x, "dtype", None)
 
         shapes = tuple(map(shape_of, leaves))
@@ -130,7 +130,7 @@ class Forms:
         if difference := trees.first_difference(batch, first, "batch"):
             raise DataError(f"{where}: {difference}. Batches of a run have one structure.")
         if getattr(innermost(self._data), "has_few_shapes", False):
-            return False  # its shapes are a few, and known to the user
+            return False  # a few shapes, by design
         row_shapes = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (batch, first)]
         differs_in_rows = row_shapes[0] == row_shapes[1]
         if len(self._forms) >= MOST_SHAPES:
@@ -183,9 +183,9 @@ def with_room(x: Any, size: int) -> Any:
 def buffer_size(
     batch_bytes: int, limits: Limits, bytes: int = BUFFER_BYTES, most_batches: int = MOST_BATCHES
 ) -> int:
-    """For how many batches a call has room; at least 2: a loop of one is unrolled.
+    """The number of batches for which a call has room; at least 2: a loop of one is unrolled.
 
-    A function of sizes and settings alone: the clock may choose how many are filled, not this.
+    It depends on sizes and settings alone: the clock chooses how many batches a call has.
     """
     if isinstance(limits.steps_per_call, int):
         return max(2, limits.steps_per_call)
@@ -204,7 +204,7 @@ def place(
     """Put stacked batches on the devices of the state; also returns the number of steps to run.
 
     Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
-    whole on every process stays so. On one device jit places them: that is the fastest way.
+    whole on every process stays whole. On one device jit places them, which is fastest.
     """
     count, is_on_mesh = count_of(steps, limit), isinstance(home, NamedSharding)
     placement.check_devices(stack.batches, home)

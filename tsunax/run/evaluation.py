@@ -21,7 +21,7 @@ from tsunax.loss import Loss, check_model_state
 from tsunax.program import EvalStep, TrainStep
 from tsunax.state import TrainState
 
-# whether `evaluate` takes the first batch only: `fit` looks at the names
+# whether `evaluate` takes the first batch only: `fit` needs only the names of the numbers
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
 
 
@@ -29,25 +29,26 @@ ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", de
 def evaluate(
     eval_step: Function, state: TrainState, data: Iterable[PyTree], **extra: Any
 ) -> dict[str, float]:
-    """`{"loss": ..., metrics...}` of a state over all of `data`, whatever the sizes of batches.
+    """`{"loss": ..., metrics...}` of a state over all of `data`; sizes of batches may differ.
 
     Batches are merged as sums and weights, on the device, and read once at the end. A batch that is
-    shorter than the first one is padded and masked if the loss function names `mask`, and so runs
-    the same program; else it compiles one more.
+    shorter than the first batch is padded and masked if the loss function names `mask`, and so runs
+    the same program; else it compiles another program.
 
-    Every batch starts from `state.model_state`, unless the Loss of the batch before has another
-    `model_state`: that of `ts.eval_step(loss_fn, carry=True)`, or of a function of your own.
+    Every batch starts from `state.model_state`, unless the Loss of the previous batch has another
+    `model_state`. `ts.eval_step(loss_fn, carry=True)` returns it so, and your function may, too.
 
     Args:
       eval_step: `eval_step(loss_fn)`, or any `f(state, batch, **extra) -> Loss`.
-      data: batches, one epoch of them, from `batches` or any iterable; or several by name,
+      data: one epoch of batches, from `batches` or any iterable; or several data by name,
         `{"val": a, "test": b}`, which gives `val/loss` and so on. Iterators are used up.
       extra: given to `eval_step` by name.
 
     Metrics that compute to an array give one number per element, `name/0`, `name/1`, ...
 
-    Raises DataError for data without a batch, WrongTypeError for what is no data or no Loss,
-    LossError for a model state that the loss function reads and changes, without `carry=True`.
+    Raises DataError for data without a batch, WrongTypeError for data or results of another
+    type, LossError for a model state that the loss function reads and changes, without
+    `carry=True`.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -68,14 +69,14 @@ def evaluate(
         raise WrongTypeError("eval_step", "evaluate()", got, expected, fix)
     is_eval_step = isinstance(eval_step, EvalStep)
     pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
-    total, first, rows, home = None, None, 0, placement.state_sharding(state)
+    total, first_call, rows, home = None, None, 0, placement.state_sharding(state)
     extra = placement.place_extra(extra, state)
-    alone = not isinstance(home, NamedSharding) or home.is_fully_addressable
+    is_one_process = not isinstance(home, NamedSharding) or home.is_fully_addressable
     is_population = members_of(state) is not None
-    merged, computed = _OF_MEMBERS if is_population else _OF_STATE
+    merge, compute = _OF_MEMBERS if is_population else _OF_STATE
     agreement = processes.current().agreement("evaluate()", state, innermost(data))
     agreement.start({"eval_step": eval_step}, {})
-    # with a place of its own: these may be the data of a run under way
+    # a copy with a separate position, because a run under way may read the same data
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
         batch_rows = check_batch(batch, "evaluate()")
@@ -91,27 +92,27 @@ def evaluate(
         if source.is_whole or is_population:
             batch, mask = placement.replicate(parts, home, shared=False)
         else:
-            batch, mask = placement.put_rows(parts, home, whole=alone, shared=False)
+            batch, mask = placement.put_rows(parts, home, whole=is_one_process, shared=False)
         if is_eval_step:
             agreement.program(eval_step.trace, state, batch, {**extra, **mask})
         loss = _loss_of(eval_step, state, batch, {**extra, **mask})
-        if loss.model_state is not None:  # of a function that carries it from batch to batch
+        if loss.model_state is not None:  # the function carries it from batch to batch
             check_model_state(loss.model_state, state.model_state)
             state = dataclasses.replace(state, model_state=loss.model_state)
             loss = dataclasses.replace(loss, model_state=None)
         if total is None:
-            first = batch, {**extra, **mask}
-        elif first is not None:
+            first_call = batch, {**extra, **mask}
+        elif first_call is not None:
             if is_eval_step and any(eval_step.changes):
-                _check_carries(eval_step.carrying, state, *first, computed)
-                eval_step.changes.clear()  # it does not read them: known until it is traced again
-            first = None  # the memory of a batch
-        total = loss if total is None else merged(total, loss)
+                _check_carries(eval_step.carrying, state, *first_call, compute)
+                eval_step.changes.clear()  # not read: no need to check until the next trace
+            first_call = None  # frees the memory of a batch
+        total = loss if total is None else merge(total, loss)
         if ONE_BATCH.get():
             break
     agreement.batch("the next batch", None)
     assert total is not None  # a source without a batch raises
-    return flat(jax.device_get(computed(total)))
+    return flat(jax.device_get(compute(total)))
 
 
 def _loss_of(eval_step: Function, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
@@ -131,14 +132,14 @@ def _loss_of(eval_step: Function, state: TrainState, batch: PyTree, extra: Extra
 
 
 def _check_carries(
-    eval_step: EvalStep, state: TrainState, batch: PyTree, extra: Extra, computed: Function
+    eval_step: EvalStep, state: TrainState, batch: PyTree, extra: Extra, compute: Function
 ) -> None:
-    """Raise LossError if a batch has another loss after the model state that it left behind."""
+    """Raise LossError if a batch has another loss after its own new model state."""
     first_loss = eval_step(state, batch, **extra)
     second_loss = eval_step(
         dataclasses.replace(state, model_state=first_loss.model_state), batch, **extra
     )
-    numbers = [list(flat(jax.device_get(computed(x))).values()) for x in (first_loss, second_loss)]
+    numbers = [list(flat(jax.device_get(compute(x))).values()) for x in (first_loss, second_loss)]
     if np.array_equal(*numbers, equal_nan=True):
         return
     got = "one that loss_fn reads and changes, with train=False"

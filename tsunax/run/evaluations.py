@@ -1,4 +1,4 @@
-"""Evaluations of a run: when they are due, and where their numbers go."""
+"""Evaluations of a run: when they are due, and their rows."""
 
 import contextvars
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tsunax.run.run import Run
 
 
 class Evaluations(Part):
-    """Calls `evaluate` every so many steps or epochs, and at the end of a run."""
+    """Calls `evaluate` every n steps or n epochs, and at the end of a run."""
 
     def __init__(
         self, options: Options, watched: dict[str, str], agreement: processes.Unanimous
@@ -27,13 +27,13 @@ class Evaluations(Part):
     def begin(self, run: Run) -> None:
         """Raise RowError before step 1 for an awaited name that `evaluate` does not return."""
         options, names = self.options, run.history.names
-        waits = {k: who for k, who in self.watched.items() if "/" in k and k not in names}
-        if not waits or options.dry_run or options.may_log:
+        awaited = {k: name for k, name in self.watched.items() if "/" in k and k not in names}
+        if not awaited or options.dry_run or options.may_log:
             return
         context = contextvars.copy_context()
         context.run(ONE_BATCH.set, True)
         row = context.run(self.row, run)
-        for name, where in waits.items():
+        for name, where in awaited.items():
             if name not in row:
                 raise RowError(unknown("metric", where, name, row))
 
@@ -49,9 +49,9 @@ class Evaluations(Part):
         run.evaluated, run.evaluated_names = run.step, frozenset(row)
         run.rows.add(row, run.step)
         is_end = "end" in events
-        if not is_end:  # a run that continues does not have the one of its end
+        if not is_end:  # a run that continues does not have the evaluation of its end
             run.history.mark("evaluate", run.step)
-        # Callbacks that count evaluations count the same ones when the run continues.
+        # Callbacks that count evaluations count the same evaluations when the run continues.
         if not is_end or self.options.dry_run:
             events.insert(int("step" in events), "evaluate")
         run.note(f"step {run.step}: " + ", ".join(tables.summary(row, "{:.6g}".format)))
@@ -61,6 +61,6 @@ class Evaluations(Part):
         evaluate = self.options.evaluate
         assert evaluate is not None
         with self.options.clock("evaluation"), blamed("evaluate", evaluate, run):
-            found = check_row(evaluate(run.state), "evaluate")
-            run.check_own(found, "evaluate")
-        return found
+            row = check_row(evaluate(run.state), "evaluate")
+            run.check_own(row, "evaluate")
+        return row

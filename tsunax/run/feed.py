@@ -6,9 +6,9 @@ A chunk has the batches of one call. `_feeder_of` chooses the feeder that reads 
 start of a run, and again if a callback moved the state to other devices:
 
     NoBatches       no data: the step makes its own
-    SingleBatches   `steps_per_call=None`: one batch, for a step that is called as it is
+    SingleBatches   `steps_per_call=None`: one batch, for a step that is called without a loop
     ResidentRows    arrays on the device: the program gathers rows
-    OneBatch        a list of one batch: it is sent once, for all epochs up to a boundary
+    OneBatch        a list of one batch: it is sent once for all epochs up to a boundary
     Stacks          all other data: batches that were stacked on the host
 """
 
@@ -28,11 +28,11 @@ from tsunax.run import chunks, fused_loop, info_columns
 from tsunax.run.chunks import Chunk, Demand, Feeder, Form, Forms, Limits, Placer
 from tsunax.states import COUNTED
 
-# Steps of a call if the program gathers or makes its batches: only the infos of it need memory.
+# Steps of a call if the program gathers or makes its batches: then only infos need memory.
 RESIDENT = 1024
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
 MOST_ROOM = 1024
-AHEAD = 64  # batches of arrays in memory that are gathered at once, however few a call takes
+AHEAD = 64  # batches of arrays in memory that are gathered at once, also if a call takes fewer
 
 
 class NoData:
@@ -45,8 +45,8 @@ class NoData:
 class Feed:
     """The data of a run in chunks, each with the batches of one call.
 
-    With `continues_data` a new state begins with the first batch, and a trained one with the next;
-    without it data begin as in a `for`.
+    With `continues_data` a new state begins with the first batch, and a trained state with the next
+    batch; without it data begin as in a `for`.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Feed:
         return self.source.epoch
 
     def steps_to(self, epochs: int, start: int) -> int | None:
-        """The step after `epochs` epochs of the data, if none is rejected; None if unknown."""
+        """The step after `epochs` epochs of the data, if no step is rejected; None if unknown."""
         try:
             return start + (epochs - self.epoch) * len(self.source.data) - self.source.position
-        except Exception:  # a loader may raise anything there
+        except Exception:  # the `len` of a loader may raise anything
             return None
 
     def ended(self) -> bool:
-        """Whether an epoch has ended since the last call of this."""
+        """Whether an epoch has ended since the last call of `ended`."""
         data = self.source.data
         # streams have no length, and the length of another loader may be wrong
         has_length = isinstance(innermost(data), Positioned | list | tuple)
@@ -112,7 +112,7 @@ class Feed:
                 self._home, self._feeder = home, self._choose(home)
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
-        self._reading.follow(has_begun=True)
+        self._reading.follow(was_read=True)
         return chunk
 
     def read_ahead(self, steps: int, total: int, limit: int) -> list[Chunk]:
@@ -120,7 +120,7 @@ class Feed:
         return self._feeder.read_ahead(Demand(steps, self._home, 0, limit), total)
 
     def sync(self) -> None:
-        """Put the data back to the batch after the last call; the state may move."""
+        """Move the data back to the batch after the last call. The state may move at a boundary."""
         self._may_have_moved = True
         if (place := self._feeder.forget()) is not None:
             self.source.restore(place)
@@ -132,11 +132,11 @@ class Feed:
         return place if settings is None else {**place, "settings": settings}
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
-        """Go on from such a place, or raise DataError for data that cannot."""
-        data, is_of_batches = self.source.data, _settings_of(self.source.data) is not None
-        if is_of_batches and "data" in place:
+        """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""
+        data, has_settings = self.source.data, _settings_of(self.source.data) is not None
+        if has_settings and "data" in place:
             got, saved = "ts.batches(...)", "data of another kind"
-        elif not is_of_batches and place.get("settings") is not None:
+        elif not has_settings and place.get("settings") is not None:
             got = "no data" if isinstance(data, NoData) else f"a {type(data).__name__}"
             saved = "ts.batches(...)"
         else:
@@ -147,7 +147,7 @@ class Feed:
         raise DataError("data", "fit()", got, expected, fix)
 
     def return_data(self) -> None:
-        """Put the data back to their place before the run, if they can be."""
+        """Move the data back to their place before the run, if they can."""
         self._reading.return_data()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Feed:
 def _feeder_of(
     source: Source, step: Step, is_population: bool, home: Any, limits: Limits
 ) -> Feeder:
-    """The feeder for these data, a state with this sharding, and these limits."""
+    """The feeder for this source, for a state with the sharding `home`."""
     data = source.data
     if isinstance(limits.steps_per_call, int):  # more room is never filled
         room = int(min(limits.steps_per_call, max(MOST_ROOM, limits.steps)))
@@ -185,7 +185,7 @@ def _feeder_of(
 
 
 def _is_on_devices_of(data: Data, home: Any) -> bool:
-    """Whether arrays of data are on the devices of the state, or go there with its program."""
+    """Whether arrays of data are on the devices of the state, or move there with its program."""
     is_reachable = lambda x: home is None or not x.committed or x.devices() == home.device_set
     return data.resident is not None and all(map(is_reachable, jax.tree.leaves(data.resident)))
 
@@ -226,7 +226,7 @@ class Stacks(Feeder):
     def take(self, demand: Demand) -> Chunk | None:
         if self._block is None:
             self._block = self._read(demand)
-        return None if self._block is None else self._of_block(self._block, demand)
+        return None if self._block is None else self._chunk_of(self._block, demand)
 
     def _read(self, demand: Demand) -> "_Block | None":
         source, steps, place = self._source, min(demand.steps, self.size), None
@@ -257,7 +257,7 @@ class Stacks(Feeder):
                 epochs += [epoch] * len(jax.tree.leaves(stack)[0])
         return jax.tree.map(lambda *x: np.concatenate(x), *stacks), np.array(epochs)
 
-    def _of_block(self, block: "_Block", demand: Demand) -> Chunk:
+    def _chunk_of(self, block: "_Block", demand: Demand) -> Chunk:
         batches, steps = block.next(demand.steps)
         if block.position == block.count:
             self._block = None
@@ -267,7 +267,7 @@ class Stacks(Feeder):
     def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
         chunks = []
         while self._block is not None and total >= demand.steps:
-            chunks.append(self._of_block(self._block, demand))
+            chunks.append(self._chunk_of(self._block, demand))
             total -= demand.steps
         return chunks
 
@@ -295,7 +295,7 @@ class _Block:
         self.count, self.position, self.epochs = len(leaves[0]), 0, epochs
         is_of_one_call = self.count <= steps
         self.size: int = max(form.room, self.count) if is_of_one_call else form.room
-        # the last call may look beyond the end
+        # the last call may read rows beyond the end
         room = self.size if is_of_one_call else self.count + self.size - 1
         self.leaves, self.treedef = [chunks.with_room(x, room) for x in leaves], treedef
         self.bytes, self._start = self.size * form.bytes, place
@@ -316,7 +316,7 @@ class _Block:
 
 
 def _is_new(state: PyTree) -> bool:
-    """Whether no step was called with a `TrainState`, or with any in a tree."""
+    """Whether no step was called with the `TrainState`, or with any state in the tree."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, COUNTED))
     parts = [x for x in parts if isinstance(x, COUNTED)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))

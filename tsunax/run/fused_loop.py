@@ -1,26 +1,26 @@
-"""Many steps in one compiled loop, whatever their number: one program with a traced trip count.
+"""Any number of steps in one compiled loop: one program with a traced trip count.
 
     for i in range(n):
         state, infos[i] = step(state, feed.batch_at(i))
 
-How many steps go into a call may follow the clock, and must not change a bit of the result. XLA
-compiles the body of a loop apart from the same step alone: it fuses other operations, and the last
-digit may differ. A `lax.scan` of 8 and one of 64 are two programs as well, and a scan of one is
-unrolled. So all calls run one program, a `while_loop` whose trip count is an argument: over a
-buffer with room for the most batches of a call, of which n are read. Single steps use it, too.
+The clock may decide how many steps a call has, and that must not change a bit of the result. XLA
+compiles the body of a loop otherwise than the same step alone: it fuses other operations, and the
+last digit may differ. A `lax.scan` of 8 steps and a `lax.scan` of 64 are two programs as well, and
+a scan of one step is unrolled. So all calls run one program: a `while_loop` with its trip count as
+an argument, over a buffer with room for the most batches of a call. Single steps use it, too.
 
-It costs the room: a call of one step sends a buffer of two batches (a loop of one is unrolled),
-infos have a row for each batch of the buffer, and a reverse-mode gradient cannot go through a
-`while_loop` (through `step` it can). It would break if the trip count were a Python number, if the
-buffer followed the number of steps, or if `run_steps` took the short way for k = 1. The loop ends
-early after too many rejected steps in a row, since the host learns of them late.
+The costs: a call of one step sends a buffer of two batches (XLA unrolls a loop of one), infos have
+a row for each batch of the buffer, and a reverse-mode gradient cannot pass through a `while_loop`
+(through `step` it can). Keep three things: the trip count is traced, the buffer does not depend on
+the number of steps, and `run_steps` runs the same program for k = 1. The loop ends early after too
+many rejected steps in a row, because the host reads their verdicts late.
 
-What a `TrainStep` only reads stays outside of the loop. A function of the user's may change that,
-too (`adjust` in it, or a leaf that is not trained): such leaves go around beside the others.
+Leaves that the step does not change are not carried by the loop. If a user's step changes one (by
+`adjust`, or a leaf that is not trained), the leaf joins the carry.
 
 On one GPU the loop is compiled as one CUDA graph, see `ONE_GRAPH`.
 
-It knows nothing of epochs.
+This file does not use epochs.
 """
 
 import collections
@@ -51,7 +51,7 @@ ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
-}  # on several GPUs a loop stays as it is: collectives are in no CUDA graph
+}  # not on several GPUs: collectives are in no CUDA graph
 
 
 _SENDS = jax.transfer_guard_host_to_device
@@ -60,7 +60,7 @@ _RECEIVES = jax.transfer_guard_device_to_host
 
 @functools.cache
 def _options_of_loop() -> dict[str, str]:
-    """`ONE_GRAPH` if this XLA has these options: they come and go with its versions."""
+    """`ONE_GRAPH` if this version of XLA has these options, else no options."""
     try:
         jax.jit(lambda x: x, compiler_options=ONE_GRAPH).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
@@ -69,7 +69,7 @@ def _options_of_loop() -> dict[str, str]:
 
 
 def _is_on_gpu(state: PyTree) -> bool:
-    """Whether the loop of a state is a program of its own, on a GPU."""
+    """Whether the loop of a state is a separate program, outside of any trace, on a GPU."""
     array = next(filter(trees.is_placed, jax.tree.leaves(state)), None)
     if array is None or trees.is_tracing():
         return False
@@ -78,7 +78,7 @@ def _is_on_gpu(state: PyTree) -> bool:
 
 @dataclass(frozen=True)
 class Single:
-    """One batch, for a step that is called as it is."""
+    """One batch, for a step that is called without a loop."""
 
     batch: PyTree
 
@@ -89,7 +89,7 @@ class Single:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Nothing:
-    """No batches, for a step whose data come from the state."""
+    """No batches, for a step that takes its data from the state."""
 
     size: int = field(metadata={"static": True})
 
@@ -103,7 +103,7 @@ class Stacked:
     """Batches along a new first axis."""
 
     batches: PyTree
-    # f32 (rows,): 0 for rows of padding, where there are any
+    # f32 (rows,): 0 for rows of padding; None without padding
     mask: jax.Array | np.ndarray | None = None
 
     @property
@@ -118,7 +118,7 @@ class Stacked:
 class Compiled(dict[Any, Any]):
     """The calls that a program was compiled for: forms of the batches, and types of the states."""
 
-    size: int = 0  # the cache of the program had so many entries; `jax.clear_caches` empties it
+    size: int = 0  # entries of the program's cache after a call; `jax.clear_caches` empties it
 
     def known_types(self, form: Any, program: Any) -> list[Any]:
         """The types of states of calls with this form; none if programs were dropped since."""
@@ -133,8 +133,8 @@ class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
 
     `step` is any function `(state, batch, **extra) -> (state, info)` that can be traced. `Infos`
-    are as long as the feed; the first n of them are filled. A state with a clock and `limit`
-    rejected steps in a row goes no further: the host, which learns of it late, finds it unchanged.
+    have a row for each batch of the feed, of which the first n are filled. A state with a clock
+    stays as it is after `limit` rejected steps in a row: the host reads their verdicts late.
     """
 
     step: Step
@@ -171,17 +171,17 @@ class Fused:
                 with tracing(shardings is not None):
                     new, info = run(state, batch, step_extra)
                 _check_same(state, new)
-                # those of the state after the call
+                # without numbers, which are taken from the state after the call
                 info = with_numbers(info, dict.fromkeys(training_states(state)))
                 _, new, fixed_after = split_any(new)
                 pairs = zip(jax.tree.leaves(fixed_after), jax.tree.leaves(fixed), strict=True)
                 new_leaves = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
                 changed[:] = new_leaves
-                return new, [*new_leaves.values()], Infos.of(jax.tree.map(jnp.asarray, info))
+                return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
             one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
             shapes = jax.eval_shape(one, moving, fixed, feed.batch_at(0))[2]
-            # made of the clock, so that on a mesh with explicit axes they are on that mesh
+            # computed from the clock: if the axes of its mesh are explicit, infos are on that mesh
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 
@@ -201,7 +201,7 @@ class Fused:
             changed_leaves = [jax.tree.leaves(fixed)[i] for i in changed]
             start = jnp.int32(0), moving, changed_leaves, jax.tree.map(empty, shapes)
             _, moving, changed_leaves, infos = jax.lax.while_loop(is_unfinished, body, start)
-            self.programs.traced += 1  # one that failed is none
+            self.programs.traced += 1  # here, so that a failed trace does not count
             if isinstance(step, TrainStep) and trace is not None:
                 step.traces.append(trace)
             infos = with_scheduled(infos, state)
@@ -218,7 +218,7 @@ class Fused:
         )
 
     def call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
-        """One call of the step, as it is; of a population of `States`, for each of them."""
+        """Call the step once, without a loop; a population of `States` calls it for each member."""
         if not isinstance(state, States):
             return self._call_step(state, batch, extra)
         new, info = over_members(self._counted, state, batch, extra)
@@ -253,12 +253,12 @@ class Fused:
         return calls.state, infos
 
     def trace(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> jax.stages.Traced:
-        """The program of such a call, which does not trace it again."""
+        """The trace of the program of such a call, which the call then uses."""
         return Calls(self, state, extra).trace(feed, n)
 
 
 class Calls:
-    """Calls of a loop one after the other: the state is taken apart once, and assembled once."""
+    """Calls of a loop one after another: the state is split once, and assembled once."""
 
     def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
         self._kind, moving, fixed = split_any(state)
@@ -274,7 +274,7 @@ class Calls:
         is_on_gpu = shardings is None and _is_on_gpu(self._moving)
         self._program = loop.programs[shardings, is_on_gpu]
         self._compiled = loop.compiled[self._program]
-        self._types: Any = None  # None if the next call has to look at the state
+        self._types: Any = None  # None if the next call has to read them from the state
 
     def _arguments(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
         return self._kind, self._moving, self._fixed, feed, n, self._extra
@@ -300,11 +300,11 @@ class Calls:
         return infos
 
     def _dispatch(self, feed: PyTree, n: Any) -> Any:
-        """Call the program. That it does not wait for the host is proven by JAX.
+        """Call the program. JAX's transfer guard proves that the call reads nothing back.
 
-        Batches on the host are sent with the call, whatever the user's guard says: to put them
-        there before costs five times as much. The first call of a form is traced, which runs the
-        user's code under the user's guard, and compiled, which reads constants.
+        Batches on the host are sent with the call, also under a user's guard against it: sending
+        them before the call costs five times as much. The first call of a form is traced, which
+        runs the user's code under the user's guard, and compiled, which reads constants.
         """
         arguments = self._arguments(feed, n)
         form = self._kind, _form(feed), _form(self._extra)
@@ -328,13 +328,13 @@ class Calls:
 
 
 def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
-    """The tree with some leaves replaced, by their places."""
+    """The tree with some leaves replaced: `new` has them by their number."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
 
 def _takes_batch(step: Step) -> bool:
-    """Whether a step takes anything beside the state, as far as its signature tells."""
+    """Whether a step takes positional arguments after the state, by its signature."""
     kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     positional = [p for p in checks.parameters_of(step) if p.kind not in kinds]
     return len(positional) != 1 or positional[0].kind == inspect.Parameter.VAR_POSITIONAL
@@ -358,7 +358,7 @@ def _form(tree: PyTree) -> Any:
 
 
 def _types(tree: PyTree) -> Any:
-    """The structure of a state, the types of its arrays, and where they are, to be compared.
+    """The structure of a state, the types of its arrays, and a sharding, for comparison.
 
     A program returns the same objects each time, which are compared faster than they are hashed.
     """
@@ -368,7 +368,7 @@ def _types(tree: PyTree) -> Any:
 
 
 def lowerable(step: Any, state: PyTree) -> Any:
-    """The step of a state, with `lower` and `trace`; one of `States`, as `fit` would call it."""
+    """The step of a state, with `lower` and `trace`; a step of `States`, as `fit` would call it."""
     if not isinstance(state, States) or not callable(step) or hasattr(step, "lower"):
         return step
 
@@ -380,9 +380,9 @@ def lowerable(step: Any, state: PyTree) -> Any:
 
 
 def fused(step: Any, donate: bool) -> Fused:
-    """The loop of a step. Equal steps that refer to equal values share one, and its programs.
+    """The loop of a step. Equal steps that refer to equal values share a loop, and its programs.
 
-    A `TrainStep` keeps what it first referred to, as its own compiled program does.
+    A `TrainStep` keeps the values that it first referred to, as its own compiled program does.
     """
     if isinstance(step, TrainStep):
         return _shared(step, donate, step.references)

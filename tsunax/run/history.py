@@ -1,7 +1,7 @@
-"""What a run was like: rows of numbers by step, and marks where something happened.
+"""The history of a run: rows of numbers by step, and marks of events.
 
-A `History` is filled by the loop and read by people: columns as NumPy arrays, a DataFrame, a plot.
-It knows of no device, no state and no file.
+The loop fills a `History`, and people read it: columns as NumPy arrays, a DataFrame, a plot. It
+uses no device, no state and no file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tsunax._core import Figure, tables, trees
 from tsunax.errors import RowError, WrongTypeError, unknown
 
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
-MOST = 50_000  # rows that a history keeps
+MOST_ROWS = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
 
 _FORWARD = "A history goes forward: start a new one, or restore the one of that step."
@@ -36,40 +36,40 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-        self.total: dict[str, float] = dict(self.seconds)  # with those of earlier runs
-        self.cause: str = "idle"  # of the seconds since the last lap: until the next it may change
+        self.total: dict[str, float] = dict(self.seconds)  # with the seconds of earlier runs
+        self.cause: str = "idle"  # the cause of the current lap, which may change until its end
         self.since: float = time.perf_counter()
 
     def lap(self, cause: str) -> float:
         """End a lap, count its seconds for its cause, begin one of `cause`. Returns the time."""
-        now = time.perf_counter()
-        self.seconds[self.cause] += now - self.since
-        self.total[self.cause] += now - self.since
-        self.cause, self.since = cause, now
-        return now
+        lap_end = time.perf_counter()
+        self.seconds[self.cause] += lap_end - self.since
+        self.total[self.cause] += lap_end - self.since
+        self.cause, self.since = cause, lap_end
+        return lap_end
 
     @contextlib.contextmanager
     def __call__(self, cause: str) -> Iterator[None]:
-        """A block whose seconds have this cause."""
-        before = self.cause
+        """A block with seconds of this cause."""
+        previous_cause = self.cause
         self.lap(cause)
         try:
             yield
         finally:
-            self.lap(before)
+            self.lap(previous_cause)
 
-    def go_on(self, total: dict[str, float]) -> None:
-        """Add to these seconds from here on, and what was counted so far."""
-        for cause, counted in self.seconds.items():
-            total[cause] += counted
+    def continue_from(self, total: dict[str, float]) -> None:
+        """Add the seconds of this clock to `total`, of earlier runs: now and at every lap."""
+        for cause, seconds in self.seconds.items():
+            total[cause] += seconds
         self.total = total
 
 
 class History:
-    """Rows of numbers by step, as columns, and the marks beside them.
+    """Rows of numbers by step, as columns, and marks of events.
 
-    A row need not have every name. A number costs 16 bytes, a row 8 more. Of 50,000 rows half
-    go, evenly; the newest stays, and rows with a name that few have (an evaluation's).
+    A row need not have every name. A number costs 16 bytes, a row 8 more. At 50,000 rows half of
+    the rows are dropped, evenly. The newest stays, and so do rows with a rare name (evaluations).
 
     >>> history = History()
     >>> history.add({"loss": 2.5, "learning_rate": 0.1}, step=10)
@@ -87,10 +87,10 @@ class History:
 
     def __init__(self) -> None:
         self._steps = array("q")
-        # by name the rows that have it, and its values there
+        # {name: numbers of the rows that have it, its values in these rows}
         self._columns: dict[str, tuple[array, array]] = {}
         self.marks: list[tuple[int, str, str]] = []
-        # seconds by cause, of all runs that filled it: `Clock`
+        # seconds by cause, of all runs with this history: see `Clock`
         self.time: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._closing: tuple[int, tuple[str, ...]] = -1, ()  # the step and the names of `close`
 
@@ -106,19 +106,19 @@ class History:
         if step != last:
             self._thin()
             self._steps.append(step)
-        at = len(self._steps) - 1
+        row_number = len(self._steps) - 1
         for name, value in row.items():
             rows, values = self._columns.setdefault(name, (array("q"), array("d")))
-            if rows and rows[-1] == at:
+            if rows and rows[-1] == row_number:
                 values[-1] = value
             else:
-                rows.append(at)
+                rows.append(row_number)
                 values.append(value)
 
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add rows for several steps: a faster `add`. Each of `columns` has as many numbers.
+        """Add rows for several steps: a faster `add`. Each of `columns` has a number for each step.
 
-        Raises RowError unless `steps` increase from beyond the last one, and as `check_names` does.
+        Raises RowError unless `steps` increase from beyond the last step, and as `check_names`.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -135,51 +135,51 @@ class History:
             raise RowError("rows", "History.extend()", got, expected, _FORWARD)
         while len(steps):
             self._thin()
-            n = max(MOST - len(self), 1)
-            rows = _array("q", np.arange(len(steps[:n])) + len(self))
+            n = max(MOST_ROWS - len(self), 1)
+            new_rows = _array("q", np.arange(len(steps[:n])) + len(self))
             self._steps += _array("q", steps[:n])
             for name, values in columns.items():
-                at, column = self._columns.setdefault(name, (array("q"), array("d")))
-                at += rows
+                rows, column = self._columns.setdefault(name, (array("q"), array("d")))
+                rows += new_rows
                 column += _array("d", values[:n])
             steps, columns = steps[n:], {name: values[n:] for name, values in columns.items()}
 
     def _thin(self) -> None:
-        """Keep the first row of each span of steps, half of them at most, before one is too many.
+        """If the history is full, keep the first row of each span of steps, at most half the rows.
 
-        Spans are powers of two, so that what is kept later is a part of what was kept before. Rows
-        with a name that few have stay, and the newest of each name.
+        Spans are powers of two, so that rows that are kept later were kept before. The newest row
+        of each name stays, and so do rows with a rare name.
         """
         n, columns = len(self), self._columns.values()
-        if n < MOST:
+        if n < MOST_ROWS:
             return
-        steps, kept, span = self["step"], np.full(n, False), 1
-        few = [i for rows, _ in columns if 2 * len(rows) < n for i in rows]
-        kept[few if len(few) < n // 4 else []] = True
-        others = np.flatnonzero(~kept)
-        while np.sum(first := np.diff(steps[others] // span, prepend=-1) != 0) > n // 2:
+        steps, mask, span = self["step"], np.full(n, False), 1
+        rare_rows = [i for rows, _ in columns if 2 * len(rows) < n for i in rows]
+        mask[rare_rows if len(rare_rows) < n // 4 else []] = True
+        frequent_rows = np.flatnonzero(~mask)
+        while np.sum(first := np.diff(steps[frequent_rows] // span, prepend=-1) != 0) > n // 2:
             span *= 2
-        kept[others[first]] = True
-        kept[[rows[-1] for rows, _ in columns]] = True
-        new = np.cumsum(kept) - 1
-        self._steps = _array("q", steps[kept])
+        mask[frequent_rows[first]] = True
+        mask[[rows[-1] for rows, _ in columns]] = True
+        new_rows = np.cumsum(mask) - 1
+        self._steps = _array("q", steps[mask])
         for name, (rows, values) in self._columns.items():
-            at = np.array(rows)
-            stays = kept[at]
+            old_rows = np.array(rows)
+            stays = mask[old_rows]
             values = _array("d", np.array(values)[stays])
-            self._columns[name] = _array("q", new[at[stays]]), values
+            self._columns[name] = _array("q", new_rows[old_rows[stays]]), values
 
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` numbers, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
-        before = self._closing[1] if self._closing[0] == step else ()
-        new = [name for name in row if (self.newest(name) or (-1, 0.0))[0] != step]
+        earlier_names = self._closing[1] if self._closing[0] == step else ()
+        new_names = [name for name in row if (self.newest(name) or (-1, 0.0))[0] != step]
         self.add(row, step)
-        self._closing = step, (*before, *new)
+        self._closing = step, (*earlier_names, *new_names)
 
     def reopen(self) -> tuple[int, dict[str, float]]:
         """Remove the numbers that `close` added, when their run continues.
 
-        Returns their step, -1 for none, and them by name.
+        Returns the step of these numbers, -1 for none, and the numbers by name.
         """
         (step, names), self._closing = self._closing, (-1, ())
         if not self._steps or self._steps[-1] != step:
@@ -198,14 +198,14 @@ class History:
     def mark(self, name: str, step: int, text: str = "") -> None:
         """Note an event at a step, an int: `history.mark("data", 1200, "new shards")`.
 
-        The loop uses "evaluate", "rejected", "thaw", "restart", "stop" and others. Beyond 10,000
-        marks, every second one of the most frequent `name` is dropped.
+        The loop uses "evaluate", "rejected", "thaw", "restart", "stop" and more names. Beyond
+        10,000 marks, every second mark of the most frequent `name` is dropped.
         """
         self.marks.append((int(step), str(name), str(text)))
-        if len(self.marks) > MOST_MARKS:  # of what comes most often, every second one goes
+        if len(self.marks) > MOST_MARKS:
             names = [name for _, name, _ in self.marks]
-            often, seen = max(dict.fromkeys(names), key=names.count), itertools.count()
-            self.marks = [mark for mark in self.marks if mark[1] != often or next(seen) % 2 == 0]
+            frequent, number = max(dict.fromkeys(names), key=names.count), itertools.count()
+            self.marks = [x for x in self.marks if x[1] != frequent or next(number) % 2 == 0]
 
     @property
     def names(self) -> list[str]:
@@ -224,7 +224,7 @@ class History:
     def __getitem__(self, name: str) -> np.ndarray:
         """A copy of a column: float64, NaN where a row has no value; of "step" int64.
 
-        Raises RowError for an unknown name, with the known ones.
+        Raises RowError for an unknown name, with the names of the history.
         """
         if name == "step":
             return np.array(self._steps, np.int64)
@@ -236,14 +236,16 @@ class History:
     def plot(self, *, names: Sequence[str] | None = None, x: str = "step") -> Figure:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
-        `names` are the columns to draw instead; those that end alike share a panel. `x` is "step",
-        or a column to lay them out along; with "epoch" the first one ends at 1. A constant has no
-        panel: the line above gives its value. Rejected steps are red ticks at the lower edge; other
-        marks but evaluations (thaw, restart, stop, yours) are dashed lines. Members of a population
-        have the same color in each panel, and the legend names at most sixteen of them.
+        `names` are the columns to draw instead; columns with the same end share a panel. `x` is
+        "step", or a column for the horizontal axis; with "epoch" the first epoch ends at 1. A
+        constant has no panel: the line above gives its value. Rejected steps are red
+        ticks at the lower edge; other marks but evaluations (thaw, restart, stop, yours) are dashed
+        lines. Members of a population have the same color in each panel, and the legend names at
+        most sixteen members.
 
-        `history.plot().savefig("run.pdf")` keeps it; as the last line of a notebook's cell it shows
-        itself. MissingLibraryError without matplotlib, RowError for unknown names or no rows.
+        `history.plot().savefig("run.pdf")` saves the figure; as the last line of a notebook's cell
+        it shows itself. Raises MissingLibraryError without matplotlib, RowError for unknown names
+        or no rows.
         """
         from tsunax.run import plots
 
@@ -283,11 +285,11 @@ class History:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> History:
-        """The history from `plain`'s result; arrays may be lists after a trip through JSON."""
+        """The history from the result of `plain`; arrays may be lists, as JSON returns them."""
         history, rows = cls(), plain["rows"]
         history._steps = _array("q", rows["step"])
-        for name, at, values in rows["columns"]:
-            history._columns[str(name)] = _array("q", at), _array("d", values)
+        for name, row_numbers, values in rows["columns"]:
+            history._columns[str(name)] = _array("q", row_numbers), _array("d", values)
         history.marks = [(int(step), str(name), str(text)) for step, name, text in plain["marks"]]
         history.time |= plain.get("time", {})
         step, names = plain["closing"]
@@ -305,9 +307,10 @@ class History:
             label = f"{kind}/0…{len(members) - 1}" if len(members) > 1 else kind
             newest = sorted(values[-1] for values in columns)
             values = np.concatenate([*columns])
-            known = values[np.isfinite(values)] if np.isfinite(values).any() else [math.nan]
-            shown = newest[len(newest) // 2], min(known), max(known)  # of members, the middle one
-            rows.append([label, *map("{:.5g}".format, shown), f"{max(map(len, columns)):,}"])
+            finite = values[np.isfinite(values)] if np.isfinite(values).any() else [math.nan]
+            # a population shows the last value of its middle member
+            numbers = newest[len(newest) // 2], min(finite), max(finite)
+            rows.append([label, *map("{:.5g}".format, numbers), f"{max(map(len, columns)):,}"])
         table = tables.aligned(rows, right=range(1, 5))
         head = f"History({len(self):,} rows{span}{marks})"
         return "\n".join([head, *(f"  {line}" for line in table)])
@@ -316,8 +319,8 @@ class History:
 def check_names(row: Iterable[Any], where: str = "row") -> None:
     """Raise unless every name can be a column header and a TensorBoard tag.
 
-    WrongTypeError for what is no string; RowError for one that is empty, not printable, or a name
-    that rows have of themselves, "step" or "run_id".
+    Raises WrongTypeError for a name that is no string; RowError if it is empty, not printable, or a
+    name that every row has, "step" or "run_id".
     """
     for name in row:
         if not isinstance(name, str):
@@ -331,7 +334,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
     Waits for values on a device. Raises as `check_names` does; WrongTypeError for no row or no real
-    number; RowError for an array of more than one.
+    number; RowError for an array of several numbers.
 
     >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
     {'loss': 0.5, 'hits': 3, 'ok': 1}
@@ -342,7 +345,7 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     if not isinstance(row, Mapping):
         raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
-    # an int of Python has any size, and a column is float64
+    # A Python int has any size, but a column is float64.
     is_plain = lambda x: type(x) is float or (type(x) is int and abs(x) < 1 << 1023)
     return {name: x if is_plain(x) else _number(name, x, where) for name, x in row.items()}
 

@@ -1,4 +1,4 @@
-"""The infos of steps, in one array of a call; on the host their numbers become columns."""
+"""The infos of the steps of a call, in one array; on the host their numbers become columns."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class StatesInfo(NamedTuple):
 
     info: PyTree
     clock: jax.Array  # int32 (4,)
-    rejected: dict[str, jax.Array]  # calls of each member: int32
+    rejected: dict[str, jax.Array]  # int32: rejected calls of each member
 
 
 @jax.tree_util.register_dataclass
@@ -38,22 +38,22 @@ class StatesInfo(NamedTuple):
 class Infos:
     """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
-    table: jax.Array | np.ndarray  # f32 (steps, numbers): others of 32 bits as they lie in memory
-    other_leaves: list[Any]  # the leaves that are not one such number, stacked
+    table: jax.Array | np.ndarray  # f32 (steps, numbers): the bits of all 32-bit types
+    other_leaves: list[Any]  # stacked leaves that are no 32-bit number
     treedef: TreeDef = field(metadata={"static": True})
-    # of every leaf; None for one of `others`
+    # the dtype of each leaf; None if it is in `other_leaves`
     dtypes: tuple[Any, ...] = field(metadata={"static": True})
     # the scheduled hyperparameters, the last columns of the table
     named: tuple[str, ...] = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, info: PyTree) -> "Infos":
-        """Those of one step."""
+    def of_step(cls, info: PyTree) -> "Infos":
+        """The infos of one step."""
         leaves, treedef = jax.tree.flatten(info)
         dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
         as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
-        fit = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
-        table = jnp.stack(fit) if fit else jnp.zeros(0, jnp.float32)
+        bits = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
+        table = jnp.stack(bits) if bits else jnp.zeros(0, jnp.float32)
         other_leaves = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
         return cls(table, other_leaves, treedef, dtypes, ())
 
@@ -61,18 +61,18 @@ class Infos:
         """The first n infos of each part on the host, stacked, and hyperparameters by name."""
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
         other_columns = zip(*([x[:n] for x in part.other_leaves] for part, n in parts), strict=True)
-        infos = self._whole(columns, map(np.concatenate, other_columns), np.ndarray.view)
+        infos = self._unflattened(columns, map(np.concatenate, other_columns), np.ndarray.view)
         return infos, dict(zip(self.named, columns, strict=True))
 
     def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
         """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
         table, other_columns = self.table[rows], (x[rows] for x in self.other_leaves)
         columns = (table[..., i] for i in range(table.shape[-1]))
-        infos = self._whole(columns, other_columns, jax.lax.bitcast_convert_type)
+        infos = self._unflattened(columns, other_columns, jax.lax.bitcast_convert_type)
         infos = with_numbers(infos, numbers_of(state))
         return infos.info if isinstance(infos, StatesInfo) else infos
 
-    def _whole(self, columns, other_columns, as_dtype) -> Any:
+    def _unflattened(self, columns, other_columns, as_dtype) -> Any:
         leaves = [
             next(other_columns) if d is None else as_dtype(next(columns), d) for d in self.dtypes
         ]
@@ -80,7 +80,7 @@ class Infos:
 
 
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
-    """An info with the numbers of its state; of a run, those that a dict of infos names."""
+    """An info with the numbers of its state. For `States`, the infos in a dict get them by name."""
     if isinstance(info, StatesInfo):
         if not isinstance(info.info, Mapping):
             return info
@@ -93,7 +93,7 @@ def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
 
 
 def step_infos(info: PyTree, state: PyTree) -> dict[str, StepInfo]:
-    """The infos of the training states of a call by name; of `States`, those that a dict names."""
+    """The infos of the training states of a call by name; for `States`, from a dict of infos."""
     info = info.info if isinstance(info, StatesInfo) else info
     infos = info if isinstance(state, States) and isinstance(info, Mapping) else {"": info}
     named_infos = {prefix: infos.get(prefix.removesuffix("/")) for prefix in training_states(state)}
@@ -106,9 +106,9 @@ def scheduled(info: PyTree, state: PyTree, mapped: Function) -> dict[str, Any]:
     for prefix, part in step_infos(info, state).items():
         if (numbers := numbers_by_state[prefix]) is None or part.step is None:
             continue
-        if np.ndim(part.step) == 1 + np.ndim(state.step):  # not several steps of a member in a call
+        if np.ndim(part.step) == 1 + np.ndim(state.step):  # one step of each member in a call
             moved = mapped(functools.partial(_moved_by_schedules, numbers), part.step)
-            for name, x in moved.items():  # of a population one for each member
+            for name, x in moved.items():  # a population has a column for each member
                 if x.ndim > 1:
                     columns |= {f"{prefix}{name}/{i}": x[:, i] for i in range(x.shape[1])}
                 else:
@@ -132,8 +132,8 @@ def with_scheduled(infos: Infos, state: PyTree) -> Infos:
 
 
 def form_of(infos: PyTree) -> tuple[Any, ...]:
-    """What the infos of two calls must share to become rows together: structure and shapes."""
-    if isinstance(infos, Infos):  # without a walk
+    """The structure and shapes of infos: calls with equal forms become rows together."""
+    if isinstance(infos, Infos):  # without flattening it
         return infos.treedef, infos.dtypes, infos.named, *[x.shape[1:] for x in infos.other_leaves]
     leaves, treedef = jax.tree.flatten(infos)
     return treedef, *map(np.shape, leaves)
@@ -141,19 +141,19 @@ def form_of(infos: PyTree) -> tuple[Any, ...]:
 
 def is_ready(infos: PyTree) -> bool:
     """Whether a call is done: on a CPU it often is when it returns."""
-    if isinstance(infos, Infos):  # asked for every call; its arrays are done together
+    if isinstance(infos, Infos):  # checked for every call; one program makes its arrays
         return infos.table.is_ready()  # type: ignore[union-attr]
     return all(x.is_ready() for x in jax.tree.leaves(infos) if hasattr(x, "is_ready"))
 
 
 def hosted(infos: PyTree) -> PyTree:
-    """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for so small ones."""
+    """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for small arrays."""
     with jax.transfer_guard_device_to_host("allow"):
         return _read(infos)
 
 
 def _read(infos: PyTree) -> PyTree:
-    if isinstance(infos, Infos):  # done for every call
+    if isinstance(infos, Infos):  # in place, because this runs for every call
         other_leaves = [np.asarray(x) for x in infos.other_leaves]
         infos.__dict__.update(table=np.asarray(infos.table), other_leaves=other_leaves)
         return infos
@@ -163,18 +163,18 @@ def _read(infos: PyTree) -> PyTree:
 
 
 def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
-    """Infos on the host, stacked by steps, and scheduled hyperparameters that a loop gave."""
+    """Infos on the host, stacked by steps, and the scheduled hyperparameters in them."""
     if isinstance(infos[0], Infos):
         return infos[0].unpacked(list(zip(infos, counts, strict=True)))
     return jax.tree.map(lambda *x: np.stack(x), *infos), {}
 
 
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
-    """int32 (n, members): what the guards of n steps said of each; above 0 if one rejected it.
+    """int32 (n, members): the verdict of the guard for each step and member; > 0 for rejected.
 
-    One column for what is no population, and for parts with other numbers of members.
+    A single column for no population, and for parts with different numbers of members.
     """
-    if isinstance(infos, StatesInfo):  # the clock of the run says it
+    if isinstance(infos, StatesInfo):  # the clock of the run has the verdict
         return np.reshape(infos.clock[..., 3], (n, -1))
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
@@ -186,8 +186,8 @@ def verdicts(infos: PyTree, n: int) -> np.ndarray:
     )
 
 
-def own_names(infos: PyTree) -> list[str]:
-    """The names that the user gave: of metrics, or of a dict's own numbers."""
+def user_names(infos: PyTree) -> list[str]:
+    """The user's names: metrics of a `StepInfo`, or names in a dict that `fit` reserves."""
     if isinstance(infos, StepInfo):
         return list(infos.metrics or {})
     infos = infos.info if isinstance(infos, StatesInfo) else infos
@@ -196,9 +196,9 @@ def own_names(infos: PyTree) -> list[str]:
 
 
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
-    """The numbers of stacked infos by name: of a `StepInfo`, of a mapping of them, or one alone.
+    """The numbers of stacked infos by name: of a `StepInfo`, a mapping of infos, or a single loss.
 
-    One that has more than `MOST_COLUMNS` elements a step is a single array of two axes.
+    A number with more than `MOST_COLUMNS` elements a step is a single array of two axes.
     """
     if isinstance(infos, StatesInfo):
         numbers = dict(columns(infos.info))
@@ -229,7 +229,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def by_element(name: str, x: Any) -> dict[str, Any]:
-    """A column for each element of a metric by class, or by member; too many stay one array."""
+    """A column for each element of a metric by class, or by member; one array if too many."""
     flat = np.reshape(x, (len(x), -1))
     if np.ndim(x) == 1 or flat.shape[1] > MOST_COLUMNS:
         return {name: x if np.ndim(x) == 1 else flat}
@@ -237,7 +237,7 @@ def by_element(name: str, x: Any) -> dict[str, Any]:
 
 
 def counts_of(state: PyTree) -> np.ndarray:
-    """What the clock of a state holds, read once: int (4,), or (members, 4); 0 without a clock."""
+    """The clock of a state on the host: int (4,), or (members, 4); zeros without a clock."""
     if not isinstance(state, COUNTED):
         return np.zeros(4, int)
     if trees.is_gone(state.clock):
@@ -249,7 +249,7 @@ def counts_of(state: PyTree) -> np.ndarray:
 
 
 def logged_step(state: PyTree, default: int) -> int:
-    """The clock of a state; of a population, whose members have their own, the calls."""
+    """The step of a state's clock; for a population the calls, because steps of members differ."""
     if not isinstance(state, COUNTED):
         return default
     counts = counts_of(state)
@@ -261,14 +261,14 @@ def most_calls(state: PyTree) -> int:
 
 
 class HeldNumbers:
-    """The unscheduled hyperparameters in a row: learning rates, and those that were ever adjusted.
+    """The unscheduled hyperparameters in a row: learning rates, and any that was ever adjusted.
 
     `memory` is saved with the run, so that a resumed run has the same columns.
     """
 
     def __init__(self, memory: dict[str, Any]) -> None:
         self._memory = memory
-        self._numbers: dict[str, Any] = {}  # that the columns were read from
+        self._numbers: dict[str, Any] = {}  # the numbers that the columns were read from
         self._columns: dict[str, float] = {}
 
     def columns_of(self, state: PyTree) -> dict[str, float]:

@@ -1,17 +1,17 @@
-"""Loggers: where the rows of a run go.
+"""Loggers: functions that get the rows of a run.
 
-A logger is any `f(row, step=step)` with a row of Python numbers by name; `wandb.log` is one. Those
-here also have `start(settings)`, called once before the first row, `sync()`, called before each
-checkpoint, and `close()`, called at the end of every run. Making one opens nothing, so that every
-process may make it and the main one use it.
+A logger is any `f(row, step=step)` with a row of Python numbers by name, such as `wandb.log`. The
+loggers here also have `start(settings)`, called once before the first row, `sync()`, called before
+each checkpoint, and `close()`, called at the end of every run. Making a logger opens nothing, so
+that every process may make it and the main process use it.
 
 `csv`, `jsonl` and `tensorboard` write files, and have one contract:
 
 - Each row of a run is in the files once. The settings of a run with a checkpoint have its "run_id",
-  which its rows or files carry, and "rows_from", the step from which it goes on. Rows from that
-  step on are of a process that ended before it saved them: they are deleted.
+  which its rows or files carry, and "rows_from", the step at which it continues. Rows from that
+  step on were written by a process that ended before it saved them: they are deleted.
 - Rows of other runs stay as they are. A file that another tool wrote is refused.
-- A row is a single write. What a killed process left of its last row is deleted.
+- A row is a single write. If a killed process left a part of its last row, it is deleted.
 - `sync()` puts all rows on the disk, because a run that resumes from the checkpoint does not write
   the earlier rows again.
 """
@@ -43,7 +43,7 @@ from tsunax.errors import SaveError, WrongTypeError, told
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
 Row = Mapping[str, float]
-RUN_ID = "run_id"  # a setting, and the column that says to which run a row belongs
+RUN_ID = "run_id"  # a setting, and a column with the run of each row
 
 
 class _Log:
@@ -59,12 +59,12 @@ class _Log:
 
     def _name_run(self, settings: Mapping[str, Any]) -> None:
         self._run_id: str = str(settings.get(RUN_ID, ""))
-        # whose rows are this run's: also those of the run that it was copied from, with the log
+        # Rows of these runs belong to this run. It may be a copy of another run, with its log.
         self._runs: set[str] = {self._run_id, str(settings.get("copied_run", self._run_id))}
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block whose errors of the disk are raised as SaveError."""
+        """A block that raises errors of the disk as SaveError."""
         try:
             yield
         except (OSError, UnicodeDecodeError) as error:
@@ -94,13 +94,13 @@ class _Log:
 class _TextFile(_Log):
     """A file with a line for each row. Several runs may write into one, also at the same time."""
 
-    _BEGINNINGS: tuple[str, ...]  # a file of this kind has one of them
+    _BEGINNINGS: tuple[str, ...]  # the beginnings that a file of this kind may have
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Open the file; delete rows of `settings["run_id"]` from step `settings["rows_from"]` on.
 
         `fit` calls it when a run begins, with both settings if the run has a checkpoint. Without a
-        "run_id" the run is the newest in the file: its rows go back to where the steps start again.
+        "run_id" the run is the newest in the file: its rows begin where steps start again.
         Raises SaveError for a path that cannot be written, and for a file of another tool.
         """
         self.close()
@@ -111,7 +111,7 @@ class _TextFile(_Log):
     def _note(self, settings: Mapping[str, Any]) -> None:
         """Write the settings, if the file has a place for them."""
 
-    def _of_run(self, row: Row, step: int) -> dict[str, Any]:
+    def _full_row(self, row: Row, step: int) -> dict[str, Any]:
         return {"step": step, **row} | ({RUN_ID: self._run_id} if self._run_id else {})
 
     @contextlib.contextmanager
@@ -130,12 +130,12 @@ class _TextFile(_Log):
             yield
 
     def _is_whole(self) -> bool:
-        """Whether the open file still has this path, and its last line has an end."""
+        """Whether the open file still has this path, and its last line ends with a line break."""
         if self._file is None or not self.path.exists():
             return False
-        about = os.fstat(self._file.fileno())
-        self._file.seek(max(about.st_size - 1, 0))
-        return os.path.samestat(about, os.stat(self.path)) and self._file.read(1) in b"\n"
+        stat = os.fstat(self._file.fileno())
+        self._file.seek(max(stat.st_size - 1, 0))
+        return os.path.samestat(stat, os.stat(self.path)) and self._file.read(1) in b"\n"
 
     def _open(self, first: int | None = None, names: Sequence[str] = ()) -> None:
         """Open the file after its repair: without a cut line, without rows of this run from step
@@ -147,27 +147,27 @@ class _TextFile(_Log):
         *lines, _ = content[:end].decode().split("\n")
         # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
         beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
-        is_ours = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
-        if not any(map(is_ours, self._BEGINNINGS)):
+        is_match = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
+        if not any(map(is_match, self._BEGINNINGS)):
             got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
             fix = "Another program wrote it: give another path."
             raise SaveError(str(self.path), self._where, got, expected, fix)
         lines.append(content[end:].decode(errors="replace"))
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:
-            new = self.path.with_name(f"{self.path.name}.new")
-            new.unlink(missing_ok=True)  # of a process that was killed
-            durable_files.write(new, repaired)
+            new_path = self.path.with_name(f"{self.path.name}.new")
+            new_path.unlink(missing_ok=True)  # a killed process may have left one
+            durable_files.write(new_path, repaired)
             if self.path.exists():
-                shutil.copymode(self.path, new)
-            os.replace(new, self.path)
+                shutil.copymode(self.path, new_path)
+            os.replace(new_path, self.path)
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
         """The whole lines of the file without rows of this run from step `first` on.
 
-        The last line has no end: it was cut, but for a row before `first`, which a checkpoint
-        counts on, so that it is on the disk. An editor may have taken its end.
+        The last line has no line break: it was cut, unless it is a row before `first`. Such a row
+        was on the disk before the checkpoint, and an editor may have removed the break.
         """
         row = self._row(unended := lines.pop())
         if row and self._run_id and row[0] in self._runs and row[1] < (first or 0):
@@ -175,11 +175,13 @@ class _TextFile(_Log):
         if first is None:
             return lines
         rows = ((i, self._row(line)) for i, line in enumerate(lines))
-        own = [(i, row[1]) for i, row in rows if row is not None and row[0] in self._runs]
+        run_rows = [(i, row[1]) for i, row in rows if row is not None and row[0] in self._runs]
         if not self._run_id:
-            starts = [n for n, ((_, a), (_, b)) in enumerate(itertools.pairwise(own), 1) if b <= a]
-            own = own[max(starts, default=0) :]
-        deleted = {i for i, step in own if step >= first}
+            starts = [
+                n for n, ((_, a), (_, b)) in enumerate(itertools.pairwise(run_rows), 1) if b <= a
+            ]
+            run_rows = run_rows[max(starts, default=0) :]
+        deleted = {i for i, step in run_rows if step >= first}
         return [line for i, line in enumerate(lines) if i not in deleted]
 
     def _row(self, line: str) -> tuple[str, int] | None:
@@ -218,7 +220,7 @@ class csv(_TextFile):
     _BEGINNINGS = ("step,",)
 
     def __call__(self, row: Row, step: int) -> None:
-        cells = self._of_run(row, step)
+        cells = self._full_row(row, step)
         with self._ready():
             if not cells.keys() <= set(self._names):
                 self._open(names=list(cells))
@@ -258,7 +260,7 @@ class jsonl(_TextFile):
     _BEGINNINGS = '{"step": ', '{"settings": '
 
     def __call__(self, row: Row, step: int) -> None:
-        line = json.dumps(_finite(self._of_run(row, step)))
+        line = json.dumps(_finite(self._full_row(row, step)))
         with self._ready():
             self._append(f"{line}\n".encode())
 
@@ -300,8 +302,9 @@ class tensorboard(_Log):
     def start(self, settings: Mapping[str, Any]) -> None:
         """Open an event file; delete the run's scalars from step `settings["rows_from"]` on.
 
-        They are in the event files of `settings["run_id"]`. Without a "run_id", TensorBoard hides
-        those of all runs in the directory. Raises SaveError for a path that cannot be written.
+        These scalars are in the event files of `settings["run_id"]`. If there is none,
+        TensorBoard hides the scalars of all runs in the directory. Raises SaveError for a path that
+        cannot be written.
         """
         self.close()
         self._name_run(settings)
@@ -313,33 +316,33 @@ class tensorboard(_Log):
             self._open()
             if first is not None and not self._run_id:
                 status = self._events.SessionLog.START
-                self._put(step=first, session_log=self._events.SessionLog(status=status))
+                self._append_event(step=first, session_log=self._events.SessionLog(status=status))
             if settings:
                 table = [("name", "value"), ("---", "---"), *settings.items()]
                 text = "".join(f"| {name} | {value} |\n" for name, value in table)
-                self._put(step=first or 0, summary=self._summary.text("settings", text))
+                self._append_event(step=first or 0, summary=self._summary.text("settings", text))
 
     def __call__(self, row: Row, step: int) -> None:
         with self._writing():
             if self._file is None:
                 self._open()
             scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
-            self._put(step=step, summary=self._summaries.Summary(value=scalars))
+            self._append_event(step=step, summary=self._summaries.Summary(value=scalars))
 
     @property
     def _suffixes(self) -> list[str]:
-        """The ends of the names of the run's event files; those of its own come first."""
+        """The ends of names of the run's event files: for this run, then for the copied run."""
         runs = sorted(self._runs, key=lambda run: run != self._run_id)
         return [f".{re.sub(r'[^A-Za-z0-9_-]', '_', run)}.tsunax" for run in runs]
 
     def _open(self) -> None:
-        """A new event file: a process of this run that has not ended yet may have another."""
+        """Open a new event file: another process of this run may still write to an older file."""
         self.path.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
         self._file = open(self.path / f"{name}{self._suffixes[0]}", "xb", buffering=0)  # noqa: SIM115
-        self._put(file_version="brain.Event:2")
+        self._append_event(file_version="brain.Event:2")
 
-    def _put(self, **fields: Any) -> None:
+    def _append_event(self, **fields: Any) -> None:
         """Append an event as a TFRecord: its length and its bytes, each with a checksum."""
         content = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(content))
@@ -352,10 +355,10 @@ class tensorboard(_Log):
         while (start := end) + 12 <= len(content):
             end = start + 16 + int.from_bytes(content[start : start + 8], "little")
             event = content[start + 12 : end - 4] if end <= len(content) else None
-            if event is None or self._is_from(first, self._events.Event.FromString(event)):
+            if event is None or self._is_scalar_from(first, self._events.Event.FromString(event)):
                 os.truncate(path, start)
                 return durable_files.sync(path)
 
     @staticmethod
-    def _is_from(first: int, event: Any) -> bool:
+    def _is_scalar_from(first: int, event: Any) -> bool:
         return event.step >= first and any(x.HasField("simple_value") for x in event.summary.value)

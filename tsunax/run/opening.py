@@ -28,24 +28,24 @@ from tsunax.states import training_states
 def begin(
     step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options, saver: Any
 ) -> Fit:
-    """The run, where its newest checkpoint is if there is one; `saver` is `Checkpoints` or None."""
+    """The run, at its newest checkpoint if there is one; `saver` is `Checkpoints` or None."""
     checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
     history, memory, restart = options.history, {}, None
     if saver is not None:
         from tsunax.run.saving import Restart
 
-        restart = Restart.of(saver, step, state, data, options)
+        restart = Restart.load(saver, step, state, data, options)
         state = restart.restored.state
     for member in training_states(state).values():
         check_values(member, "fit()")
     if not isinstance(state, TrainState):
-        state = jax.tree.map(own, state)  # the loop consumes it: a promise of a TrainState alone
+        state = jax.tree.map(own, state)  # the loop donates it, which only a TrainState allows
     start = logged_step(state, 0 if restart is None else restart.step or 0)
     if restart is not None:
         saved_history, memory = restart.parts_of_fit()
         history = history if saved_history is None else saved_history
     history = History() if history is None else history
-    options.clock.go_on(history.time)
+    options.clock.continue_from(history.time)
     beginning = Beginning(history, memory)
     if restart is not None:
         beginning = restart.beginning(history, memory, start, options)
@@ -83,7 +83,7 @@ def begin(
 def _parts(
     options: Options, restart: Any, memory: dict[str, Any], agreement: processes.Unanimous
 ) -> tuple[list[Part], list[Part]]:
-    """The parts before rows and progress, and those after them, in the order of a boundary."""
+    """The parts before rows and progress, and the parts after, in the order of a boundary."""
     parts: list[Part] = []
     best = None if restart is None else restart.saver.keep_best
     watched = options.watched | ({} if best is None else {best.metric: "keep_best"})
@@ -134,14 +134,14 @@ def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
     emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
     if options.goal.epochs and any(emitted):
-        total = None  # a step is several calls, and it is not known which of them are left out
+        total = None  # a step is several calls, and the number of calls without a step is unknown
     return progress(True, total, start, seconds=options.clock.seconds)
 
 
 def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> None:
     """Raise now for the short last batch of an epoch that the step cannot cut, not when it comes.
 
-    LossError if the run comes so far, as the step itself would raise.
+    Raises the LossError of the step if the run reaches this batch.
     """
     data = innermost(feed.source.data)
     if not (isinstance(step, TrainStep) and getattr(data, "gathers", False)):
@@ -149,8 +149,8 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
     last_step: Any = feed.steps_to(feed.epoch + 1, start)
     goal = options.goal
     is_reached = not goal.reached(start, feed.epoch) and last_step <= (goal.steps or last_step)
-    is_the_one = data.tail_rows % step.accumulate and not data.share % step.accumulate
-    if step.cuts_evenly and is_reached and is_the_one and processes.current().sees_everything:
+    is_indivisible = data.tail_rows % step.accumulate and not data.share % step.accumulate
+    if step.cuts_evenly and is_reached and is_indivisible and processes.current().sees_everything:
         from tsunax.microbatches import indivisible
 
         description = f", the last batch of an epoch of {len(data)}"
@@ -160,14 +160,14 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
 def _settings(
     step: Step, state: PyTree, start: int, options: Options, saver: Any, log: Any, closing: bool
 ) -> dict[str, Any]:
-    """What the logger with a file `log` is told at the start; for `closing` see `Rows.reopen`."""
+    """The settings that a logger with the file `log` gets; for `closing` see `Rows.reopen`."""
     from tsunax.hyper import hyperparams
 
     settings = {"goal": str(options.goal), "start": start}
     settings |= {"jax": jax.__version__, "devices": jax.device_count()}
     if saver is not None and saver.run_id:
-        # rows from there on are of a process that ended before it saved them; and the row that only
-        # an end has. A row of step 0 is made again by a run that begins
+        # Loggers delete rows from this step on: a process wrote them and ended before it saved, or,
+        # if `closing`, the end of the run wrote them. A new run makes the row of step 0 again.
         settings |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not closing)}
         settings |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")
@@ -181,14 +181,14 @@ def _settings(
 
 
 def nothing_to_do(fitting: Fit, saver: Any) -> str:
-    """What is said of a goal that a run has reached before its first step."""
+    """The warning for a goal that a run has reached before its first step."""
     run, goal = fitting.run, fitting.options.goal
     if saver is not None and run.stopped:
         fix = "to train on, change the callbacks: some remember why they stopped a run"
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     place = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
-    why = "state.step and data.get_state() count on"
+    reason = "state.step and data.get_state() count on"
     if saver is not None and fitting.beginning.is_of_checkpoint:
-        why = f"so says the checkpoint in {saver.path}"
+        reason = f"so says the checkpoint in {saver.path}"
     reached = f"{goal} counts from the beginning of training, and the run is at {place} already"
-    return f"fit(): {reached}: nothing to do; {why}"
+    return f"fit(): {reached}: nothing to do; {reason}"

@@ -19,7 +19,7 @@ from tsunax.state import TrainState, check_state
 
 
 class Goal:
-    """`steps` or `epochs`, whichever was given: a place to reach, not a number to add."""
+    """The `steps` or the `epochs` at which a run ends, counted from the beginning of training."""
 
     def __init__(
         self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
@@ -49,7 +49,7 @@ class Goal:
 
 @dataclass(eq=False)
 class Options:
-    """What `fit` was given: each argument checked by itself."""
+    """The arguments of `fit`, each checked by itself."""
 
     goal: Goal
     evaluate: Function | None
@@ -60,20 +60,20 @@ class Options:
     steps_per_call: Any  # an int, "auto", or None: no compiled loop
     max_bad: int
     extra: Mapping[str, Any]
-    dry_run: bool  # every callback is called at the end, whatever it waits for
+    dry_run: bool  # every callback is called at the end, also before its steps and events
     progress: bool
     history: History | None
     resume: str
     fast_forward: bool
-    checkpoint: Any  # as the user gave it
-    parts: tuple[Part, ...] = ()  # those among the callbacks
-    evaluate_steps: int | None = None  # evaluate every so many steps
-    evaluate_epochs: int | None = None  # or every so many epochs
-    clock: Clock = field(default_factory=Clock)  # it starts here
+    checkpoint: Any  # the user's value
+    parts: tuple[Part, ...] = ()  # the parts among the callbacks
+    evaluate_steps: int | None = None  # evaluate every n steps
+    evaluate_epochs: int | None = None  # or every n epochs
+    clock: Clock = field(default_factory=Clock)  # starts when the options are made
 
     def __post_init__(self) -> None:
         where, evaluate_every = "fit()", self.evaluate_every
-        wrong = lambda name, x, expected: WrongTypeError(name, where, trees.describe(x), expected)
+        error = lambda name, x, expected: WrongTypeError(name, where, trees.describe(x), expected)
         if isinstance(evaluate_every, str) and (
             match := re.fullmatch(r"(?:(\d+) )?epochs?", evaluate_every)
         ):
@@ -83,11 +83,11 @@ class Options:
             raise WrongTypeError("evaluate_every", where, repr(evaluate_every), expected)
         else:
             self.evaluate_steps = evaluate_every  # pyright: ignore[reportAttributeAccessIssue]
-        whole = {"evaluate_every": evaluate_every, "log_every": self.log_every}
-        whole["max_bad"] = self.max_bad
+        counts = {"evaluate_every": evaluate_every, "log_every": self.log_every}
+        counts["max_bad"] = self.max_bad
         if self.steps_per_call is not None and not checks.is_one_of(self.steps_per_call, ["auto"]):
-            whole["steps_per_call"] = self.steps_per_call
-        for name, value in whole.items():
+            counts["steps_per_call"] = self.steps_per_call
+        for name, value in counts.items():
             checks.check_count(value, where, name)
         example = "For example lambda state: ts.evaluate(eval_step, state, {'val': data})"
         if self.evaluate is None:
@@ -96,20 +96,20 @@ class Options:
                 raise WrongTypeError("evaluate", where, got, "a function")
             self.evaluate_steps = self.evaluate_epochs = None
         elif not callable(self.evaluate):
-            raise wrong("evaluate", self.evaluate, f"f(state) -> {{name: number}}. {example}")
+            raise error("evaluate", self.evaluate, f"f(state) -> {{name: number}}. {example}")
         elif isinstance(self.evaluate, EvalStep):
-            raise wrong("evaluate", self.evaluate, f"f(state). {example}")
+            raise error("evaluate", self.evaluate, f"f(state). {example}")
         else:
             checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
         if not checks.is_one_of(self.resume, ("auto", "must", "never")):
-            raise wrong("resume", self.resume, "'auto', 'must' or 'never'")
+            raise error("resume", self.resume, "'auto', 'must' or 'never'")
         if self.resume == "must" and self.checkpoint is None:
             got, expected = "'must' without checkpoint=", "a path to resume from"
             raise WrongTypeError("resume", where, got, expected)
         if self.history is not None and not isinstance(self.history, History):
-            raise wrong("history", self.history, "a ts.loop.History, to go on with")
+            raise error("history", self.history, "a ts.loop.History, to go on with")
         if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
-            raise wrong("extra", self.extra, "{name: arrays}, with str names")
+            raise error("extra", self.extra, "{name: arrays}, with str names")
         checks.check_flags("fit()", progress=self.progress)
         functions = _functions("callback", self.callbacks)
         self.parts = tuple(f for f in functions if isinstance(f, Part))
@@ -121,10 +121,10 @@ class Options:
         for f in self.callbacks:
             checks.check_takes("callback", where, f, "f(run)", None)
         paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
-        # the device and number of a file that is there: it may have several names
+        # an existing file by its device and number, because it may have several paths
         files = [os.stat(path)[1:3] if os.path.exists(path) else path for path in paths]
-        if twice := [path for i, path in enumerate(paths) if files.count(files[i]) > 1]:
-            raise WrongTypeError("logger", where, f"several that write to {twice[0]}", "one")
+        if repeats := [path for i, path in enumerate(paths) if files.count(files[i]) > 1]:
+            raise WrongTypeError("logger", where, f"several that write to {repeats[0]}", "one")
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
         if not processes.current().is_first:
@@ -132,7 +132,7 @@ class Options:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The key of the memory of each callback, then of each part, whatever their order."""
+        """The key of the memory of each callback, and behind all callbacks of each part."""
         names = [_name(f) for f in (*self.callbacks, *self.parts)]
         earlier_counts = [names[:i].count(name) for i, name in enumerate(names)]
         return [
@@ -141,7 +141,7 @@ class Options:
 
     @functools.cached_property
     def callback_intervals(self) -> list[int]:
-        """Callbacks need a boundary at every multiple of these, and at `places`."""
+        """Callbacks need a boundary at every multiple of these intervals, and at `places`."""
         intervals = [f.every for f in self.callbacks if has_interval(f)]
         return intervals + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
 
@@ -150,7 +150,7 @@ class Options:
         return [place for f in self.callbacks for place in getattr(f, "at", ())]
 
     def deciding(self) -> dict[str, Any]:
-        """What decides when a call ends: the same on all processes."""
+        """Settings that decide when a call ends: the same on all processes."""
         names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run places"
         settings = {name: getattr(self, name) for name in names.split()}
         settings |= {"goal": str(self.goal), "evaluate": self.evaluate is not None}
@@ -158,13 +158,13 @@ class Options:
 
     @property
     def watched(self) -> dict[str, str]:
-        """The metrics that callbacks wait for, and who."""
-        watches_of_callbacks = [f.watches for f in self.callbacks if isinstance(f, Watcher)]
-        return {name: who for watches in watches_of_callbacks for name, who in watches.items()}
+        """{metric that a callback waits for: name of the callback}."""
+        all_watches = [f.watches for f in self.callbacks if isinstance(f, Watcher)]
+        return {metric: name for watches in all_watches for metric, name in watches.items()}
 
     @property
     def may_log(self) -> bool:
-        """Whether a callback or a part of the user's may log any name."""
+        """Whether a callback or a part of the user may log any name."""
         return bool(self.parts) or any(getattr(f, "may_log", True) for f in self.callbacks)
 
 
@@ -198,7 +198,7 @@ def is_callback_due(callback: Any, event: str, step: int) -> bool:
 
 
 def _functions(name: str, functions) -> tuple[Any, ...]:
-    """One function or several. Raises WrongTypeError for what is none."""
+    """One function or several. Raises WrongTypeError for any other value."""
     listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
     for f in listed:
         is_part = isinstance(f, Part) and name == "callback"
@@ -212,7 +212,7 @@ def _functions(name: str, functions) -> tuple[Any, ...]:
 
 
 def check_step(where: str, step: object, state: PyTree) -> None:
-    """Raise WrongTypeError for what is no step, or no state for it."""
+    """Raise WrongTypeError unless `step` is a step, and `state` a state for it."""
     if not callable(step):
         from tsunax._step.loss_fn_errors import A_STEP
 

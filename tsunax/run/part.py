@@ -1,6 +1,6 @@
-"""A part of a run: what happens beside its steps, in a file that the loop does not know.
+"""A part of a run: a task between its steps, in a file that the loop does not import.
 
-Evaluation, callbacks, rows and loggers, progress and checkpoints are parts. To write another one,
+Evaluation, callbacks, rows and loggers, progress and checkpoints are parts. To write a new part,
 make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
 
     class Webhook(Part):
@@ -13,7 +13,7 @@ make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
             if error is not None:
                 post(run.step, repr(error))
 
-The loop holds a boundary at the steps that a part asks for, and there calls the parts in order.
+The loop holds a boundary at the steps that a part needs, and there calls the parts in order.
 """
 
 import contextlib
@@ -24,29 +24,29 @@ from tsunax._core import Function, trees
 
 
 class Part:
-    """A part of a run of `fit`. This one does nothing: write the methods that yours needs.
+    """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
 
-    `run` is what callbacks get: its step, state, metrics, history, `log` and `stop`. Each part has
-    its own `run.memory`, which is saved with the run.
+    `run` is the run that callbacks get, with step, state, metrics, history, `log` and `stop`. Each
+    part has its own `run.memory`, which is saved with the run.
     """
 
-    #: The part needs a boundary at every multiple of so many steps; inf for none.
+    #: The part needs a boundary at every multiple of this number of steps; inf for none.
     every: float = float("inf")
     #: Whether it needs a boundary at the end of every epoch.
     epochs: bool = False
 
     def next_step(self, step: int) -> float:
-        """The first step beyond this one at which the part needs a boundary; inf for none.
+        """The first step beyond `step` at which the part needs a boundary; inf for none.
 
-        These are the multiples of `every`. Processes of one run return the same.
+        By default the next multiple of `every`. All processes of a run return the same step.
         """
         return float("inf") if self.every == float("inf") else (step // self.every + 1) * self.every
 
     def due(self, run: Any, events: Sequence[str]) -> bool:
         """Whether `at` is called at this boundary: at `next_step`, and at ends of epochs.
 
-        Events are "start" (before the first step), "step" (a part asked for it), "evaluate" (an
-        evaluation was done), "epoch" (one has ended) and "end" (of the run).
+        Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
+        evaluation was done), "epoch" (an epoch has ended) and "end" (of the run).
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
         return is_step or (self.epochs and "epoch" in events)
@@ -55,7 +55,7 @@ class Part:
         """Called once, before the first boundary."""
 
     def at(self, run: Any, events: list[str]) -> Any:
-        """Called at a boundary, if the part is due there. The state of `run` is of its step.
+        """Called at a boundary, if the part is due there. `run.state` is the state at `run.step`.
 
         It may return a new state, as callbacks may. Only here does `run.log` add to the rows.
         """
@@ -81,12 +81,12 @@ class Watcher:
 
 
 @contextlib.contextmanager
-def blamed(what: str, fn: Function | Part, run: Any) -> Iterator[None]:
-    """Say of an exception which function raised it, and when."""
+def blamed(role: str, fn: Function | Part, run: Any) -> Iterator[None]:
+    """A block that adds to an exception which function raised it, and when."""
     try:
         yield
     except Exception as error:
-        at = f"step {run.step} (epoch {run.epoch})"
+        place = f"step {run.step} (epoch {run.epoch})"
         name = trees.describe_call(fn) if callable(fn) else type(fn).__name__
-        error.add_note(f"raised by the {what} {name} at {at}")
+        error.add_note(f"raised by the {role} {name} at {place}")
         raise

@@ -17,12 +17,12 @@ from tsunax._core.libraries import library
 from tsunax._core.tables import ASIDE, families
 from tsunax.errors import RowError
 
-_RANKS = {"loss": 0, "learning_rate": 2}  # metrics lie between
-_MOST = 12  # names in a legend
+_RANKS = {"loss": 0, "learning_rate": 2}  # metrics come between
+_MOST_NAMES = 12  # names in a legend
 _LEGEND: Any = {"fontsize": 8, "title_fontsize": 8, "edgecolor": "none"}
 
 
-def _base(name: str) -> str:
+def _panel_of(name: str) -> str:
     """The panel of a name: `val/accuracy/3` → accuracy, `1.learning_rate@head` → learning_rate."""
     head, _, tail = name.partition("@")[0].rpartition("/")
     column = head if head and tail.isdigit() else name.partition("@")[0]
@@ -30,14 +30,14 @@ def _base(name: str) -> str:
 
 
 def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Series by name, by panel: the given names, else the loss, metrics, the learning rate."""
+    """{panel: {name: series}} of `names`, or of the loss, metrics, the learning rate."""
     if not history.names:
         raise RowError("history", "plot()", "no rows", "at least one", "Nothing was logged yet.")
-    is_shown = lambda name: not name.endswith("_per_second") and _base(name) not in ASIDE
-    chosen = [names] if isinstance(names, str) else names or list(filter(is_shown, history.names))
+    has_panel = lambda name: not name.endswith("_per_second") and _panel_of(name) not in ASIDE
+    chosen = [names] if isinstance(names, str) else names or list(filter(has_panel, history.names))
     panels: dict[str, dict[str, Any]] = {}
     for name in chosen or history.names:
-        panels.setdefault(_base(name), {})[name] = history.series(name)
+        panels.setdefault(_panel_of(name), {})[name] = history.series(name)
     rank = lambda panel: 0 if names else _RANKS.get(panel, 1)
     return {panel: panels[panel] for panel in sorted(panels, key=rank)}
 
@@ -162,12 +162,12 @@ def new_figure(width: float, height: float) -> Any:
         figure.savefig(file := io.BytesIO(), format="png")
         return file.getvalue()
 
-    figure._repr_png_ = png  # IPython asks for it
+    figure._repr_png_ = png  # IPython calls it
     return figure
 
 
 def _whole_ticks(axis: Any, values: np.ndarray) -> None:
-    """Ticks at whole numbers, if the values are."""
+    """Put ticks at whole numbers, if the values are whole numbers."""
     if np.array_equal(values, np.round(values), equal_nan=True):
         ticker = library("matplotlib.ticker", "plot()", "plot")
         locator = ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
@@ -176,7 +176,7 @@ def _whole_ticks(axis: Any, values: np.ndarray) -> None:
 
 
 def log_ticks(axis: Any, values: np.ndarray) -> None:
-    """Labels of a logarithmic axis: also between powers of ten if the axis has few of them."""
+    """Label a logarithmic axis: also between powers of ten if it has only a few powers."""
     ticker = library("matplotlib.ticker", "plot()", "plot")
     subs = (1.0, 2.0, 5.0) if max(values) < 1000 * min(values) else (1.0,)
     axis.set_major_locator(ticker.LogLocator(subs=subs))
@@ -187,13 +187,13 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
 def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of a line that jumps if the number is mostly constant, and the indices of the rows.
 
-    A number that changes between two rows, but not before and after them, has jumped: it never had
-    the values between, so the line gets a step there.
+    A number that changes between two rows, but not before and after these rows, has jumped: it
+    never had the values between, so the line gets a step there.
     """
-    is_same = np.diff(values) == 0
-    is_same_around = np.concatenate([[True], is_same, [True]])
-    jumps = np.flatnonzero(~is_same & is_same_around[:-2] & is_same_around[2:]) + 1
-    if 2 * np.sum(is_same) < len(is_same):
+    is_flat = np.diff(values) == 0
+    is_flat_around = np.concatenate([[True], is_flat, [True]])
+    jumps = np.flatnonzero(~is_flat & is_flat_around[:-2] & is_flat_around[2:]) + 1
+    if 2 * np.sum(is_flat) < len(is_flat):
         jumps = jumps[:0]
     points = np.arange(len(values)) + np.searchsorted(jumps, np.arange(len(values)), "right")
     return np.insert(x, jumps, x[jumps - 1]), np.insert(values, jumps, values[jumps]), points
@@ -204,17 +204,17 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     viridis, lines = library("matplotlib", "plot()", "plot").colormaps["viridis"], {}
     kinds, dashes = families(columns, 2), itertools.cycle(("-", "--", ":", "-."))
     for names in kinds.values():
-        is_one = len(names) == 1
-        dash = "-" if is_one else next(dashes)
+        is_single = len(names) == 1
+        dash = "-" if is_single else next(dashes)
         for name, color_share in zip(names, np.linspace(0, 0.9, len(names)), strict=True):
             x, values, points = _with_jumps(*columns[name])
-            style: Any = {"linestyle": dash, "color": None if is_one else viridis(color_share)}
-            max_markers = 40 if len(names) <= _MOST else 1
+            style: Any = {"linestyle": dash, "color": None if is_single else viridis(color_share)}
+            max_markers = 40 if len(names) <= _MOST_NAMES else 1
             marker = "o" if len(points) <= max_markers else None
             style |= {"marker": marker, "markersize": 3, "markevery": points}
             (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
     single_lines = [line for name, line in lines.items() if name in kinds]
-    if list(columns) != [panel] and 0 < len(single_lines) <= _MOST:
+    if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:
         # To the right of the panel, because inside it could hide points.
         axes.legend(handles=single_lines, loc="upper left", bbox_to_anchor=(1, 1), **_LEGEND)
     all_values = np.concatenate([values for _, values in columns.values()])

@@ -1,8 +1,8 @@
-"""Progress: what a person sees of a run while it runs.
+"""Progress: the display of a run while it runs.
 
 `Progress` decides when to draw, its view how: two lines that redraw themselves on a terminal, one
-that does in a notebook, lines anywhere else. All of it goes to stderr. There is no thread: the loop
-calls `show`, which nearly always only looks at the clock.
+such line in a notebook, plain lines anywhere else. All of it goes to stderr. There is no thread:
+the loop calls `show`, which nearly always only looks at the clock.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ def _memory() -> list[str]:
 
 
 class _Lines:
-    """A plain line every 5 seconds; of a run of hours, one a minute."""
+    """A plain line every 5 seconds; in a run of hours, a line a minute."""
 
-    seconds: tuple[float, float] = 5.0, 60.0  # from one to the next, the least and the most
+    seconds: tuple[float, float] = 5.0, 60.0  # the least and the most seconds between two lines
 
     def draw(self, bar: "Progress") -> None:
         percent = f"{bar.step / bar.total:.0%}" if bar.total else ""
@@ -52,7 +52,7 @@ class _Lines:
 
 
 class _Silent(_Lines):
-    """What `progress=False` shows."""
+    """The view of `progress=False`: nothing is shown."""
 
     seconds = math.inf, math.inf
 
@@ -80,27 +80,27 @@ class _Notebook(_Lines):
 
 
 class _Terminal(_Lines):
-    """Two lines at the bottom of a terminal; what the user prints scrolls by above them."""
+    """Two lines at the bottom of a terminal; output of the user scrolls above."""
 
     seconds = 0.1, 0.1
 
     def __init__(self, console) -> None:
         from rich.live import Live
 
-        # else it is a file, and stays one
+        # a stdout that is a file must not be redirected to the terminal
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=is_shared)
 
     def draw(self, bar: "Progress") -> None:
         from rich import console, progress_bar, table, text
 
-        drawn = [progress_bar.ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
-        first = table.Table.grid(padding=(0, 2, 0, 0))
-        first.add_row(text.Text(bar.count, style="bold"), *drawn, text.Text(bar.pace, style="dim"))
+        bars = [progress_bar.ProgressBar(bar.total, bar.step, width=30)] if bar.total else []
+        grid = table.Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(text.Text(bar.count, style="bold"), *bars, text.Text(bar.pace, style="dim"))
         results = text.Text(bar.results, no_wrap=True, overflow="ellipsis")
-        ended = [text.Text(bar.reason, style="yellow")] if bar.reason else []
+        reasons = [text.Text(bar.reason, style="yellow")] if bar.reason else []
         self.live.start()
-        self.live.update(console.Group(first, results, *ended), refresh=True)
+        self.live.update(console.Group(grid, results, *reasons), refresh=True)
 
     def note(self, text: str) -> None:
         self.live.console.print(text, markup=False, highlight=False, emoji=False)
@@ -126,16 +126,16 @@ class Progress(Part):
         self.unit: str = unit
         self.step: int = start
         self.numbers: Mapping[str, float] = {}
-        self.rate: float | None = None  # units per second; None before any were timed: the compile
+        self.rate: float | None = None  # units per second; None while the first steps compile
         self.elapsed: float = 0.0  # seconds
         self.reason: str | None = None  # why it ended; None while it runs, "" at the goal
-        # the clock and the step when the first steps ended; the time before was that of compiling
-        self._timed: tuple[float, int] | None = None
-        self._newest = 0.0
-        # so far, of a run
+        # the clock and the step when the first steps ended, because before that they compiled
+        self._first_timing: tuple[float, int] | None = None
+        self._newest_time = 0.0
+        # the seconds of the run by cause, which its clock counts on
         self.seconds: Mapping[str, float] = seconds or dict.fromkeys(CAUSES, 0.0)
-        self._began = time.perf_counter()
-        self._next = self._began + self.wait
+        self._start_time = time.perf_counter()
+        self._next_draw_time = self._start_time + self.wait
 
     @property
     def wait(self) -> float:
@@ -159,8 +159,8 @@ class Progress(Part):
         if self.rate:
             texts.append(f"{short(self.rate)} {self.unit}s/s")
             if examples := self.numbers.get("examples_per_second"):
-                in_a_step = examples / self.numbers["steps_per_second"]
-                texts.append(f"{short(self.rate * in_a_step)} examples/s")
+                examples_per_step = examples / self.numbers["steps_per_second"]
+                texts.append(f"{short(self.rate * examples_per_step)} examples/s")
         data, device = self.seconds["data"], self.seconds["device"]
         if 4 * data > device:
             texts.append(f"{data / (data + device):.0%} waiting for data")
@@ -168,7 +168,7 @@ class Progress(Part):
 
     @property
     def results(self) -> str:
-        """The loss, what evaluation gave, then other metrics."""
+        """The loss, the numbers of evaluation, then other metrics."""
         is_rate = lambda name: name.endswith("_per_second") or "learning_rate" in name
         names = [x for x in self.numbers if x.split("/")[0] not in ASIDE and not is_rate(x)]
         names.sort(key=lambda name: (name.split("/")[0] != "loss", "/" not in name))
@@ -191,15 +191,15 @@ class Progress(Part):
         self.close(run.stopped if error is None else type(error).__name__)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        now = time.perf_counter()
+        clock_time = time.perf_counter()
         self.numbers = row or self.numbers
-        if self.total is not None and step > self.total:  # data had said a wrong length
+        if self.total is not None and step > self.total:  # the length of the data was wrong
             self.total = None
         if step > self.step:
-            self.step, self._newest = step, now - self.seconds["compile"]
-            self._timed = self._timed or (self._newest, step)
-        if now >= self._next:
-            self._draw(now)
+            self.step, self._newest_time = step, clock_time - self.seconds["compile"]
+            self._first_timing = self._first_timing or (self._newest_time, step)
+        if clock_time >= self._next_draw_time:
+            self._draw(clock_time)
 
     def note(self, text: str) -> None:
         self.view.note(text)
@@ -214,13 +214,13 @@ class Progress(Part):
 
     def _draw(self, clock_time: float) -> None:
         clock = clock_time - self.seconds["compile"]
-        start, steps_before = self._timed or (clock, self.step)
+        start, steps_before = self._first_timing or (clock, self.step)
         # without the time after the last step
-        end_time = clock if self.reason is None else self._newest
+        end_time = clock if self.reason is None else self._newest_time
         self.rate = (self.step - steps_before) / (end_time - start) if end_time > start else None
-        self.elapsed = clock_time - self._began
+        self.elapsed = clock_time - self._start_time
         self.view.draw(self)
-        self._next = time.perf_counter() + self.wait
+        self._next_draw_time = time.perf_counter() + self.wait
 
 
 def progress(
@@ -241,6 +241,6 @@ def _view() -> _Lines:
     console = Console(stderr=True)
     if console.is_jupyter:
         return _Notebook()
-    # not rich's is_terminal: FORCE_COLOR, which CI sets, makes a terminal of any file for it
+    # not rich's is_terminal: under FORCE_COLOR, which CI sets, it is true for any file
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and not console.is_dumb_terminal
     return _Terminal(console) if is_terminal else _Lines()

@@ -1,4 +1,4 @@
-"""Rejected steps of a run: counted, warned of, kept for `ts.replay`; and the one too many."""
+"""Rejected steps of a run: counts, warnings, calls kept for `ts.replay`, and the last error."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,30 +20,30 @@ from tsunax.step import StepInfo
 
 
 class Rejections:
-    """What a run of this step knows of the calls that were rejected."""
+    """The rejected calls of a run, and the limits for them."""
 
     def __init__(self, step: Step, state: PyTree, run: Run, max_bad: int) -> None:
         self.step: Step = step
         self.run: Run = run
         self.max_bad: int = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
         counts = np.atleast_2d(counts_of(state))
-        self.by_member: np.ndarray = counts[:, 2]  # calls whose step was rejected
-        self.count: int = int(np.max(self.by_member))  # of calls that any member rejected
+        self.by_member: np.ndarray = counts[:, 2]  # rejected calls of each member
+        self.count: int = int(np.max(self.by_member))  # calls that any member rejected
         self.in_a_row: int = 0
-        self.calls: int = most_calls(state)  # of the state before the calls that were not read
+        self.calls: int = most_calls(state)  # `calls` of the state without unread calls
         self.is_population: bool = members_of(state) is not None
         has_scale = any(s.loss_scale is not None for s in training_states(state).values())
-        # rejected ones in a row that end a call; under a loss scale some do not count
+        # rejected steps in a row that end a call; under a loss scale some do not count
         most_rejected = self.max_bad + int(np.min(counts[:, 3]))
         self.limit: int | None = None if has_scale or self.is_population else most_rejected
 
     def _has_one_verdict(self, info: Any) -> bool:
-        """Whether one verdict and one state belong to a call."""
+        """Whether a call has one verdict and one state."""
         is_one_state = isinstance(self.run.state, TrainState) and not self.is_population
         return isinstance(info, StepInfo) and is_one_state
 
     def _has_batch(self, info: Any) -> bool:
-        """Whether the batch of a rejected call can be looked at: several processes have parts."""
+        """Whether this process has the whole batch of a rejected call: each may have a part."""
         is_alone = isinstance(self.step, TrainStep) and processes.current().sees_everything
         return is_alone and self._has_one_verdict(info)
 
@@ -63,19 +63,19 @@ class Rejections:
         infos: PyTree,
         extra: Mapping[str, Any],
     ) -> int | None:
-        """Mark rejected calls, warn of the first, the tenth, ...; which one was one too many."""
+        """Mark rejected calls, warn of the first, the tenth, ...; return the call beyond limits."""
         run = self.run
         if not np.any(verdicts > 0):
             self.in_a_row = 0
             return None
-        from tsunax._step import step_errors  # words, and only here is something to say
+        from tsunax._step import step_errors  # messages, which only rejected steps need
 
         for i, by_member in enumerate(verdicts > 0):
             if not np.all(by_member):
                 self.in_a_row = 0
             if not np.any(by_member):
                 continue
-            names = trees.listed([str(at) for at in np.flatnonzero(by_member)], 8)
+            names = trees.listed([str(member) for member in np.flatnonzero(by_member)], 8)
             members = "" if np.all(by_member) else f" for members {names}"
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             parts = self._rejected_parts(info)
@@ -85,21 +85,21 @@ class Rejections:
             if self.is_population and isinstance(info, StepInfo):
                 searches = step_errors.is_searching(run.state, info, info.verdict) | ~by_member
             if len(searches) and all(searches):
-                continue  # for its loss scale
+                continue  # rejected to find a loss scale
             self.in_a_row += not members
             raises = self.max_bad == 1 and not members
             if self.count in (1, 10, 100, 1000, 10_000, 100_000) and not raises:
-                why, loss = _why(parts) or "a loss, gradient or update is not finite", ""
+                reason, loss = _reason(parts) or "a loss, gradient or update is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
                     loss = f" (loss {float(x):.6g})"
-                at = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
-                text = f"{at} was rejected{loss}{members}: {why}"
+                place = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
+                text = f"{place} was rejected{loss}{members}: {reason}"
                 if self._has_batch(infos):
                     (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
                     text += step_errors.about_batch(self.step, state, info, batch, extra)
                 is_whole = isinstance(run.state, TrainState) and not members
-                whose = "the state" if is_whole else "what was rejected"
-                warn(f"{text}. {self.count} so far; {whose} is as it was.", RuntimeWarning)
+                unchanged = "the state" if is_whole else "what was rejected"
+                warn(f"{text}. {self.count} so far; {unchanged} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i
         return None
@@ -107,12 +107,12 @@ class Rejections:
     def keep(
         self, verdicts: np.ndarray, steps: np.ndarray, chunks: Sequence[Chunk], infos: PyTree
     ) -> None:
-        """Keep the last rejected calls, for `replay`: a transfer of one batch for each of them."""
+        """Keep the last rejected calls, for `replay`: each costs a transfer of its batch."""
         state, calls_before = self.run.state, self.calls
         self.calls += len(verdicts)
         has_batch = self._has_one_verdict(infos) and processes.current().sees_everything
         if not has_batch or not np.any(verdicts > 0):
-            return  # of several processes none has the whole batch
+            return  # if there are several processes, none has the whole batch
         from tsunax._step import step_errors
 
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
@@ -125,26 +125,27 @@ class Rejections:
                 self.run.rejected.append(rejected_call)
 
     def give_up(self, i: int, chunks: Sequence[Chunk], extra: Mapping[str, Any]) -> None:
-        """Raise for a call that was one rejected too many, and say what was wrong with it."""
+        """Raise NonFiniteError for call i, one rejected call too many, with the reason."""
         run = self.run
         assert run.info is not None
         last = f"the last of {self.max_bad} in a row, " if self.max_bad > 1 else ""
         raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
         limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
-        why, hint = _why(self._rejected_parts(run.info)) or "not finite", ""
+        reason, hint = _reason(self._rejected_parts(run.info)) or "not finite", ""
         if self._has_batch(run.info):
             from tsunax._step import step_errors
 
             batch, _ = _batch_of(i, chunks)
-            why = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
+            reason = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
             hint = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
-        summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {why}; {limit}"
-        when = "after" if isinstance(run.state, States) else "before"  # another member has moved
+        summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {reason}; {limit}"
+        # another member of States may have applied its update
+        when = "after" if isinstance(run.state, States) else "before"
         text = f"{summary}. `error.state` is the state {when} it.{hint}"
         raise NonFiniteError(text, run.state, run.info)
 
 
-def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
+def _reason(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
     reasons = (
         f"{name}{name and ': '}{guard.explain(int(x.verdict), s.opt_state)}" for name, s, x in parts
     )
@@ -152,7 +153,7 @@ def _why(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
 
 
 def _batch_of(i: int, chunks) -> tuple[Any, int]:
-    """The batch of the i-th of the calls that these chunks hold, on the host, and its epoch."""
+    """The batch of call i of these chunks, on the host, and its epoch."""
     chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
     i += chunk.steps
     with jax.transfer_guard("allow"):  # once for a rejected call

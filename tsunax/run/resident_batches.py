@@ -1,4 +1,4 @@
-"""Batches that a compiled loop gathers of arrays on the device: nothing is copied for a call."""
+"""Batches that a compiled loop gathers from arrays on the device: no call copies batches."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class ResidentRows(Feeder):
     def __init__(self, source: Source, most_steps: int, is_population: bool) -> None:
         self._source, self._is_population = source, is_population
         self.size: int = max(2, min(len(source.data), most_steps))
-        self._full_rows = 0  # rows of a batch, but for a short one at the end of an epoch
+        self._full_rows = 0  # rows of a batch, except for a short batch at the end of an epoch
 
     def take(self, demand: Demand) -> Chunk | None:
         source, epoch = self._source, self._source.epoch

@@ -15,23 +15,23 @@ from tsunax.run.part import Part, blamed
 
 @dataclass(eq=False)
 class Rows(Part):
-    """The rows of a run. To the newest one an evaluation and callbacks may still add numbers."""
+    """The rows of a run. An evaluation and callbacks may still add numbers to the newest row."""
 
     run: Any
     goal: Goal
     loggers: Sequence[Any]
     clock: Clock
-    settings: Function  # what a logger is told at the start, by `(path, has_closing_row)`
-    step: int = -1  # of the newest row
-    told_step: int = -1  # of the row that the loggers were given last
+    settings: Function  # `(path, has_closing_row)` -> the settings that a logger gets at the start
+    step: int = -1  # the step of the newest row
+    flushed_step: int = -1  # the step of the last row that the loggers got
     resumed_row: int = -1  # the step of a row that loggers got before the run was resumed there
-    # what makes the row of the newest step, if it has none
-    last: tuple[Callable[[], Mapping[str, Any]], int] | None = None
-    is_closed: bool = False  # whether further numbers belong to the end of the run alone
-    # Whether the loggers get this row at the end of the run, which comes next at the same step.
+    # a function that makes the row of the newest step, and this step, if it has no row
+    pending: tuple[Callable[[], Mapping[str, Any]], int] | None = None
+    is_closed: bool = False  # whether further numbers belong to the end of the run only
+    # Whether the loggers get this row at the end of the run, the next boundary at the same step.
     is_open: bool = False
     has_closing_row: bool = False  # see `reopen`
-    opened: list[Any] = field(default_factory=list)  # loggers
+    opened: list[Any] = field(default_factory=list)  # loggers that have begun
 
     def due(self, run: Any, events: Any) -> bool:
         return True
@@ -47,13 +47,13 @@ class Rows(Part):
         is_end = "end" in events
         if is_end and run.stopped:
             run.history.mark("stop", run.step, run.stopped)
-        is_over = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
-        self.is_open = is_over and not is_end
+        is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
+        self.is_open = is_last_row and not is_end
         if not self.is_open:
             self.flush()
 
     def end(self, run: Any, error: BaseException | None) -> None:
-        """Give loggers the last row, as far as it can be had, and close them."""
+        """Close the loggers; after an error give them the last row first, if it can be made."""
         with contextlib.ExitStack() as stack:
             for logger in self.opened:
                 if hasattr(logger, "close"):
@@ -63,7 +63,7 @@ class Rows(Part):
                     self.flush()
 
     def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
-        """Rows for the history, and for the loggers but the last one: it may not be whole yet."""
+        """Add rows to the history and the loggers, which get the last row when it is complete."""
         self.flush()
         self.run.history.extend(columns, steps)
         for i in range(len(steps)) if self.loggers else [len(steps) - 1]:
@@ -72,73 +72,73 @@ class Rows(Part):
         self.run.metrics |= self.run.row
 
     def begin_row(self, step: int) -> None:
-        """From here on numbers belong to the row of this step."""
+        """Begin the row of this step, to which numbers belong from now on."""
         if step != self.step:
             self.flush()
             self.step, self.run.row = step, {}
 
     def add(self, row: Mapping[str, float], step: int) -> None:
-        """A row of numbers, or more numbers for the row of this step."""
+        """Add a row of numbers, or more numbers to the row of this step."""
         self.begin_row(step)
         self.run.row |= row
         self.run.metrics |= row
         self.record(row, step)
 
     def record(self, row: Mapping[str, float], step: int) -> None:
-        """Add numbers to the history: a run that continues keeps none of those of its end."""
+        """Add numbers to the history. A run that continues drops the numbers of its end."""
         history = self.run.history
         (history.close if self.is_closed else history.add)(row, step)
 
-    def reopen(self, step: int, is_over: bool) -> None:
-        """Take out of the history what only the end of the run has, because the run continues.
+    def reopen(self, step: int, has_last_row: bool) -> None:
+        """Remove the numbers of the end of the run from the history, because the run continues.
 
-        Sets `has_closing_row`: whether the row of this `step` is another one now, or was saved
-        before loggers had it, because only the end of the run is missing: they get it once more.
+        Sets `has_closing_row`: whether loggers get the row of this `step` once more. They do if
+        its numbers have changed, or if it is the last row and was saved before they got it.
         """
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
         newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
         row = {name: x for name, (i, x) in newest.items() if i == step}
-        if closing_step != step and not is_over:
+        if closing_step != step and not has_last_row:
             self.resumed_row = step if row else -1
             return
-        if numbers:  # the row of the end again, if the run ends before its next step
-            self.last = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
+        if numbers:  # the row of the end, for a run that ends before its next step
+            self.pending = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
         self.step, run.row, self.has_closing_row = step, row, True
 
     def close(self) -> None:
-        """Add the row of the last step, whatever `log_every` is. Loggers get one row of a step."""
+        """Add the row of the last step, also between `log_every`. Loggers get each step once."""
         self.is_closed = True
-        if self.last is None:
+        if self.pending is None:
             return
-        (row_of, step), self.last = self.last, None
+        (row_of, step), self.pending = self.pending, None
         row = {name: float(x[0]) for name, x in row_of().items()}
-        if step == self.told_step:
+        if step == self.flushed_step:
             self.record(row, step)
             self.run.metrics |= row
         else:
             self.add(row, step)
 
     def numbers_at(self, step: int) -> dict[str, float]:
-        """The newest numbers, as far as they are of this step."""
+        """The newest finite numbers that belong to this step."""
         history = self.run.history
         newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
-        found = {name: x for name, (at, x) in newest.items() if at == step}
-        if self.last is not None and self.last[1] == step:  # its row is no row of the history
-            found |= {name: float(x[0]) for name, x in self.last[0]().items()}
-        return {name: x for name, x in found.items() if np.isfinite(x)}
+        numbers = {name: x for name, (i, x) in newest.items() if i == step}
+        if self.pending is not None and self.pending[1] == step:  # not in the history
+            numbers |= {name: float(x[0]) for name, x in self.pending[0]().items()}
+        return {name: x for name, x in numbers.items() if np.isfinite(x)}
 
     def flush(self) -> None:
         """Give the newest row to the loggers."""
         row, self.run.row = self.run.row, {}
-        self.told_step = self.step if row else self.told_step
+        self.flushed_step = self.step if row else self.flushed_step
         for logger in self.loggers if row and self.step != self.resumed_row else ():
             with self.clock("callbacks"), blamed("logger", logger, self.run):
                 logger(dict(row), step=self.step)
 
     def sync(self) -> None:
-        """Put the rows on the disk: a run that resumes here does not log them again."""
+        """Put the rows on the disk, because a run that resumes here does not log them again."""
         for logger in self.loggers:
             if (sync := getattr(logger, "sync", None)) is not None:
                 with blamed("logger", logger, self.run):

@@ -1,4 +1,4 @@
-"""What a callback sees of a run of `fit`, and the rejected calls that it keeps."""
+"""The run of `fit` that callbacks get, and the rejected calls that it keeps."""
 
 import collections
 import dataclasses
@@ -16,28 +16,28 @@ from tsunax.run.options import Options
 from tsunax.run.rows import Rows
 from tsunax.state import TrainState, check_state
 
-# names that rows have of themselves; no metric may be called so
+# Names of rows that `fit` fills: no metric may have such a name.
 OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
 OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
-INTERRUPTED = "interrupted"  # why a run stops that a signal ends
+INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A call whose step was rejected: what it takes, beside the state, to have it again."""
+    """A call with a rejected step: with a state, it has all that a repetition needs."""
 
-    step: int  # of the clock
-    calls: int  # of the state when it was called: its keys come from that
+    step: int  # the step of the state
+    calls: int  # `calls` of the state before the call, which decides its random keys
     epoch: int
     batch: PyTree  # on the host, without rows of padding
-    loss_scale: Scalar  # the one that it used, where the state has one
+    loss_scale: Scalar  # the loss scale of the call; None without a loss scale
 
     def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
         """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
 
-        From the state that the run ended in, as `error.state`: a rejected step leaves it as it was.
-        If others were applied since, StateError, or with `exact=False` that call with later params.
+        Give it the state at the end of the run, `error.state`: a rejected step does not change it.
+        If later steps were applied, StateError, or with `exact=False` the call with later params.
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
@@ -52,7 +52,7 @@ class Rejected:
 
 
 class Run:
-    """What a callback sees of a run; it may change `memory`, and call `log` and `stop`."""
+    """The run that callbacks get; they may change `memory`, and call `log` and `stop`."""
 
     def __init__(
         self,
@@ -69,27 +69,27 @@ class Run:
         self.event = "start"
         self.step: int = step
         self.epoch: int = feed.epoch
-        self.place: Callable[[], dict[str, Any]] = feed.place  # where the data are, to be saved
+        self.place: Callable[[], dict[str, Any]] = feed.place  # the position of the data, to save
         self.state: PyTree = state
-        self.info: Any = None  # of the last step, its numbers on the host; None before the first
+        self.info: Any = None  # the info of the last step, on the host; None before the first step
         self.metrics: dict[str, float] = {name: history.last(name) for name in history.names}
         self.history = history
-        self.memory: dict[str, Any] = {}  # the callback's own; saved and given back
+        self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
         self.stopped: str = stopped
-        self.interrupted: bool = False  # whether a signal ends it
+        self.interrupted: bool = False  # whether a signal ends the run
         self.is_changed: bool = False  # whether a callback of this boundary returned a state
         self.evaluated: int = -1  # the step of the newest evaluation
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.note: Callable[[str], None] = note  # a line above the progress
-        # the last ones
+        # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
         parts_of_rows = options.goal, options.loggers, options.clock, settings
         self.rows: Rows = Rows(self, *parts_of_rows)
 
     def log(self, **numbers: Any) -> None:
-        """Let numbers join the row of this step; of two with one name the newer one wins."""
+        """Add numbers to the row of this step; a newer number replaces an older one of its name."""
         self.check_own(numbers, "run.log()")
         row = check_row(numbers, "run.log()")
         self.row |= row
@@ -109,11 +109,11 @@ class Run:
 
 def with_state(error: Any, run: Run) -> Any:
     """An exception with the state and the history of the run that it ends."""
-    is_gone = any(map(trees.is_gone, jax.tree.leaves(run.state)))
+    is_donated = any(map(trees.is_gone, jax.tree.leaves(run.state)))
     if getattr(error, "state", None) is None:
-        error.state = None if is_gone else run.state
+        error.state = None if is_donated else run.state
     error.history, error.rejected = run.history, tuple(run.rejected)
-    if is_gone:
+    if is_donated:
         place = f"step {run.step}"
         error.add_note(f"the failed call had consumed the state of {place}: error.state is None")
     return error

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the one that it starts from, and those that it makes.
+"""Checkpoints of a run: it starts from the newest, and makes new ones.
 
 `fit` loads this file only if it has a checkpoint.
 """
@@ -25,7 +25,7 @@ from tsunax.run.run import INTERRUPTED, Run
 
 
 def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
-    """A context with the `Checkpoints` that a user gave, or those of a path, which end with it."""
+    """A context with the user's `Checkpoints`, or with new ones for a path, which it closes."""
     if isinstance(checkpoint, Checkpoints):
         return contextlib.nullcontext(checkpoint)
     if isinstance(checkpoint, str | os.PathLike):
@@ -36,15 +36,15 @@ def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManag
 
 @dataclass(frozen=True)
 class Restart:
-    """The newest checkpoint of a run, if there is one, and the script that goes on with it."""
+    """The newest checkpoint of a run, if there is one, and the script that continues with it."""
 
     saver: Checkpoints
     restored: Restored
-    is_in_hand: bool  # whether the state given is further than the checkpoint
+    is_in_hand: bool  # whether the user's state is further than the checkpoint, and stays
     script: dict[str, Any]  # see `checkpoints.script_settings.script_of`
 
     @classmethod
-    def of(
+    def load(
         cls,
         saver: Checkpoints,
         step: Step,
@@ -66,17 +66,17 @@ class Restart:
         return self.restored.step
 
     @property
-    def before(self) -> Mapping[str, Any]:
-        """What the checkpoint says of the script that made it, and of the end of its run."""
+    def saved_script(self) -> Mapping[str, Any]:
+        """Facts about the script that made the checkpoint, and about the end of its run."""
         return self.restored.script if isinstance(self.restored.script, dict) else {}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run goes on from the checkpoint, and `fit` made it."""
+        """Whether the run continues from the checkpoint, and `fit` made it."""
         return not self.is_in_hand and self.restored.script is not None
 
     def parts_of_fit(self) -> tuple[History | None, dict[str, Any]]:
-        """The history, the memory of callbacks; CheckpointError for values of one's own loop."""
+        """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
         restored, data, name = self.restored, self.restored.data, "data"
         try:
             if data is not None:
@@ -96,12 +96,12 @@ class Restart:
     def beginning(
         self, history: History, memory: dict[str, Any], start: int, options: Options
     ) -> Beginning:
-        """What the run starts from."""
+        """The position and the values that the run starts from."""
         is_resumed = self.step == start
         is_of_checkpoint = self.step is not None and not self.is_in_hand
         if not (is_resumed and self.is_whole):
             return Beginning(history, memory, is_resumed, is_of_checkpoint)
-        script = self.before
+        script = self.saved_script
         return Beginning(
             history,
             memory,
@@ -113,8 +113,8 @@ class Restart:
         )
 
     def _stop_reason(self, options: Options) -> str:
-        """Why the run stopped, if the same call is made again: same goal, same callbacks."""
-        match self.before.get("stop"):
+        """Why the run stopped, if this call has the same goal and callbacks; else ""."""
+        match self.saved_script.get("stop"):
             case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
                 return reason
             case _:  # the run did not stop; or the script has another goal or other callbacks
@@ -123,26 +123,28 @@ class Restart:
     def warn_of_edits(self, start: int) -> None:
         """Warn of settings that the script has changed since the checkpoint."""
         if self.step is not None and not self.is_in_hand:
-            for note in script_settings.edits(self.before.get("settings"), self.script["settings"]):
+            for note in script_settings.edits(
+                self.saved_script.get("settings"), self.script["settings"]
+            ):
                 warn(f"fit(): resumed from step {start} in {self.saver.path}, but {note}")
 
 
 class Saving(Part):
-    """Saves a run: every so many steps or every epoch, where a metric is best, and at the end."""
+    """Saves a run: every n steps or every epoch, at the best values of a metric, and at the end."""
 
     def __init__(self, options: Options, restart: Restart, memory: dict[str, Any]) -> None:
         self.options: Options = options
         self.saver: Checkpoints = restart.saver
         self.memory: dict[str, Any] = memory
         self.every: float = self.saver.every or float("inf")
-        self.epochs: bool = not self.saver.every  # where nobody said when
-        script, before = restart.script, restart.before
+        self.epochs: bool = not self.saver.every  # by default, without `every`
+        script, saved_script = restart.script, restart.saved_script
         if restart.is_in_hand:
-            # the run began with another state, which the script gives when it is started again
-            script = script | {k: before[k] for k in ("calls", "states") if k in before}
+            # the run began with another state, which the script makes when it is started again
+            script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.step is not None and not restart.is_in_hand
-        self.saved: Any = None  # the step and the place of the data when it was saved last
+        self.saved: Any = None  # the step and the place of the data at the last save
 
     def begin(self, run: Run) -> None:
         if self.is_resumed:
@@ -155,7 +157,7 @@ class Saving(Part):
         saver, is_end = self.saver, "end" in events
         saver.poll()
         due = saver.due(run.step) or ("epoch" in events and self.epochs)
-        # the end adds its evaluation, and what callbacks do there, to what this step has
+        # the end is saved again, because evaluation and callbacks add to the save at this step
         is_new = self.saved != (run.step, run.place())
         if is_end or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
@@ -183,20 +185,20 @@ class Saving(Part):
                 self.saver.wait()
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
-        """What a checkpoint says of the end of its run, for the same call of `fit` after it."""
+        """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""
         if run.stopped == INTERRUPTED:
             return {}
         stop = [str(self.options.goal), self.options.names, run.stopped]
         return {"has_ended": is_end} | ({"stop": stop} if run.stopped else {})
 
     def _is_best(self, run: Run) -> bool:
-        """Whether `keep_best` got one of its best values at this step, which no later save has."""
+        """Whether the value of `keep_best` at this step is among its best: no later save has it."""
         best = self.saver.keep_best
         if best is None or best.metric in run.row_names:
             return False
-        # what callbacks log may differ between processes, and all of them save together
-        is_alike = processes.current().sees_everything or best.metric in run.evaluated_names
-        if not is_alike or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
+        # callbacks of each process may log other numbers, and all processes save together
+        is_shared = processes.current().sees_everything or best.metric in run.evaluated_names
+        if not is_shared or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
             return False
-        known = zip(*run.history.series(best.metric), strict=True)
-        return run.step in best.of({int(at): {best.metric: x} for at, x in known if np.isfinite(x)})
+        pairs = zip(*run.history.series(best.metric), strict=True)
+        return run.step in best.of({int(i): {best.metric: x} for i, x in pairs if np.isfinite(x)})

@@ -1,4 +1,4 @@
-"""Batches that are not stacked: one for each call, or the only one for many calls."""
+"""Batches that are not stacked: one for each call, or a single batch for many calls."""
 
 import jax
 import numpy as np
@@ -10,12 +10,12 @@ from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 from tsunax.run.chunks import Chunk, Demand, Feeder, Forms, Placer, with_room
 
-# Copies of the only batch, made once for many calls.
+# Bytes of the copies of a single batch, which are made once for many calls.
 REPEATED_BYTES = 4 << 20
 
 
 class SingleBatches(Feeder):
-    """Single batches, for a step that is called as it is."""
+    """Single batches, for a step that is called without a loop."""
 
     def __init__(self, source: Source, forms: Forms, placer: Placer) -> None:
         self._source, self._forms, self._placer = source, forms, placer
@@ -34,7 +34,7 @@ class SingleBatches(Feeder):
 
 
 class OneBatch(Feeder):
-    """Many epochs of the only batch of the data. It is read again after every boundary."""
+    """Many epochs of data with a single batch, which is read again after every boundary."""
 
     def __init__(self, source: Source, forms: Forms, placer: Placer, last_epoch: float) -> None:
         self._source, self._forms, self._placer = source, forms, placer
