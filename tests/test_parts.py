@@ -106,6 +106,27 @@ def test_a_part_may_say_at_which_steps_it_is_due():
     assert not hasattr(part, "is_last")
 
 
+def test_the_error_that_a_part_is_told_of_has_the_state_and_the_history():
+    class Reads(ts.callbacks.Part):
+        def end(self, run, error):
+            self.about = error.state, error.history
+
+    def fail(run):
+        raise ValueError("no")
+
+    part = Reads()
+    with pytest.raises(ValueError, match="no") as caught:
+        fit(callbacks=[part, ts.callbacks.every(4, fail)])
+    assert part.about[0] is caught.value.state and int(part.about[0].step) == 4
+    assert part.about[1] is caught.value.history
+
+
+def test_a_dry_run_calls_a_part_once():
+    part = Told(every=100)
+    fit(steps=1000, callbacks=[part], dry_run=True)
+    assert part.calls == [("begin", 0), ("end", 2), ("end", 2, None)]
+
+
 class Ends(ts.callbacks.Part):
     def __init__(self, name, calls, raises=()):
         self.name, self.calls, self.raises = name, calls, raises

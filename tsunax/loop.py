@@ -37,6 +37,7 @@ from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Goal, Options, check_step
+from tsunax.run.part import Part
 from tsunax.run.run import with_state
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def fit(
     epochs: int | None = None,
     evaluate: Function | None = None,
     evaluate_every: int | str = "epoch",
-    callbacks: Function | Sequence[Function] = (),
+    callbacks: Function | Part | Sequence[Function | Part] = (),
     logger: Function | Sequence[Function] | None = (),
     checkpoint: "StrPath | Checkpoints | None" = None,
     resume: str = "auto",
@@ -216,8 +217,9 @@ def fit(
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
         a number of steps), at the end, and once before the first step if a callback or `keep_best`
         waits for a name with a slash.
-      callbacks: functions `f(run) -> None | state`, see `callbacks`. `every(n, f)` is called at
-        multiples of n steps; a plain function at every boundary, `log_every` included.
+      callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
+        `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
+        `log_every` included.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
@@ -233,7 +235,7 @@ def fit(
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
       max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
-        every callback once; no logger, no checkpoint.
+        every callback and part once; no logger, no checkpoint.
       history: a `History` to add rows to.
       extra: arguments for `step` by name: `step(state, batch, **extra)`. A callback may replace
         them, `extra["scale"] = 0.5`; changes within an array have no effect.

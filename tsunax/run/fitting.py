@@ -33,7 +33,7 @@ from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run
+from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run, with_state
 from tsunax.step import StepInfo
 
 # Batches stay in memory until the infos of their call are read; beyond this many bytes we read at
@@ -264,16 +264,17 @@ class Fit:
                 error.add_note(f"then the end of the run raised {failure!r}")
 
         with contextlib.ExitStack() as stack:
-            for part in self.begin_order:
-                stack.push(functools.partial(end, part))
-                part.begin(self.run)
             try:
+                for part in self.begin_order:
+                    stack.push(functools.partial(end, part))
+                    part.begin(self.run)
                 yield
             except BaseException as error:
                 # log the numbers of applied steps, if they can be read
                 if not isinstance(error, NonFiniteError):
                     with contextlib.suppress(Exception):
                         self.read(0)
+                with_state(error, self.run)
                 raise
 
     def read(self, leave: int) -> None:
@@ -316,22 +317,7 @@ class Fit:
         fatal = rejections.note(by_member, steps, chunks, infos, self.caller.extra)
         n = len(epochs) if fatal is None else fatal + 1  # the loop ended there
         rejections.keep(verdicts[:n], steps, chunks, infos)
-        columns = dict(info_columns.columns(infos)) | named
-        columns["epoch"] = epochs
-        rejected_calls = rejected if rejections.is_population else rejected[:, 0]
-        columns |= info_columns.by_element("rejected", rejected_calls)
-        large = {name: np.shape(x)[1] for name, x in columns.items() if np.ndim(x) > 1}
-        for name, size in large.items() if run.info is None else ():
-            reason = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
-            warn(f"fit(): {name!r} gets no column: it has {reason}. Reduce it in the metric.")
-        columns = {name: x for name, x in columns.items() if name not in large}
-        rates = self.rates(columns, infos)
-        held_numbers = self.held_numbers.columns_of(run.state)
-        reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
-        if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:
-            got, fix = "a name that fit reserves", "Rename the metric."
-            raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
-        run.row_names.update(columns, held_numbers)
+        columns, numbers = self.columns_of(infos, named, epochs, rejected)
         state = run.state  # a callback may replace run.state
 
         def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -339,9 +325,7 @@ class Fit:
             if self.options.steps_per_call is None:
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
                 rows_by_name |= info_columns.scheduled(infos, state, stack)
-            return rows_by_name | {
-                name: np.full(len(rows), x) for name, x in (rates | held_numbers).items()
-            }
+            return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
         is_due = (steps[applied] % log_every == 0) | (steps[applied] == 1)
@@ -363,6 +347,30 @@ class Fit:
         finally:  # the error of a part is the context of the error raised here
             if fatal is not None:
                 rejections.give_up(fatal, chunks, self.caller.extra)
+
+    def columns_of(
+        self, infos: PyTree, named: dict[str, Any], epochs: np.ndarray, rejected: np.ndarray
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The columns of these steps, and the numbers that are the same in all their rows."""
+        run, is_population = self.run, self.rejections.is_population
+        columns = dict(info_columns.columns(infos)) | named
+        columns["epoch"] = epochs
+        columns |= info_columns.by_element(
+            "rejected", rejected if is_population else rejected[:, 0]
+        )
+        large = {name: np.shape(x)[1] for name, x in columns.items() if np.ndim(x) > 1}
+        for name, size in large.items() if run.info is None else ():
+            reason = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
+            warn(f"fit(): {name!r} gets no column: it has {reason}. Reduce it in the metric.")
+        columns = {name: x for name, x in columns.items() if name not in large}
+        rates = self.rates(columns, infos)
+        held_numbers = self.held_numbers.columns_of(run.state)
+        reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
+        if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:
+            got, fix = "a name that fit reserves", "Rename the metric."
+            raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
+        run.row_names.update(columns, held_numbers)
+        return columns, rates | held_numbers
 
     def rates(self, columns: dict[str, Any], infos: PyTree) -> dict[str, float]:
         """The steps and examples per second. Removes the weights of steps from the columns."""

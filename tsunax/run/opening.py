@@ -97,7 +97,7 @@ def _parts(
         parts.append(CallbackCalls(options, memory))
         names = options.names[len(options.callbacks) :]
         for name, part in zip(names, options.parts, strict=True):
-            parts.append(UserPart(part, options.clock, memory.setdefault(name, {})))
+            parts.append(UserPart(part, options, memory.setdefault(name, {})))
     if watched:
         from tsunax.run.awaited import Awaited
 

@@ -3,7 +3,7 @@
 Evaluation, callbacks, rows and loggers, progress and checkpoints are parts. To write a new part,
 make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
 
-    class Webhook(Part):
+    class Webhook(ts.callbacks.Part):
         every = 100
 
         def at(self, run, events):
@@ -46,7 +46,8 @@ class Part:
         """Whether `at` is called at this boundary: at `next_step`, and at ends of epochs.
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
-        evaluation was done), "epoch" (an epoch has ended) and "end" (of the run).
+        evaluation was done), "epoch" (an epoch has ended) and "end" (of the run). To be called at
+        "start" or "end", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
         return is_step or (self.epochs and "epoch" in events)
@@ -66,8 +67,11 @@ class Part:
     def end(self, run: Any, error: BaseException | None) -> None:
         """Called once at the end of the run if `begin` was called; with the error that ends it.
 
-        Parts end in the reverse order of their beginning. An error that `end` raises is a note of
-        the error that ends the run. `run.log` has no effect here.
+        The error has `state` and `history`, see `fit`. It is None for a run that reached its goal,
+        that a callback stopped, or that a signal ended (`run.interrupted`). Parts end in the
+        reverse order of their beginning, the loggers after those of users: an error of a logger
+        comes too late for them. An error that `end` raises ends the run, or is a note of the error
+        that does. `run.log` has no effect here.
         """
 
 

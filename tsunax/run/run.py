@@ -68,10 +68,11 @@ class Run:
     ) -> None:
         self.event = "start"
         self.step: int = step
-        self.epoch: int = feed.epoch
+        self.epoch: int = feed.epoch  # counted at boundaries, a fraction in rows
         self.place: Callable[[], dict[str, Any]] = feed.place  # the position of the data, to save
         self.state: PyTree = state
         self.info: Any = None  # the info of the last step, on the host; None before the first step
+        # the newest number of each column: of the last row, so not always of this step
         self.metrics: dict[str, float] = {name: history.last(name) for name in history.names}
         self.history = history
         self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
@@ -110,10 +111,11 @@ class Run:
 def with_state(error: Any, run: Run) -> Any:
     """An exception with the state and the history of the run that it ends."""
     is_donated = any(map(trees.is_gone, jax.tree.leaves(run.state)))
+    has_history = hasattr(error, "history")
     if getattr(error, "state", None) is None:
         error.state = None if is_donated else run.state
     error.history, error.rejected = run.history, tuple(run.rejected)
-    if is_donated:
+    if is_donated and not has_history:
         place = f"step {run.step}"
         error.add_note(f"the failed call had consumed the state of {place}: error.state is None")
     return error
