@@ -156,9 +156,9 @@ def migrate(
     options |= {name: old_options[name] for name, x in options.items() if x is KEEP}
     fresh = setup(cast(Any, rule), _with_masters(new_params, state), **options)
     notes: _ReportLists = {f.name: [] for f in dataclasses.fields(Report)}
-    with_tables = number_table.lower(fresh.opt_state, fresh.numbers)
+    with_tables = number_table.join_numbers(fresh.opt_state, fresh.numbers)
     with_tables = _with_old_arrays(with_tables, [*_slots(state).values()], _slots(fresh), notes)
-    opt_state, numbers = number_table.hoist(with_tables)
+    opt_state, numbers = number_table.split_numbers(with_tables)
     if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
         opt_state = jax.tree.map(offloaded, opt_state)
     clock = put_on_devices_of(fresh.params, own(state.clock))
@@ -174,7 +174,7 @@ def migrate(
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
     named_leaves, slots = trees.leaves_with_names(base(state)), {}
-    with_tables = number_table.lower(state.opt_state, state.numbers)
+    with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
     owners = owners_in(state.plan.init, skeleton, base(state))

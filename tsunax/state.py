@@ -404,7 +404,7 @@ def setup(
     inspecting.check_update(rule, master_params)
     if policy is not None and policy.moments != "float32":
         opt_state = state_setup.with_low_moments(opt_state, plan, master_params)
-    opt_state, numbers = number_table.hoist(opt_state)
+    opt_state, numbers = number_table.split_numbers(opt_state)
     place = functools.partial(placement.put_on_devices_of, trained)
     return TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),

@@ -246,7 +246,7 @@ def update_unchecked(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
         emitted = guard.emitted(opt_state)
-        opt_state = number_table.hoist_like(opt_state, state.numbers)
+        opt_state = number_table.without_numbers(opt_state, state.numbers)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
             raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
         if (policy := state.plan.precision) is not None:
@@ -450,7 +450,7 @@ def _ruled(
         if callable(arguments.get(name)):
             arguments[name] = checks.accepting(arguments[name], arguments)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
-    opt_state = number_table.lower(opt_state, state.numbers, state.step)
+    opt_state = number_table.join_numbers(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **arguments)
     trees_of_rule, has_rows, result = (params, opt_state), mean is not grads, None
     try:

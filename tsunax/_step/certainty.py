@@ -28,7 +28,7 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, st
     kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
     if len(kinds) > 1 or "" in kinds:
         return None, "float16, or dtypes of several ranges"
-    opt_state = number_table.lower(state.opt_state, state.numbers, state.step)
+    opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
     is_complex = any(map(jnp.iscomplexobj, inputs))
     norm, (kind,) = lambda: guard.global_norm(base(state)), kinds
     try:
