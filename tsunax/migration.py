@@ -34,7 +34,7 @@ from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
-from tsunax.state import TrainState, base, check_state, own, setup, trained_part
+from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
 from tsunax.states import States
 
 __all__ = ["Report", "migrate"]
@@ -173,11 +173,11 @@ def migrate(
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named_leaves, slots = trees.leaves_with_names(base(state)), {}
+    named_leaves, slots = trees.leaves_with_names(master_params(state)), {}
     with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
-    owners = owners_in(state.plan.init, skeleton, base(state))
+    owners = owners_in(state.plan.init, skeleton, master_params(state))
     for i, ((path, x), owner) in enumerate(zip(leaves_with_paths, owners, strict=True)):
         name, suffix, state_path = None, (), path
         if owner is not None:
@@ -310,7 +310,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     for f in (f for f in old._fields if f.name not in new.__dict__):
         values[f.name] = getattr(old, f.name)
         if f.name in averages:
-            values[f.name] = averages[f.name].of(base(new))
+            values[f.name] = averages[f.name].of(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
             fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tsunax import guard
 from tsunax._core import PyTree, Scalar, trees
 from tsunax.rules import number_table, update_bounds
-from tsunax.state import TrainState, base, trained_part
+from tsunax.state import TrainState, master_params, trained_part
 
 # {dtype: a real dtype with the same range}
 RANGES = {
@@ -24,13 +24,13 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, st
 
     True, or a traced bool if it depends on live numbers.
     """
-    inputs = jax.tree.leaves((trained_part(state), base(state), grads, state.opt_state))
+    inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
     kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
     if len(kinds) > 1 or "" in kinds:
         return None, "float16, or dtypes of several ranges"
     opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
     is_complex = any(map(jnp.iscomplexobj, inputs))
-    norm, (kind,) = lambda: guard.global_norm(base(state)), kinds
+    norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
     try:
         is_certain = update_bounds.certain(
             state.plan.update, opt_state, kind, is_complex, weight, norm

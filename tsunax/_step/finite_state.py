@@ -18,7 +18,7 @@ from tsunax._step.certainty import certainty
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError, message, warn
-from tsunax.state import TrainState, base, trained_part
+from tsunax.state import TrainState, master_params, trained_part
 
 # Limits of moments, by dtype; 2^100 by default. Gradients below 1e30 make no larger moment, and
 # updates of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127.
@@ -43,7 +43,7 @@ def _judges_gradient_alone(state: TrainState) -> bool:
 def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
     """The parts of a message for each leaf with which finite gradients make NaN."""
     averages = {name: average.params for name, average in averages_of(state).items()}
-    inputs_of_rule = {"params": base(state), "opt_state": state.opt_state}
+    inputs_of_rule = {"params": master_params(state), "opt_state": state.opt_state}
     is_unseen = functools.cache(lambda: _judges_gradient_alone(state))  # a trace, for faults only
     for name, tree in (averages | inputs_of_rule).items():
         for place, x in trees.leaves_at(f"state.{name}", tree):

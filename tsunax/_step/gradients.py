@@ -29,8 +29,8 @@ from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
     TrainState,
-    base,
     check_state,
+    master_params,
     overwritten_part,
     params_with_trained,
     trained_part,
@@ -185,7 +185,7 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
     if (scale := state.loss_scale) is None:
         return grads
     unscale = lambda g: g.astype(trees.wide_dtype(g)) / scale.scale
-    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
+    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, master_params(state))
 
 
 def _square_of(state: TrainState) -> Function:
