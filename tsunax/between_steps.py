@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tsunax import guard
 from tsunax._core import Function, placement
-from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax._step.members import over_members
 from tsunax.errors import LossError
 from tsunax.loss import check_model_state
@@ -30,7 +30,7 @@ def update_batch_stats(loss_fn: Function) -> Function:
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
         keywords = fn.keywords(state, extra, train=True)
-        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords)
+        loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise LossError(
                 "model_state",

@@ -326,7 +326,7 @@ def _label(where: Where) -> str:
 def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None, tuple[int, ...]]:
     """The groups of `s` split by `hits`: (the new cut, or None if the old one will do; parents)."""
     old = s.cut or Cut((0,) * len(s.paths), ("",))
-    pairs = list(zip(old.of, hits, strict=True))
+    pairs = list(zip(old.group_of_leaf, hits, strict=True))
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
     if not split:
         return None, ()
@@ -345,7 +345,7 @@ def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict
     """The values to set for the matched leaves: {column of the numbers: (live, index, value)}."""
     cells = {}
     for live_index, s, group, start in _table(state).columns():
-        group_of_leaf = s.cut.of if s.cut else (0,) * len(s.paths)
+        group_of_leaf = s.cut.group_of_leaf if s.cut else (0,) * len(s.paths)
         hits = zip(group_of_leaf, [path in matched for path in s.paths], strict=True)
         if any(hit and leaf_group == group for leaf_group, hit in hits):
             for value_name, name in targets.get(live_index, {}).items():

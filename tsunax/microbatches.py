@@ -22,7 +22,7 @@ from tsunax._cpu import convolutions
 from tsunax._step.loss_fn import Problem
 from tsunax.errors import LossError
 from tsunax.loss import Loss, StaticWeight, check_model_state, rows_of, uneven
-from tsunax.state import base
+from tsunax.state import master_params
 
 
 class NoiseScale(NamedTuple):
@@ -142,7 +142,7 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     `problem.square`, `loss.noise_scale` has the sum of weight times that, and its count.
     """
     keywords, state, square = problem.keywords, problem.state, problem.square
-    like, overwritten = base(state), problem.overwritten
+    like, overwritten = master_params(state), problem.overwritten
     first_state = keywords.get("model_state", state.model_state)
     pads = "mask" in keywords
     batch, mask = strided_micro_batches(problem.batch, n, keywords.get("mask"), pads=pads)

@@ -34,7 +34,7 @@ from tsunax.rules import live_rules, number_table
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
-from tsunax.state import TrainState, base, check_state, own, setup, trained_part
+from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
 from tsunax.states import States
 
 __all__ = ["Report", "migrate"]
@@ -156,9 +156,9 @@ def migrate(
     options |= {name: old_options[name] for name, x in options.items() if x is KEEP}
     fresh = setup(cast(Any, rule), _with_masters(new_params, state), **options)
     notes: _ReportLists = {f.name: [] for f in dataclasses.fields(Report)}
-    with_tables = number_table.lower(fresh.opt_state, fresh.numbers)
+    with_tables = number_table.join_numbers(fresh.opt_state, fresh.numbers)
     with_tables = _with_old_arrays(with_tables, [*_slots(state).values()], _slots(fresh), notes)
-    opt_state, numbers = number_table.hoist(with_tables)
+    opt_state, numbers = number_table.split_numbers(with_tables)
     if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
         opt_state = jax.tree.map(offloaded, opt_state)
     clock = put_on_devices_of(fresh.params, own(state.clock))
@@ -173,11 +173,11 @@ def migrate(
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named_leaves, slots = trees.leaves_with_names(base(state)), {}
-    with_tables = number_table.lower(state.opt_state, state.numbers)
+    named_leaves, slots = trees.leaves_with_names(master_params(state)), {}
+    with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
-    owners = owners_in(state.plan.init, skeleton, base(state))
+    owners = owners_in(state.plan.init, skeleton, master_params(state))
     for i, ((path, x), owner) in enumerate(zip(leaves_with_paths, owners, strict=True)):
         name, suffix, state_path = None, (), path
         if owner is not None:
@@ -310,7 +310,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     for f in (f for f in old._fields if f.name not in new.__dict__):
         values[f.name] = getattr(old, f.name)
         if f.name in averages:
-            values[f.name] = averages[f.name].of(base(new))
+            values[f.name] = averages[f.name].of(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
             fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."

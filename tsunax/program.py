@@ -24,7 +24,7 @@ import numpy as np
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.finite_state import FirstLook
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
-from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, seen_by
+from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, inputs_of_loss_fn
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
@@ -50,7 +50,7 @@ def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: E
     """Raise the error in the arguments that made a program fail, if there is one."""
     from tsunax._step import step_errors
 
-    if fault := step_errors.fault(error, state, batch, extra):
+    if fault := step_errors.argument_error(error, state, batch, extra):
         raise fault from None
 
 
@@ -443,7 +443,7 @@ class EvalStep:
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, extra, train=False)
-        inputs = seen_by(self._fn, state, state.params, batch, keywords, train=False)
+        inputs = inputs_of_loss_fn(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*inputs, keywords, merges=True)
         if axes := axes_around(self.axis_name, "eval_step()"):
             from tsunax.microbatches import loss_over_devices

@@ -115,7 +115,7 @@ class TrainState(Clocked):
                     expected=", ".join(own_names) or "no more",
                 )
         roles = {f.name: f.metadata["like"] for f in cls._fields}
-        own_fields = state_setup.first_values(own_fields, roles, base(state), where)
+        own_fields = state_setup.first_values(own_fields, roles, master_params(state), where)
         return cls(
             **state.__dict__, **{name: jax.tree.map(own, x) for name, x in own_fields.items()}
         )
@@ -246,7 +246,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, fixed: Any) -> Tr
     return state
 
 
-def base(state: TrainState) -> PyTree:
+def master_params(state: TrainState) -> PyTree:
     """The trained params as the rule sees them: in float32 if they are stored rounded."""
     return _master_or_widened(trained_part(state), state.masters, state.plan.precision)
 
@@ -305,7 +305,7 @@ def in_float32(state: TrainState) -> TrainState:
     """The state without its precision: a step on it computes in the dtypes of its params."""
     plan = state.plan
     plan = Plan(plan.init, plan.update, plan.selected, None, plan.overwritten)
-    params = params_with_trained(state, base(state))
+    params = params_with_trained(state, master_params(state))
     return dataclasses.replace(state, plan=plan, params=params, masters=None, loss_scale=None)
 
 
@@ -404,7 +404,7 @@ def setup(
     inspecting.check_update(rule, master_params)
     if policy is not None and policy.moments != "float32":
         opt_state = state_setup.with_low_moments(opt_state, plan, master_params)
-    opt_state, numbers = number_table.hoist(opt_state)
+    opt_state, numbers = number_table.split_numbers(opt_state)
     place = functools.partial(placement.put_on_devices_of, trained)
     return TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),

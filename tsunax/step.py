@@ -38,8 +38,8 @@ from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
 from tsunax.state import (
     TrainState,
-    base,
     check_state,
+    master_params,
     params_with_trained,
     split,
     trained_part,
@@ -249,14 +249,14 @@ def update_unchecked(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
         emitted = guard.emitted(opt_state)
-        opt_state = number_table.hoist_like(opt_state, state.numbers)
+        opt_state = number_table.without_numbers(opt_state, state.numbers)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
             raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
         if (policy := state.plan.precision) is not None:
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
         clock = guard.count(state.clock, emitted)
         new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
-        new = _with_params(new, optax.apply_updates(base(state), updates))
+        new = _with_params(new, optax.apply_updates(master_params(state), updates))
         new = _averaged(new)
         new = _with_unmoved(state, new, thawed, emitted)
         if (replaced := loss.overwritten) is not None:
@@ -449,7 +449,7 @@ def _ruled(
     state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule."""
-    params, policy, opt_state = base(state), state.plan.precision, state.opt_state
+    params, policy, opt_state = master_params(state), state.plan.precision, state.opt_state
     if state.masters is not None or (policy is not None and policy.stochastic):
         grads = trees.cast_like(grads, params)
     mean = _mean(grads, params)
@@ -462,7 +462,7 @@ def _ruled(
         if callable(arguments.get(name)):
             arguments[name] = checks.accepting(arguments[name], arguments)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
-    opt_state = number_table.lower(opt_state, state.numbers, state.step)
+    opt_state = number_table.join_numbers(opt_state, state.numbers, state.step)
     update = lambda grads: state.plan.update(grads, opt_state, params, **arguments)
     trees_of_rule, has_rows, result = (params, opt_state), mean is not grads, None
     try:
@@ -524,7 +524,9 @@ def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe)
             counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
             fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
         elif role == "rule" and thawed is not None:
-            owners = leaf_owners.owners_of(old.plan.init, old_field, old.numbers, base(old))
+            owners = leaf_owners.owners_of(
+                old.plan.init, old_field, old.numbers, master_params(old)
+            )
             pairs = zip(owners, accumulation.in_sums(new_field), strict=True)
             moments = [True if i is None or is_sum else thawed[i] for i, is_sum in pairs]
             fields[f.name] = guard.choose(moments, new_field, old_field)

@@ -1,1 +1,1 @@
-"""What a state is made of: its fields and their roles, how `setup` makes it, how it prints."""
+"""The parts of a state: its fields and their roles, how `setup` makes it, how it prints."""

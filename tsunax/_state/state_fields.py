@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # what the clock of a state holds
+COUNTS = ("step", "calls", "rejected", "rejected_in_a_row")  # the elements of a clock, in order
 
 _PLANS: weakref.WeakValueDictionary[Any, Plan] = weakref.WeakValueDictionary()
 _LOCK = threading.RLock()  # a user's `__eq__`, in a comparison of plans, may set up a state
@@ -37,10 +37,10 @@ class Plan:
 
     init: Any  # the rule's init without its numbers, only traced for shapes; None in an evaluation
     update: Any  # the rule's update; None in an evaluation
-    selected: tuple[bool, ...] | None  # for each leaf of params if it is trained; None: all are
+    selected: tuple[bool, ...] | None  # whether each leaf of params is trained; None: all are
     precision: Policy | None
-    overwritten: tuple[bool, ...] | None  # for each leaf if its gradient replaces it; None: none
-    # what the code of the rule and its schedules refers to in this process
+    overwritten: tuple[bool, ...] | None  # whether its gradient replaces each leaf; None: no leaf
+    # hashes of all values that the code of the rule and its schedules refers to in this process
     references: str = dataclasses.field(default="", repr=False)
 
     def __new__(cls, *fields: Any) -> Plan:
@@ -58,7 +58,7 @@ class Plan:
 
     @functools.cached_property
     def moving(self) -> tuple[bool, ...] | None:
-        """One flag per leaf of params, true if a step may change it; None: all of them."""
+        """One flag per leaf of params, true if a step may change it; None: all leaves."""
         if self.overwritten is None or self.selected is None:
             return self.selected
         return tuple(a or b for a, b in zip(self.selected, self.overwritten, strict=True))
@@ -69,8 +69,8 @@ class Plan:
 
 # Fields
 #
-# The declaration of a field says what a step does with it. Donation, assembly, the choice of the
-# verdict, sharding, printing and `replace` are derived from it. No other code lists the fields.
+# A step treats a field as it is declared here. Donation, assembly, the choice of the verdict,
+# sharding, printing and `replace` are derived from the declaration. No other code lists the fields.
 
 
 def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
@@ -79,10 +79,10 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
     Args:
       moves: "step" if only an applied step changes it; "record" if every step does; "" if a step
         only reads it. Fields that move are donated.
-      like: what its leaves follow: "params"; "trained", the trained leaves (they come first;
-        freezing and shardings go leaf by leaf); "average", the same, in an `averages.Average` or
-        None, which each applied step moves; "rule", the state of the rule; "free", any structure,
-        as of model state; or "", arrays that are whole on each device.
+      like: the tree that its leaves are like: "params"; "trained", the trained leaves (they come
+        first; freezing and shardings go leaf by leaf); "average", the same, in an
+        `averages.Average` or None, which each applied step moves; "rule", the state of the rule;
+        "free", any structure, for example model state; or "", arrays that are whole on each device.
       shows: the word for its bytes in `repr`; "" for none.
     """
     for name, word, words in (("moves", moves, _MOVES), ("like", like, _LIKE)):
@@ -100,7 +100,7 @@ _MOVES, _LIKE = ("", "step", "record"), ("", "params", "trained", "average", "ru
     frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(field,)
 )
 def state_class(cls: type[T]) -> type[T]:
-    """Register a class of states: `TrainState`, or one that adds fields of its own to it.
+    """Register a class of states: `TrainState`, or a subclass that adds fields to it.
 
     @state_class
     class Lagged(TrainState):
@@ -149,15 +149,15 @@ def thawed_flags(state: Any) -> list[jax.Array] | None:
     n = trained_count(state)
     all_thawed = lambda words: [words[0] == 0] * n
     read_words = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
-    # On a CPU behind a cond, which makes the flag of a leaf an operand of its kernels. If XLA fuses
-    # the flag into them, its place is a constant, and no two leaves can share a kernel. A GPU
-    # runs a cond within its CUDA graph, but has no such kernels to share.
+    # A CPU reads the flags behind a cond, so that the flag of a leaf is an operand of its kernels.
+    # If XLA fused the flag into them, its index would be a constant, and no two leaves could share
+    # a kernel. A GPU runs a cond within its CUDA graph, but shares no kernels.
     read_if_any = lambda words: jax.lax.cond(jnp.any(words != 0), read_words, all_thawed, words)
     return jax.lax.platform_dependent(state.frozen, cpu=read_if_any, default=read_words)
 
 
 def frozen_flags(state: Any) -> np.ndarray:
-    """One bool per trained leaf, true if it is frozen; of a population for each of its members."""
+    """One bool per trained leaf, true if it is frozen. A population has a row for each member."""
     n = trained_count(state)
     if state.frozen is None:
         return np.zeros(n, bool)
@@ -166,6 +166,6 @@ def frozen_flags(state: Any) -> np.ndarray:
 
 
 def frozen_words(flags: Sequence[bool] | np.ndarray) -> np.ndarray:
-    """The inverse: uint32 words, one bit per trained leaf."""
+    """The inverse of `frozen_flags`: uint32 words, one bit per trained leaf."""
     bits = np.pad(np.asarray(flags, bool), (0, -len(flags) % 32))
     return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,6 +1,6 @@
 """The arguments of `setup` and `TrainState.replace`: checked, copied, and made into fields.
 
-A step does not run this file. It does not know `TrainState`, whose methods it helps.
+A step does not run this file. The methods of `TrainState` call it, so it does not import the class.
 """
 
 import operator
@@ -37,12 +37,14 @@ def check_setup(params, model_state, trainable, copy, freezable) -> tuple[bool, 
 
 
 def without_overwritten(params, flags, trainable) -> tuple[Any, tuple[bool, ...] | None]:
-    """Which leaves the rule trains, and which of the selected ones their gradients replace."""
+    """Flags of the leaves that the rule trains, and of selected leaves that gradients replace."""
     pairs = zip(trees.paths(params), flags, strict=True)
-    replaced_flags = tuple(on and trees.is_overwritten(path) for path, on in pairs)
+    replaced_flags = tuple(flag and trees.is_overwritten(path) for path, flag in pairs)
     if not any(replaced_flags):
         return flags, None
-    flags = tuple(on and not replaced for on, replaced in zip(flags, replaced_flags, strict=True))
+    flags = tuple(
+        flag and not replaced for flag, replaced in zip(flags, replaced_flags, strict=True)
+    )
     if not any(flags):
         raise ParamsError(
             "trainable",
@@ -75,7 +77,7 @@ def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 
 def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
-    """`rule.init(trained)`, in which no leaf shares a buffer with `held` or another leaf."""
+    """`rule.init(trained)`. No leaf shares a buffer with `state_arrays` or with another leaf."""
     try:
         opt_state = rule.init(trained)
     except TsunaxError:
@@ -102,8 +104,8 @@ def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
 def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:
     """The state of a rule, as `init` returned it, with its moments in the dtype of the policy.
 
-    A moment has the shape of its parameter, and begins without its value, which Prodigy and
-    schedule-free rules need exactly. Sums of a window are no moments: they stay float32.
+    A moment has the shape of its parameter, and is no copy of it: Prodigy and schedule-free rules
+    need their copies exactly. Sums of a window are no moments: they stay float32.
     """
     from tsunax._core.dataflow import Analysis
     from tsunax.rules import accumulation
@@ -135,21 +137,21 @@ _EXACT = {
 
 def _exact(opt_state: Any) -> list[bool]:
     """For each leaf whether it belongs to a field of `_EXACT`."""
-    is_known = lambda x: type(x).__name__ in _EXACT
+    has_exact_fields = lambda x: type(x).__name__ in _EXACT
 
     def flags(x):
-        if not is_known(x):
+        if not has_exact_fields(x):
             return False
         exact = lambda name: jax.tree.map(
             lambda _: name in _EXACT[type(x).__name__], getattr(x, name)
         )
         return x._replace(**{name: exact(name) for name in x._fields})
 
-    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=is_known))
+    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=has_exact_fields))
 
 
 def as_keys(key: Any, where: str, members: tuple[int, ...]) -> Any:
-    """`as_key`, of a population one for each member: as given, or split from a single one."""
+    """`as_key`; for a population a key for each member, as given, or split from a single key."""
     if not members or key is None:
         return as_key(key, where)
     is_key = isinstance(key, jax.Array) and (trees.is_key(key) or key.dtype == np.uint32)
@@ -160,7 +162,7 @@ def as_keys(key: Any, where: str, members: tuple[int, ...]) -> Any:
 
 
 def as_key(key: Any, where: str) -> Any:
-    """The PRNG key that a user gave, as it is, or from an int seed."""
+    """The PRNG key of a user, as it is, or made from an int seed."""
     expected = "an int seed or a key, as jax.random.key(0)"
     if key is None or trees.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
         return key
@@ -225,7 +227,7 @@ def check_field(state: Any, name: str, value) -> None:
 
 
 def copied_like(new, old):
-    """Copies of arrays, on the mesh of the old ones."""
+    """Copies of the new arrays, on the mesh of the old arrays."""
     new = jax.tree.map(trees.own, new)
     if jax.tree.structure(new) != jax.tree.structure(old):
         return new

@@ -46,8 +46,8 @@ def leaf_rows(state: Any) -> list[tuple[str, Any, str]]:
     n = len(named)
     selected, replaced = state.plan.selected or (True,) * n, state.plan.overwritten or (False,) * n
     frozen, rows = iter(_frozen_words(state)), []
-    for (name, _, leaf), on, new in zip(named, selected, replaced, strict=True):
-        status = next(frozen) if on else "overwritten" if new else "not trained"
+    for (name, _, leaf), is_trained, is_overwritten in zip(named, selected, replaced, strict=True):
+        status = next(frozen) if is_trained else "overwritten" if is_overwritten else "not trained"
         rows.append((trees.shown_path(name), leaf, status))
     return rows
 
@@ -57,8 +57,8 @@ def _frozen_words(state: Any) -> list[str]:
     if not all(map(trees.is_array, jax.tree.leaves(state.frozen))):
         return [""] * trained_count(state)
     flags = np.atleast_2d(frozen_flags(state))
-    counts = [f"{on.sum()} of {len(on)} frozen" if on.any() else "" for on in flags.T]
-    return ["frozen" if on.all() else text for on, text in zip(flags.T, counts, strict=True)]
+    counts = [f"{row.sum()} of {len(row)} frozen" if row.any() else "" for row in flags.T]
+    return ["frozen" if row.all() else text for row, text in zip(flags.T, counts, strict=True)]
 
 
 def _size_text(tree) -> str:

@@ -1,4 +1,4 @@
 """Parts of a training step: the gradient, calls of a loss function, populations, error messages.
 
-It knows states and losses. It must not know loops, data or files.
+It uses states and losses. It must not import loops, data or files.
 """

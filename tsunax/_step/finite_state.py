@@ -1,7 +1,7 @@
-"""Whether a state is finite, which steps that judge their gradient alone take for granted.
+"""Whether a state is finite. Steps that judge only their gradient rely on it.
 
-Such a step makes a finite state from a finite one. Numbers that come into a state on other ways
-are looked at there: in `restore` and `migrate`, and before the first call of a step.
+Such a step makes a finite state from a finite state. Numbers that enter a state in other ways are
+checked there: in `restore` and `migrate`, and before the first call of a step.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -18,13 +18,13 @@ from tsunax._step.certainty import certainty
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.row_probe import RowProbe
 from tsunax.errors import StateError, message, warn
-from tsunax.state import TrainState, base, trained_part
+from tsunax.state import TrainState, master_params, trained_part
 
-# Finite gradients leave no larger number in a moment unless they have 1e30 themselves, and updates
-# of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127. Of float64: 2^900.
+# Limits of moments, by dtype; 2^100 by default. Gradients below 1e30 make no larger moment, and
+# updates of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127.
 LARGEST = {"float64": 2.0**900, "complex128": 2.0**900}
-# Sums of squares divide an update, so that large ones make it small. They are squares of gradients,
-# which pass 2^100 where gradients have 1e15.
+# Sums of squares have no limit: they divide an update, so that large sums make it small. Gradients
+# of 1e15 have squares above 2^100.
 DIVISOR = re.compile(r"\.(nu|sum_of_squares)\b")
 FIX = (
     "Steps do not look at updates that are made of them: take an older checkpoint, or start the "
@@ -33,7 +33,7 @@ FIX = (
 
 
 def _judges_gradient_alone(state: TrainState) -> bool:
-    """Whether a step of this state applies updates that it did not look at."""
+    """Whether a step of this state applies updates without judging them."""
     answers: list[bool] = []
     look = lambda s: answers.append(certainty(s, trained_part(s), None)[0] is not None)
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
@@ -41,9 +41,9 @@ def _judges_gradient_alone(state: TrainState) -> bool:
 
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
-    """The parts of a message for each leaf that makes NaN of finite gradients."""
+    """The parts of a message for each leaf with which finite gradients make NaN."""
     averages = {name: average.params for name, average in averages_of(state).items()}
-    inputs_of_rule = {"params": base(state), "opt_state": state.opt_state}
+    inputs_of_rule = {"params": master_params(state), "opt_state": state.opt_state}
     is_unseen = functools.cache(lambda: _judges_gradient_alone(state))  # a trace, for faults only
     for name, tree in (averages | inputs_of_rule).items():
         for place, x in trees.leaves_at(f"state.{name}", tree):
@@ -58,7 +58,7 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def warn_if_not_finite(state: TrainState, where: str) -> None:
-    """Warn of the first leaf whose numbers would make a step that is applied write NaN."""
+    """Warn of the first leaf with numbers that make an applied step write NaN."""
     for fault in () if trees.is_tracing() else _faults(state):
         return warn(f"{where}: {message(*fault)}")
 
@@ -66,9 +66,9 @@ def warn_if_not_finite(state: TrainState, where: str) -> None:
 class FirstLook:
     """Before the first call of a step: the state has to be finite, and the loss a mean over rows.
 
-    StateError for a state that is not, and a warning for a loss that mixes rows. Of a population
-    some members may have failed, so that it gets a warning, too. The other calls look at `pending`
-    only.
+    Raises StateError for a state that is not finite, and warns of a loss that mixes rows. Some
+    members of a population may have failed, so a population gets a warning, too. Later calls only
+    read `pending`.
     """
 
     def __init__(self, options: GradientOptions, judges_updates: bool) -> None:

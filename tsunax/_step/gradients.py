@@ -1,7 +1,7 @@
 """The gradient of a loss function, of one batch or of many micro-batches: the first half of a step.
 
-It is that of the trained leaves, in the precision of the state. The loss is multiplied by its
-scale before, the gradient divided by it after.
+Gradients are taken of the trained leaves, in the precision of the state. The loss is multiplied by
+its scale before, and the gradient is divided by it after.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -29,8 +29,8 @@ from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
 from tsunax.loss import Loss
 from tsunax.state import (
     TrainState,
-    base,
     check_state,
+    master_params,
     overwritten_part,
     params_with_trained,
     trained_part,
@@ -38,7 +38,7 @@ from tsunax.state import (
 
 
 def gradient_of(options: GradientOptions, where: str) -> Function:
-    """The function that `value_and_grad` returns; its errors name `where` it was asked for."""
+    """The function that `value_and_grad` returns. Its errors name the call `where`."""
     loss_fn, accumulate, per_example = options.loss_fn, options.accumulate, options.per_example
     fn = LossFn.of(loss_fn, where)
     checks.check_count(accumulate, where, "accumulate")
@@ -85,8 +85,8 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if loss.terms and (axes or per_example or (accumulate > 1 and not whole)):
             from tsunax.microbatches import loss_over_devices
 
-            # Each part divided its terms by weights of its own. Those of the whole batch are known
-            # now, and XLA drops all else of the first pass.
+            # Each part divided its terms by the weights of the part. The first pass has summed the
+            # weights of the whole batch; XLA drops the rest of that pass.
             loss_of_all = loss_over_devices(loss, axes) if axes else loss
             part_of_all = functools.partial(gradient, whole=loss_of_all)
             loss, grads = strategy(dataclasses.replace(problem, gradient=part_of_all))
@@ -94,10 +94,10 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             from tsunax.microbatches import over_devices
 
             loss, grads = over_devices(loss, grads, axes)
-        if not per_example:  # those of rows are finished one by one
+        if not per_example:  # `per_example` finishes the gradient of each row
             grads = problem.finish(grads)
         loss = _with_noise_scale(problem, loss, grads)
-        if loss.terms:  # so far the sum over parts: it depends on how the batch was cut
+        if loss.terms:  # The sum of the parts' weights depends on how the batch was cut.
             weights = [term.weight for term in loss.terms]
             loss = dataclasses.replace(loss, weight=functools.reduce(jnp.maximum, weights))
         return loss, grads
@@ -106,7 +106,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
 
 
 def _strategy(options: GradientOptions) -> Strategy:
-    """How the gradient of a batch is computed."""
+    """The strategy that computes the gradient of a batch."""
     strategy: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
     n = options.accumulate
     if n > 1 and isinstance(options.loss_fn, CutsItsBatch):
@@ -128,9 +128,9 @@ def _strategy(options: GradientOptions) -> Strategy:
 def _varying(
     axes: tuple[str, ...], parts: PyTree, keywords: Extra, has_key: bool, carries: bool
 ) -> tuple[PyTree, Extra]:
-    """Both as values that differ from device to device, with a key for each unless one was given.
+    """Parts and keywords that vary over devices; if the user gave no key, each device has a key.
 
-    Of a loss that `carries` the model state through a loop, that differs too.
+    If the loss `carries` the model state through a loop, that differs, too.
     """
     from tsunax._core import axes as named_axes
 
@@ -176,7 +176,7 @@ def _differentiated(
             expected="one that does",
             fix="Compute it from the given params, without stop_gradient, argmax or rounding.",
         )
-    # jax.checkpoint hands constants out in a class of its own (jax 0.7)
+    # jax.checkpoint returns constants in a private class (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
 
@@ -185,17 +185,19 @@ def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
     if (scale := state.loss_scale) is None:
         return grads
     unscale = lambda g: g.astype(trees.wide_dtype(g)) / scale.scale
-    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, base(state))
+    return jax.tree.map(lambda g, x: unscale(g).astype(x.dtype), grads, master_params(state))
 
 
 def _square_of(state: TrainState) -> Function:
-    """The squared norm of a gradient, in float32, over what is not frozen."""
+    """The squared norm of a gradient, in float32, over the leaves that are not frozen."""
     flags = thawed_flags(state)
 
     def square(grads: PyTree) -> jax.Array:
         squares = guard.square_sums(grads)
         if flags is not None:
-            squares = [jnp.where(on, x, 0) for on, x in zip(flags, squares, strict=True)]
+            squares = [
+                jnp.where(is_thawed, x, 0) for is_thawed, x in zip(flags, squares, strict=True)
+            ]
         return jnp.float32(sum(squares))
 
     return square
@@ -234,7 +236,7 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
 def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
-        private = "_", "save_", "offload"  # the latter two make policies, from arguments
+        private = "_", "save_", "offload"  # functions with the last two prefixes make policies
         names = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
         if remat not in names:
             raise WrongTypeError(unknown("remat", where, remat, names))
@@ -252,7 +254,7 @@ def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
 
 
 def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:
-    """The axes to take means over. Raises StateError for a forgotten or an absent one."""
+    """The axes to take means over. Raises StateError for a forgotten or an absent axis."""
     if axis_name is None and not trees.manual_axes():
         return ()
     from tsunax._core import axes

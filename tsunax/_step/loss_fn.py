@@ -28,10 +28,10 @@ from tsunax.errors import KeywordError, LossError, TsunaxError, WrongTypeError, 
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
-_OFFERED = ("key", "model_state", "train", "mask", "step", "ema")
-# a loss function whose first argument after params is one of these takes no batch
-_OF_THE_STATE = frozenset({"key", "model_state", "step", "ema"})
-# names of what the step itself gives to loss_fn or to the rule: not for keywords of users
+_STANDARD_KEYWORDS = ("key", "model_state", "train", "mask", "step", "ema")
+# A loss function with one of these as the first argument after params takes no batch.
+_INSTEAD_OF_BATCH = frozenset({"key", "model_state", "step", "ema"})
+# Names of arguments that the step passes to loss_fn or to the rule. Users cannot pass them.
 _STEP_NAMES = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
     "value_fn obj_fn grad_fn updates outside flush".split()
@@ -64,8 +64,8 @@ class Problem:
     batch: PyTree
     keywords: Extra
     state: TrainState
-    overwritten: PyTree  # the leaves whose gradient is their next value
-    axes: tuple[str, ...]  # named axes of devices with rows of their own
+    overwritten: PyTree  # the leaves that their gradient replaces
+    axes: tuple[str, ...]  # the named axes of devices, which have different rows
     finish: Function  # the gradient of the unscaled loss, which goes downhill
     square: Callable[[PyTree], jax.Array] | None  # the squared norm of a gradient, for noise_scale
 
@@ -79,13 +79,13 @@ class CutsItsBatch:
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss function and the keywords of its signature: it is given no others."""
+    """A loss function and the keywords of its signature, the only keywords that it gets."""
 
     fn: Function
     names: tuple[str, ...]
     optional: frozenset[str]
     takes_any: bool
-    takes_batch: bool = True  # `loss_fn(params, key)` draws its own
+    takes_batch: bool = True  # False: `loss_fn(params, key)` draws its data
 
     @classmethod
     def of(
@@ -108,14 +108,14 @@ class LossFn:
         starred = of_kind("VAR_POSITIONAL")
         are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
         later = positional[1:] + of_kind("KEYWORD_ONLY")
-        takes_batch = bool(starred) or not later or later[0].name not in _OF_THE_STATE
+        takes_batch = bool(starred) or not later or later[0].name not in _INSTEAD_OF_BATCH
         if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
             raise LossError(
                 "signature",
                 where,
                 got=f"{trees.describe_call(fn):.120}",
                 expected=form,
-                fix=f"After these two it may name {', '.join(_OFFERED)}.",
+                fix=f"After these two it may name {', '.join(_STANDARD_KEYWORDS)}.",
             )
         keywords = later[takes_batch and len(positional) > 1 :]
         optional = frozenset(p.name for p in keywords if p.default is not p.empty)
@@ -135,7 +135,7 @@ class LossFn:
                 )
         if extra.get("mask") is not None:
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
-        # Without a mask all rows count, however the batch is cut.
+        # Without a mask all rows count, for each cut of the batch.
         offered = {"mask": None, "train": train, "step": state.step, **extra}
         if train and state.key is not None:
             offered["key"] = jax.random.fold_in(state.key, state.calls)
@@ -150,7 +150,7 @@ class LossFn:
             elif name not in self.optional:
                 from tsunax._step.loss_fn_errors import missing_keyword
 
-                raise missing_keyword(name, _OFFERED, extra, train)
+                raise missing_keyword(name, _STANDARD_KEYWORDS, extra, train)
         for name in extra:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."
@@ -163,10 +163,11 @@ class LossFn:
     ) -> Loss:
         """The `Loss` of one batch; a scalar is weighed by the number of rows, or of unmasked ones.
 
-        If leaves differ in rows, the weight is 1, or LossError if the Loss `merges` with others.
+        If leaves differ in rows, the weight is 1. If the Loss `merges` with the Loss of other
+        batches, raises LossError instead.
         """
         mask, rows = keywords.get("mask"), rows_of(batch)
-        # containers of its own: flax NNX refuses to merge what was made in an outer trace
+        # New containers: flax NNX refuses to merge modules with containers of an outer trace.
         keywords = jax.tree.map(lambda x: x, keywords)
         if mask is None and "mask" in self.names:
             keywords["mask"] = jnp.ones(rows, np.float32)
@@ -244,9 +245,9 @@ def scaled_loss(
     keywords: Extra,
     whole: Loss | None = None,
 ) -> tuple[jax.Array, Loss]:
-    """The mean times the loss scale, and the Loss; of a part of a `whole` with terms, if given."""
+    """The mean times the loss scale, and the Loss. With a `whole`, the batch is a part of it."""
     with training_call(keywords.get("model_state")) as call:
-        loss = fn(*seen_by(fn, state, params, batch, keywords), keywords)
+        loss = fn(*inputs_of_loss_fn(fn, state, params, batch, keywords), keywords)
     if call.moved and loss.model_state is None:
         raise LossError(
             "model_state",
@@ -261,7 +262,7 @@ def scaled_loss(
     return mean, loss
 
 
-def seen_by(
+def inputs_of_loss_fn(
     fn: LossFn,
     state: TrainState,
     params: PyTree,

@@ -11,7 +11,7 @@ from tsunax.loss import Loss, rows_of
 
 
 def missing_keyword(name: str, offered: Sequence[str], extra: Any, train: bool) -> LossError:
-    """The error for a keyword that a loss function names and nobody gives."""
+    """The error for a keyword that a loss function names, but no caller gives."""
     keyword = f"keyword {name!r}"
     if name == "key" and not train:
         return LossError(
@@ -99,7 +99,7 @@ def check_options(options: Any, whole: bool, where: str) -> None:
 A_STEP = "a function (state, batch) -> (state, info)"
 
 
-def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> None:
+def check_no_loss_fn(f: Callable, state, batch, title: str, expected: str) -> None:
     """Raise WrongTypeError if `f`, which failed on a state, is a loss function of its params."""
     try:
         out = f(state.params, batch)
@@ -107,9 +107,9 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
         return
     if isinstance(out, Loss) or np.shape(out) == ():
         name = getattr(f, "__name__", "")
-        make = what if what == "eval_step" else "train_step"
+        make = title if title == "eval_step" else "train_step"
         raise WrongTypeError(
-            what,
+            title,
             "",
             got=f"{trees.describe_call(f)}, a loss function",
             expected=expected,
@@ -117,7 +117,7 @@ def check_no_loss_fn(f: Callable, state, batch, what: str, expected: str) -> Non
         ) from None
 
 
-# what the messages of JAX, optax and flax mean in a loss function
+# {words in a message of JAX, optax or flax: their meaning in a loss function}
 _MEANINGS = {
     "numpy.integer": "Integer labels have the shape (rows,); for one-hot labels use "
     "ts.losses.softmax_cross_entropy",
@@ -143,7 +143,7 @@ def note(fn, batch, error: Exception, model_state: Any = None) -> str:
 
 
 def _rows_of_all(batch: Any, model_state: Any) -> str:
-    """What to say of model state with the rows of a batch of which `batch` is a micro-batch."""
+    """The hint for model state with the rows of a batch, if `batch` is a micro-batch of it."""
     rows = rows_of(batch)
     for path, x in trees.leaves_at("model_state", model_state):
         if (n := next(iter(np.shape(x)), 0)) > rows and n % rows == 0:

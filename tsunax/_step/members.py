@@ -1,4 +1,4 @@
-"""Populations: states whose arrays have a leading axis of members, and functions mapped over it."""
+"""Populations: states with a leading axis of members, and functions mapped over it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class each:
 
 
 def check_local_members(state: Any, where: str) -> None:
-    """Raise StateError for a population whose members are on devices of several processes."""
+    """Raise StateError for a population with members on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
         mesh = "ts.mesh(devices=jax.local_devices())"
         raise StateError(
@@ -85,9 +85,9 @@ def check_local_members(state: Any, where: str) -> None:
 
 
 def over_members(f: Callable, state: TrainState | States, *trees, group_size: int | None = None):
-    """Map `f(state, *trees)` over the members of a population, `at_once` of them together.
+    """Map `f(state, *trees)` over the members of a population, in groups of `group_size`.
 
-    A tree in `each` has one value for each member; the members share all others.
+    A tree in `each` has one value for each member; the members share all other trees.
     """
     n = members_of(state)
     check_each(state, trees)

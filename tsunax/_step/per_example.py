@@ -1,7 +1,7 @@
 """Gradients of each row of a batch alone: stacked, or each changed by a function and then averaged.
 
-A stack has the memory of as many gradients as there are rows. A mean of changed gradients (each
-clipped, for example) has that of one micro-batch.
+A stack needs the memory of one gradient for each row. A mean of changed gradients (each clipped,
+for example) needs the memory of one micro-batch.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def stacked(problem: Problem, n: int) -> tuple[Loss, PyTree]:
 
 
 def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Loss, PyTree]:
-    """The strategy for the mean, by weight, of what `of_row` makes of the gradient of each row.
+    """The strategy for the weighted mean of `of_row(gradient)` over the rows.
 
     The batch is cut by another strategy: one batch, or micro-batches.
     """
@@ -43,8 +43,8 @@ def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Lo
         changed = jax.vmap(of_row)(grads)
         checks.check_like("grads", changed, grads, "per_example changes the gradient of a row.")
         share = losses.weight / jnp.sum(losses.weight)
-        of_all = lambda g: jnp.tensordot(share.astype(g.dtype), g, 1)
-        return _joined(losses), jax.tree.map(of_all, changed)
+        weighted_mean = lambda g: jnp.tensordot(share.astype(g.dtype), g, 1)
+        return _joined(losses), jax.tree.map(weighted_mean, changed)
 
     rows, keywords = _rows_with_keys(problem)
     fields: Any = {"gradient": gradient, "batch": rows, "keywords": keywords}
@@ -52,7 +52,7 @@ def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Lo
 
 
 def _rows_with_keys(problem: Problem) -> tuple[PyTree, Extra]:
-    """`((batch, keys), keywords)`: each row has a key, whatever micro-batch it is in."""
+    """`((batch, keys), keywords)`: each row has a key, in any cut into micro-batches."""
     check_rows(problem.batch)
     keywords, keys = dict(problem.keywords), None
     if (key := keywords.pop("key", None)) is not None:
@@ -62,7 +62,7 @@ def _rows_with_keys(problem: Problem) -> tuple[PyTree, Extra]:
 
 
 def _each(gradient: Gradient, keywords: Extra) -> Function:
-    """`f((rows, keys), mask)`: `gradient` of each row alone; zeros for one that weighs nothing."""
+    """`f((rows, keys), mask)`: `gradient` of each row alone; zeros for rows without weight."""
 
     def of_row(row: Any, mask: Any) -> tuple[Loss, Any]:
         batch, key = row

@@ -42,7 +42,7 @@ def _leaf_types(traced: Traced) -> dict[str, str]:
 
 
 def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
-    """How many static parts differ from those of an earlier trace; the differences in words."""
+    """The number of static parts that differ between two traces, and the differences in words."""
     a, b = _static_parts(new), _static_parts(old)
     parts = [name for name in a if name in b and a[name] != b[name]]
     texts = [f"{part} is another one" for part in parts[:1]]
@@ -51,7 +51,7 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (parts and "state" in place):
-            continue  # leaves of the state follow from that part
+            continue  # leaves of the state follow from the static part
         if place in a and place in b:
             texts.append(f"{place} is {a[place]}, was {b[place]}")
         else:
@@ -61,7 +61,7 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
 
 
 def retrace_reasons(records: list[Traced]) -> list[str]:
-    """A line for each trace but the first of its kind: how it differs from the most similar one."""
+    """A line for each trace but the first of its kind: its differences from the nearest trace."""
     lines, records_by_kind = [], dict[str, list[Traced]]()
     no_difference = (
         "the same shapes: other static fields, jax.clear_caches(), or another jax.config"

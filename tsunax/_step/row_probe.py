@@ -1,23 +1,23 @@
-"""Whether a loss mixes the rows of its batch, measured on a few of them at the first step.
+"""Whether a loss mixes the rows of its batch, measured on a few rows at the first step.
 
 Micro-batches add up exactly if the loss is a (weighted) mean of values, one for each row. CLIP's
-loss is not: it compares each row with all others, and a micro-batch has only its own rows. So the
+loss is not: it compares each row with all rows of the batch, and a micro-batch has few rows. So the
 loss of a few rows is compared with the merged losses of the same rows in micro-batches, outside of
-the step's program, forward only. A warning about a right loss is worse than a missing one:
+the step's program, forward only. A false warning is worse than a missing warning:
 
-- a difference counts only if it is clearly larger than what rounding errors in the params change,
-  in the coarsest dtype of the program, and than what other random numbers change (a loss that draws
-  numbers for each row differs by construction); the precision of the state is left out: a masked
-  mean may differ by less than bfloat16 rounds;
+- a difference counts only if it is clearly larger than the change by rounding errors in the params,
+  in the coarsest dtype of the program, and than the change by other random numbers (a loss that
+  draws numbers for each row differs by construction); the precision of the state is left out: a
+  masked mean may differ by less than bfloat16 rounds;
 - if a loss names `train`, and `key` or `model_state`, it is measured with `train=False`;
-- a loss that cannot be measured is taken for a right one, without a word: if it raises for a few
-  rows and for two micro-batches, is not finite, draws numbers without train too, has a model
-  state and no `train`, or calls Python (`jax.debug.print`, `io_callback`).
+- a loss that cannot be measured gives no warning: if it raises for a few rows and for two
+  micro-batches, is not finite, draws numbers without train too, has a model state and no `train`,
+  or calls Python (`jax.debug.print`, `io_callback`).
 
 Params and rows may agree by chance (zeros at the start, sorted labels), so the loss is measured
 again for params near these, with the rows in another order. Traced arrays have no values: inside a
-program of your own numbers are made up for them, unless they would be too many, and the warning
-says so, because a mask there may be ones alone.
+user's program numbers are made up for them, if they are few enough. The warning mentions it,
+because a real mask may have only ones.
 """
 
 import contextlib
@@ -31,17 +31,19 @@ import numpy as np
 from jax.core import eval_context
 
 from tsunax._core import Extra, PyTree, placement, trees
-from tsunax._step.loss_fn import GradientOptions, LossFn, seen_by
+from tsunax._step.loss_fn import GradientOptions, LossFn, inputs_of_loss_fn
 from tsunax.errors import message, warn
 from tsunax.loss import Loss, rows_of
 from tsunax.state import TrainState, in_float32, params_with_trained, trained_part
 
-ROWS = 8  # of a micro-batch: more take time, and with fewer some losses raise
-PARTS = 8  # micro-batches: of two, masks may agree by chance; of large ones two are enough
-# How much the moved params of each measurement change the outputs of a layer, about. A single one
-# may miss a loss whose parts agree by chance, for example under masks with as many ones.
+ROWS = 8  # in a micro-batch: more rows take time, and for fewer rows some losses raise
+# The number of micro-batches. The masks of only two may agree by chance, but for large ones two are
+# enough.
+PARTS = 8
+# About how much the moved params of each measurement change the outputs of a layer. With one
+# measurement, the parts may agree by chance, for example under masks with as many ones.
 NEAR = 0.0, 0.25, 0.5, 1.0, 1.5
-LEAST_SHARE = 1e-4  # a smaller part of a loss is left to rounding, whatever the dtype
+LEAST_SHARE = 1e-4  # a smaller relative difference counts as rounding, for each dtype
 MOST_MADE_UP = 1 << 24  # elements: more would take seconds, and memory that a step needs
 
 _NOT_A_MEAN = (
@@ -63,7 +65,7 @@ _MADE_UP = (
 
 
 class Difference(NamedTuple):
-    """A loss of some rows that is another one than that of their micro-batches."""
+    """A loss of some rows that differs from the loss of their micro-batches."""
 
     whole: float  # the loss of the rows
     merged: float  # the merged losses of their micro-batches
@@ -75,7 +77,7 @@ class Difference(NamedTuple):
 class RowProbe:
     """Before the first call of a step, `probe(state, batch, extra)` warns if its loss mixes rows.
 
-    The other calls look at `pending` only.
+    Later calls only read `pending`.
     """
 
     def __init__(self, options: GradientOptions) -> None:
@@ -86,7 +88,7 @@ class RowProbe:
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
         self.pending, difference = False, None
         with (
-            contextlib.suppress(Exception),  # the step itself raises what is wrong
+            contextlib.suppress(Exception),  # the step itself raises these errors
             jax.transfer_guard("allow"),
             eval_context(),
         ):
@@ -96,29 +98,31 @@ class RowProbe:
             warn(" ".join([self.text(difference), _MADE_UP][: 1 + is_made_up]))
 
     def difference(self, state: TrainState, batch: PyTree, extra: Extra) -> Difference | None:
-        """Where the loss of some rows is not that of their micro-batches; None if nowhere."""
+        """The difference between the losses of some rows and of their micro-batches, or None."""
         if jnp.ndim(state.clock) > 1:
             from tsunax._step.members import of_first_member
 
             state, batch, extra = of_first_member(state, batch, extra)
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
-        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # of `ts.whole_batch`
+        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
         if "model_state" in fn.names and "train" not in fn.names:
             return None
         n = rows if self._alone else self._accumulate
         # Rows that do not divide are padded; a loss without a mask raises, as its step does.
         mask = extra.get("mask", np.arange(rows) < rows - 1 if rows % n else None)
-        largest = -(-rows // n)  # in a micro-batch of the step
+        largest = -(-rows // n)  # the rows in a micro-batch of the step
         fewer_rows = [size for size in range(ROWS, largest) if largest % size == 0][:1]
         for size in [*fewer_rows, largest] if rows > 1 else []:
             parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
             places = np.linspace(0, rows - 1, parts * size).astype(int)
             with (
-                contextlib.suppress(Exception),  # it may be a loss for one number of rows
+                contextlib.suppress(Exception),  # some losses take only one number of rows
                 jax.default_matmul_precision("highest"),
             ):
-                cut = jax.tree.map(lambda x, at=places: placement.rows_at(at, x), (batch, mask))
+                cut = jax.tree.map(
+                    lambda x, indices=places: placement.rows_at(indices, x), (batch, mask)
+                )
                 return _difference(fn, parts, state, cut, extra, may_be_sum=self._alone)
         return None
 
@@ -134,12 +138,12 @@ class RowProbe:
             fix = _SUM
         got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
         got += " at params near those of the state" if near else ""
-        under = "per_example" if self._alone else f"accumulate={self._accumulate}"
+        option = "per_example" if self._alone else f"accumulate={self._accumulate}"
         return message(
             part,
             trees.describe_call(self._loss_fn),
             got=got,
-            expected=f"a mean over rows under {under}",
+            expected=f"a mean over rows under {option}",
             fix=fix,
         )
 
@@ -147,7 +151,7 @@ class RowProbe:
 def _difference(
     fn: LossFn, parts: int, state: TrainState, rows: PyTree, extra: Extra, *, may_be_sum: bool
 ) -> Difference | None:
-    """Where the losses of all rows and of `parts` micro-batches differ beyond rounding.
+    """The difference beyond rounding between the losses of all rows and of `parts` micro-batches.
 
     `rows` are a batch and its mask. If it `may_be_sum`, a loss may be a sum over rows, too.
     """
@@ -162,7 +166,7 @@ def _difference(
         extra = extra if mask is None else extra | {"mask": mask.astype(np.float32)}
         keywords = fn.keywords(state, extra, train=True)
         keywords |= {"train": train} if "train" in keywords else {}
-        loss = fn(*seen_by(fn, state, params, batch, keywords, train=train), keywords)
+        loss = fn(*inputs_of_loss_fn(fn, state, params, batch, keywords, train=train), keywords)
         return dataclasses.replace(loss, metrics={}, model_state=None, mean_value=None)
 
     def measured(near: float, draw: int) -> tuple[float, float, float]:
@@ -186,22 +190,22 @@ def _difference(
     for near in NEAR:
         whole, merged, size = measured(near, 0)
         difference = Difference(whole, merged, near, len(order), parts)
-        least = max(LEAST_SHARE, 2 * rounding) * size
-        adds_up = may_be_sum and abs(whole - parts * merged) < least
-        if abs(whole - merged) > least and not adds_up:
+        threshold = max(LEAST_SHARE, 2 * rounding) * size
+        adds_up = may_be_sum and abs(whole - parts * merged) < threshold
+        if abs(whole - merged) > threshold and not adds_up:
             whole_again, merged_again, _ = measured(near, 1)
             noise = max(abs(whole - whole_again), abs(merged - merged_again))
             if draws and noise > 16 * rounding * size:  # Other rows have other random numbers.
                 return None
             gap = min(abs(whole - merged), abs(whole_again - merged_again))
-            if gap > max(least, 8 * noise):
+            if gap > max(threshold, 8 * noise):
                 return difference
         order = np.random.default_rng(0).permutation(order)
     return None
 
 
 def _with_values(state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainState, Any, Extra]:
-    """Numbers for traced arrays: zeros in the state, others between 0 and 1, integers 0 or 1."""
+    """Numbers for traced arrays: zeros in the state, floats between 0 and 1, integers 0 or 1."""
     traced = [x for x in jax.tree.leaves((state, batch, extra)) if trees.is_traced(x)]
     if sum(x.size for x in traced) > MOST_MADE_UP:
         raise OverflowError
@@ -220,7 +224,7 @@ def _with_values(state: TrainState, batch: PyTree, extra: Extra) -> tuple[TrainS
 
 
 def _redrawn(state: TrainState, extra: Extra, draw: jax.Array) -> tuple[TrainState, Extra]:
-    """Both with other keys, typed or raw, and in model state other counts of draws."""
+    """State and extra with other keys, typed or raw, and other counts of draws in model state."""
 
     def redrawn(x: Any) -> Any:
         if trees.is_key(x):
@@ -248,7 +252,7 @@ def _moved(x: jax.Array, i: jax.Array, near: jax.Array, errors: jax.Array) -> ja
 
 
 def _coarsest(jaxpr: Any) -> float:
-    """The largest rounding error, relative, of the dtypes in a program."""
+    """The largest relative rounding error of the dtypes in a program."""
     dtypes = {getattr(v.aval, "dtype", None) for eqn in jaxpr.eqns for v in eqn.outvars}
     errors = [
         float(jnp.finfo(x).eps) for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)

@@ -16,24 +16,24 @@ from tsunax._core import Extra, checks, placement, trees
 from tsunax._core.source_lines import hide_own_frames
 from tsunax._state.state_fields import COUNTS
 from tsunax._step import members
-from tsunax._step.loss_fn import LossFn, seen_by
+from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.errors import NonFiniteError, RuleError, StateError, TsunaxError, WrongTypeError
 from tsunax.loss import Loss
 from tsunax.rules import inspecting
 from tsunax.state import TrainState, split
 
 
-def fault(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
+def argument_error(error: Exception, state: TrainState, batch, extra) -> TsunaxError | None:
     """The TsunaxError for the arguments that made a program fail, or None."""
     if isinstance(error, TsunaxError):
-        error.__dict__.pop("__notes__", None)  # JAX's, on the frames that it has hidden
+        error.__dict__.pop("__notes__", None)  # JAX's note about the frames that it has hidden
         return None
-    if trees.is_gone(state.clock):  # the program took them, and failed afterwards
+    if trees.is_gone(state.clock):  # the program consumed the state, and failed afterwards
         return None
     try:
         _check_arguments(state, batch, extra)
-    except TsunaxError as found:
-        return found
+    except TsunaxError as fault:
+        return fault
     if isinstance(error, FloatingPointError):
         said = "jax_debug_nans stops at each NaN, also in a step that its verdict would have "
         error.add_note(said + "rejected (on_nonfinite=): without that setting, training goes on.")
@@ -104,26 +104,28 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
 
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
-    # The state is as it was but for its counts, so the rejected gradients can be computed again.
+    # A rejected step changes only counts, so the rejected gradients can be computed again.
     clock = state.clock - np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
     state_before = dataclasses.replace(state, clock=clock)
     grads, dropped = _gradient_program(step, step.gradient)(state_before, batch, extra)
     reason = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         reason += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    reason += about_batch(step, state, info, batch, extra, at_once=True)
+    reason += about_batch(step, state, info, batch, extra, joins_rows=True)
     if (scale := state.loss_scale) is not None and info.loss_scale is not None:
         floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
         reason += f", loss scale {float(info.loss_scale)}{floor}"
     return reason
 
 
-def about_batch(step, state: TrainState, info: Any, batch, extra, *, at_once: bool = False) -> str:
-    """What is not finite in a batch, or the first wrong label in a class loss; "" if neither.
+def about_batch(
+    step, state: TrainState, info: Any, batch, extra, *, joins_rows: bool = False
+) -> str:
+    """The numbers of a batch that are not finite, or its first wrong label in a class loss; or "".
 
-    Labels of several micro-batches are looked at under `at_once`: loss_fn sees all rows together.
+    If `joins_rows`, the labels of several micro-batches are checked: loss_fn gets all rows at once.
     """
-    fault, fits = guard.in_batch(batch), at_once or step.accumulate == 1
+    fault, fits = guard.in_batch(batch), joins_rows or step.accumulate == 1
     if not fault and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
         fault = wrong_label(step, state, batch, extra)
     return fault and f", {fault}"
@@ -134,16 +136,16 @@ def wrong_label(step, state: TrainState, batch, extra) -> str:
     fn = LossFn.of(step.loss_fn)
     with repaired_labels() as label_faults, contextlib.suppress(Exception):
         keywords = fn.keywords(state, extra, train=True)
-        loss = fn(*seen_by(fn, state, state.params, batch, keywords), keywords).compute()
+        loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords).compute()
         return label_faults[0] if label_faults and np.isfinite(loss) else ""
     return ""
 
 
 @contextlib.contextmanager
 def repaired_labels() -> Iterator[list[str]]:
-    """Class losses take labels that are no class for class 0 in this context, which collects them.
+    """A context that collects wrong labels, which class losses replace by class 0 meanwhile.
 
-    Only those that run eagerly do so.
+    Only losses that run eagerly do so.
     """
     label_faults: list[str] = []
 
@@ -180,7 +182,7 @@ def _gradient_program(step, gradient: Any) -> Any:
 
 
 def is_searching(state: TrainState, info: Any, verdict: Any) -> Any:
-    """Whether a rejected step, or that of each member, only lowered a dynamic loss scale."""
+    """Whether a rejected step, also of each member, only lowered a dynamic loss scale."""
     scale = state.loss_scale
     if scale is None or info.loss_scale is None or not scale.dynamic:
         return False
@@ -212,8 +214,9 @@ def raise_of_rule(
 ) -> None:
     """Raise the error of a rule that failed or returned other shapes, if its cause is known.
 
-    A rule may lack an argument, ask for the gradients of rows, or not take them. `result` is what
-    `update(grads)` returned, if it did, and `trees_before` are the params and its state before.
+    A rule may lack an argument, need the gradients of rows, or not accept them. `result` is the
+    result of `update(grads)`, None if it raised. `trees_before` are the params and the state of the
+    rule before.
     """
     params, opt_state = trees_before
     if lacks := [name for name in inspecting.missing(error) if name not in extra]:
@@ -254,7 +257,7 @@ def _check_shapes(title: str, root: str, new: Any, old: Any, fix: str) -> None:
 
 
 def check_extra(state: Any, extra) -> None:
-    """Raise for keywords of `update` that are hyperparameters, or its own ones misspelled."""
+    """Raise for keywords that are hyperparameters, or misspelled keywords of `update`."""
     names = [] if state.numbers is None else [name for name, _ in state.numbers.column_names()]
     for name in extra:
         if name in names:
@@ -266,11 +269,11 @@ def check_extra(state: Any, extra) -> None:
                 fix=f"Set it before the step: state = ts.adjust(state, {name}=...).",
             )
         close = difflib.get_close_matches(name, _KEYWORDS, 1, 0.8)
-        if name in _OWN or (close and name not in _KEYWORDS):
+        if name in _RESERVED or (close and name not in _KEYWORDS):
             raise StateError(errors.unknown("keyword", "update()", name, _KEYWORDS))
 
 
-_OWN = ("params", "updates", "opt_state")  # what update itself gives to the rule
+_RESERVED = ("params", "updates", "opt_state")  # arguments that update passes to the rule
 _KEYWORDS = (
     *("loss", "model_state", "on_nonfinite", "norms"),
     *("value", "grad", "weight", "flush", "outside", *checks.SEARCHES),  # for rules

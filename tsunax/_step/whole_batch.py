@@ -1,9 +1,9 @@
 """A loss of the whole batch in two parts: `embed`, which works row by row, and `loss`.
 
 Under `accumulate=n` the embeddings are computed in micro-batches that store no activations; the
-gradient computes those of one micro-batch after the other again (gradient caching,
-arXiv:2101.06983). That is a checkpoint in a scan: for the rest of a step it is one loss function
-like any other, of one batch.
+gradient computes the activations again, one micro-batch after the other (gradient caching,
+arXiv:2101.06983). That is a checkpoint in a scan: for the rest of a step it is a loss function of
+one batch, like any other.
 """
 
 import functools
@@ -22,27 +22,28 @@ from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, loss_of, rows_of
 from tsunax.microbatches import check_rows, in_turn
 
-_LOSS = 0x6C6F7373  # the key of `loss` is folded with it, those of micro-batches with their index
+# The key of `loss` is folded with this number, the keys of micro-batches with their index.
+_LOSS = 0x6C6F7373
 
 
 def whole_batch(embed: Function, loss: Function) -> Function:
     """A loss over the rows of the whole batch, exact under `accumulate`: CLIP, SimCLR, retrieval.
 
     It is the loss function `loss(embed(params, batch), batch)`, for `train_step`, `value_and_grad`
-    and `eval_step`. Under `accumulate=n` it is the same one, with the memory of one micro-batch and
-    of the embeddings, for one more forward pass of `embed`: gradient caching (Gao et al. 2021,
-    arXiv:2101.06983).
+    and `eval_step`. Under `accumulate=n` it is the same function, with the memory of one
+    micro-batch and of the embeddings, for one more forward pass of `embed`: gradient caching (Gao
+    et al. 2021, arXiv:2101.06983).
 
     Args:
-      embed: `embed(params, rows, ...)` returns arrays whose first axis is the rows (any pytree of
-        them), each made of its own row. If it names `model_state`, it returns `(embeddings,
-        model_state)`; each micro-batch gets that of the one before, and statistics are those of
+      embed: `embed(params, rows, ...)` returns any pytree of arrays with a first axis of rows, each
+        computed from one row. If it names `model_state`, it returns `(embeddings, model_state)`;
+        each micro-batch gets the model state of the previous one, and statistics are taken over
         micro-batches.
       loss: `loss(embeddings, batch, ...)` of all rows returns a scalar or a `Loss`. If it names
-        `params`, for a temperature for example, it is given them.
+        `params`, for a temperature for example, it gets them.
 
-    Both may name what a loss function may: `key`, `train`, `mask`, `step`, `ema` and extra
-    arguments. Both passes of a micro-batch have one key; `loss` has another one.
+    Both may name the arguments of a loss function: `key`, `train`, `mask`, `step`, `ema` and extra
+    arguments. Both passes of a micro-batch have the same key; `loss` has another key.
 
     Raises LossError for a function of another form, and for embeddings without an axis of rows.
 
@@ -62,7 +63,7 @@ def whole_batch(embed: Function, loss: Function) -> Function:
 
 @dataclass(frozen=True)
 class WholeBatch(CutsItsBatch):
-    """What `whole_batch` returns: a loss function that compares by value."""
+    """The result of `whole_batch`: a loss function that compares by value."""
 
     embed: Function
     loss: Function
@@ -85,7 +86,7 @@ class WholeBatch(CutsItsBatch):
         parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
         parameters += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
         parameters += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
-        # what a step asks of a loss function
+        # A step reads these attributes of a loss function.
         self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(parameters))
 
     @functools.cached_property
@@ -104,11 +105,11 @@ class WholeBatch(CutsItsBatch):
         return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
 
     def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
-        """A mean over rows, unless `embed` mixes them; not linear: that would miss `x - mean`."""
+        """A mean over rows, unless `embed` mixes them. A linear one would not detect `x - mean`."""
         state, out = self._embedded(params, batch, _named(self._embed, keywords))
         real = [jnp.real(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
         mean = sum((jnp.mean(jax.nn.softplus(x)) for x in real), jnp.float32(0))
-        rows = np.float32(rows_of(batch))  # A mask does not change it: `embed` has those rows, too.
+        rows = np.float32(rows_of(batch))  # masked rows too: `embed` also gets them
         return Loss(mean * rows, rows, model_state=state)
 
     def _composed(self, n: int, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
@@ -126,7 +127,7 @@ class WholeBatch(CutsItsBatch):
     def _in_turn(self, n: int, params: PyTree, batch: PyTree, keywords: Extra) -> tuple[Any, Any]:
         """The model state after the last micro-batch, and the embeddings of all rows.
 
-        Gradients are summed in float32, those of leaves that they replace by their maximum.
+        Gradients are summed in float32. Gradients that replace their leaf are joined by maximum.
         """
         check_rows(batch)
         of_rows = {name: x for name, x in keywords.items() if name == "mask"}
@@ -144,7 +145,7 @@ class WholeBatch(CutsItsBatch):
         return in_turn(part, n, keywords.get("model_state"), (batch, of_rows))
 
     def _embedded(self, params: PyTree, rows: PyTree, keywords: Extra) -> tuple[Any, Any]:
-        """The new model state, None if it names none, and the embeddings of these rows."""
+        """The new model state, None if `embed` names none, and the embeddings of these rows."""
         state, out, n = None, self.embed(params, rows, **keywords), rows_of(rows)
         if "model_state" in keywords:
             if not (isinstance(out, tuple) and len(out) == 2):
@@ -171,12 +172,12 @@ class WholeBatch(CutsItsBatch):
 
 
 def of_whole_batch(problem: Problem) -> tuple[Loss, PyTree]:
-    """The strategy for a loss function in loops of its own."""
+    """The strategy for a loss function that loops over its micro-batches."""
     return convolutions.fast(lambda: problem.gradient(problem.batch, problem.keywords))()
 
 
 def _named(part: LossFn, keywords: Extra) -> Extra:
-    """The keywords that one of the two functions is given."""
+    """The keywords for `embed`, or for `loss`."""
     if part.takes_any:
         return dict(keywords)
     return {name: x for name, x in keywords.items() if name in part.names}
@@ -193,7 +194,7 @@ def _each(params: PyTree, overwritten: Function, otherwise: Function) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(x: jax.Array, n: int) -> jax.Array:
-    """n copies of a leaf whose gradient is its next value: the next one is their maximum."""
+    """n copies of a leaf that gradients replace: its next value is the maximum of n gradients."""
     return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
 

@@ -23,7 +23,7 @@ from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.state_facts import KeptNumber, NumberTable
 from tsunax.errors import CheckpointError, StateError
-from tsunax.state import TrainState, base
+from tsunax.state import TrainState, master_params
 
 SavedLeaves = Mapping[Keys, Leaf]
 
@@ -260,7 +260,7 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     state = dataclasses.replace(state, masters=masters).replace(**parts)
     averages = averages_of(state)
     new_averages = {
-        name: trees.offloaded_like(x.of(base(state)), x) for name, x in averages.items()
+        name: trees.offloaded_like(x.of(master_params(state)), x) for name, x in averages.items()
     }
     return dataclasses.replace(state, **new_averages)
 

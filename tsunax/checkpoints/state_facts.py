@@ -54,7 +54,9 @@ def facts_of(state: TrainState) -> dict[str, Any]:
             schedules |= {name: _schedule_text(x) for name, x in pairs if x}
         lives = enumerate(s for _, s in numbers.layout.lives)
         cuts = [
-            [live_index, list(s.cut.of), list(s.cut.labels)] for live_index, s in lives if s.cut
+            [live_index, list(s.cut.group_of_leaf), list(s.cut.labels)]
+            for live_index, s in lives
+            if s.cut
         ]
     precision = None if plan.precision is None else outline(plan.precision)
     facts = {"rule": _short(outline(plan.update)), "trained": trained, "precision": precision}

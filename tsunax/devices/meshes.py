@@ -34,7 +34,7 @@ from tsunax._step.members import members_of
 from tsunax.devices import selection
 from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
-from tsunax.state import TrainState, base, trained_part
+from tsunax.state import TrainState, master_params, trained_part
 from tsunax.states import States
 
 __all__ = ["Placement", "describe_sharding", "mesh", "shard"]
@@ -266,7 +266,7 @@ class _Choice:
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
         follow = [self._moment_spec(params[i], x) for i, x in zip(trained, shapes, strict=True)]
 
-        owners = owners_of(state.plan.init, state.opt_state, state.numbers, base(state))
+        owners = owners_of(state.plan.init, state.opt_state, state.numbers, master_params(state))
         opt_state = []
         for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
             if owner is not None and np.shape(leaf) == shapes[owner]:

@@ -1,7 +1,7 @@
 """The guard of a step: one verdict on its numbers, and one choice between two states.
 
 `norms` takes the norm of a tree, `verdict` judges and chooses, `windows` counts the calls, also
-those that only gather a gradient.
+calls that only gather a gradient.
 """
 
 from tsunax.guard.norms import SMALL, excess, global_norm, is_over_mesh, square_sums, tracing

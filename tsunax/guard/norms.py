@@ -1,4 +1,4 @@
-"""L2 norms of trees, in float32 whatever the dtypes of their leaves."""
+"""L2 norms of trees, in float32 for leaves of any dtype."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
@@ -15,11 +15,11 @@ from jax.typing import ArrayLike
 
 from tsunax._core import PyTree
 
-# A kernel costs a CPU some microseconds to start, whatever it adds up, so that the norm of six
-# small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements are
-# therefore summed as one vector: a copy of at most 64 KiB each, for one reduction instead of one
-# per leaf. Larger leaves are summed where they lie. So are all leaves of a program over a mesh: to
-# join shards that lie on different devices, the devices would have to talk.
+# A kernel costs a CPU some microseconds to start, also if it adds few numbers, so that the norm of
+# six small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements
+# are therefore copied into one vector, at most 64 KiB each, and summed by one reduction. Larger
+# leaves are summed without a copy. So are all leaves of a program over a mesh: to join shards on
+# different devices, the devices would have to communicate.
 
 SMALL = 1 << 14  # elements
 
@@ -29,16 +29,16 @@ _over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", 
 
 @contextlib.contextmanager
 def tracing(over_mesh: bool) -> Generator[None, None, None]:
-    """A context that says whether the program traced in it is one over a mesh."""
-    before = _over_mesh.set(over_mesh)
+    """A context that declares whether the program traced in it runs over a mesh."""
+    token = _over_mesh.set(over_mesh)
     try:
         yield
     finally:
-        _over_mesh.reset(before)
+        _over_mesh.reset(token)
 
 
 def is_over_mesh(x: ArrayLike) -> bool:
-    """Whether an array belongs to a program over a mesh: its type says so, or the context."""
+    """Whether an array belongs to a program over a mesh, by its type or by the context."""
     return _over_mesh.get() or jax.typeof(x).sharding.mesh.size > 1
 
 
@@ -51,12 +51,12 @@ def _square_sum(x: ArrayLike) -> jax.Array:
 
 
 def square_sums(tree: PyTree) -> list[jax.Array]:
-    """sum(|x|²) of each leaf, in float32 whatever its dtype (float64 for float64)."""
+    """sum(|x|²) of each leaf: float64 for float64 and complex128, float32 for other dtypes."""
     return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def _joined(tree: PyTree) -> list[jax.Array]:
-    """The large leaves of a tree, and one vector of all small ones of each dtype."""
+    """The large leaves of a tree, and for each dtype one vector of all small leaves."""
     large, small = [], defaultdict(list)
     for x in map(jnp.asarray, jax.tree.leaves(tree)):
         if x.size > SMALL or is_over_mesh(x):
@@ -69,7 +69,7 @@ def _joined(tree: PyTree) -> list[jax.Array]:
 def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
     """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`; with `by_leaf` also its last bit.
 
-    Float32 whatever the dtypes of the leaves, float64 if any is.
+    The result is float64 if any leaf is, else float32.
     """
     sums = square_sums(tree if by_leaf else _joined(tree)) or [jnp.zeros((), jnp.float32)]
     dtype = np.result_type(*(s.dtype for s in sums))
@@ -79,12 +79,12 @@ def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
 def excess(tree: PyTree) -> jax.Array:
     """0 if every element has a finite square in its dtype, else NaN if one is NaN, or infinity.
 
-    A reduction of two results: XLA:CPU needs memory for the operands of one with one result.
+    One reduction has two results, because XLA:CPU stores the operand of a reduction with one.
     """
-    either = lambda a, b: (a[0] | b[0], a[1] | b[1])
-    found = []
+    merge_flags = lambda a, b: (a[0] | b[0], a[1] | b[1])
+    flags = []
     for x in _joined(tree):
         operands = ~(jnp.abs(x) < float(jnp.finfo(x.dtype).max) ** 0.5), x != x
-        found.append(jax.lax.reduce(operands, (False, False), either, range(x.ndim)))
-    is_large, is_nan = functools.reduce(either, found)
+        flags.append(jax.lax.reduce(operands, (False, False), merge_flags, range(x.ndim)))
+    is_large, is_nan = functools.reduce(merge_flags, flags)
     return jnp.where(is_large, jnp.where(is_nan, jnp.nan, jnp.inf), 0.0).astype(jnp.float32)

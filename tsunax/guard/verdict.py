@@ -1,11 +1,12 @@
-"""One verdict per step, and one choice: was everything finite, and which of two states goes on.
+"""One verdict per step, whether all numbers are finite, and one choice between two states.
 
 A verdict is one int32 computed inside the step: 0 if the step is applied, -1 if it only gathered
 its gradient, else twice the place of the first value that is not finite, plus one if it is NaN.
-The places are the loss, the norm of the gradient, the clock, what rules report, and the norm of
+The places are the loss, the norm of the gradient, the clock, the reports of rules, and the norm of
 the update. The verdict is part of the info, so that no step waits for the device; `explain` turns
-it into words on the host. It does not say which leaf of the gradient was bad, because a map of
-200 leaves would cost every step what only a bad one needs: `locate` looks at the gradients again.
+it into words on the host. It does not say which leaf of the gradient was bad: a flag for each of
+200 leaves would cost time at every step, but only rejected steps need it. `locate` computes it from
+the gradients later.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -34,7 +35,7 @@ class RuleReport:
     """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
 
     values: jax.Array  # f32 of shape (n,)
-    # a text for each, with path and shape; "{}" stands for "nan" or "inf"
+    # a text for each value, with path and shape; "{}" is replaced by "nan" or "inf"
     whats: tuple[str, ...] = field(metadata={"static": True})
 
 
@@ -46,13 +47,14 @@ def reports(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
 
 
-_LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4  # places; the update has the one after the reports
+# The places of a verdict. Each report takes one from `_REPORTS` on; the update has the next place.
+_LOSS, _GRADIENT, _CLOCK, _REPORTS = 1, 2, 3, 4
 
 
 def judge(
     loss: Maybe, grad_norm: Maybe, calls: jax.Array, opt_state: PyTree, update_norm: Maybe = None
 ) -> jax.Array:
-    """The verdict: 0 if all is finite, else 2 · the first place that is not, + 1 for a NaN.
+    """The verdict: 0 if all is finite, else 2 · the first place that is not finite, + 1 for a NaN.
 
     The order of the places is: loss, gradient, clock, reports, update.
     """
@@ -69,13 +71,13 @@ def judge(
 
 
 def _code(value: ArrayLike, place: int | np.ndarray) -> jax.Array:
-    """LIMIT if the value at this place is finite, else the verdict that it leads to."""
+    """LIMIT if the value at this place is finite, else the verdict of a step with this value."""
     code = jnp.where(jnp.isfinite(value), LIMIT, np.int32(2) * place + jnp.isnan(value))
     return code.astype(jnp.int32)
 
 
 def overflowed(verdict: Scalar) -> Scalar:
-    """Whether the loss or the gradient was not finite, rather than a value reported by a rule."""
+    """Whether the loss or the gradient was not finite, and not only the report of a rule."""
     return (verdict > 0) & (verdict < 2 * _CLOCK)
 
 
@@ -85,13 +87,13 @@ def is_of_loss(verdict: Scalar) -> Scalar:
 
 
 def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
-    """A verdict in words; given the gradients, with the leaf that was not finite."""
+    """A verdict in words. With the gradients, the words name the leaf that was not finite."""
     if verdict <= 0:
         return "applied" if verdict == 0 else "gathered"
     place, is_nan = divmod(int(verdict), 2)
     norm = "gradient norm" if grads is None else locate(grads)
     places = [f"loss: {GOT}", f"{norm}: {GOT}", f"clock, at its limit of {LIMIT} calls"]
-    places += [what for report in reports(opt_state) for what in report.whats]
+    places += [text for report in reports(opt_state) for text in report.whats]
     places += [f"update that the rule made of finite gradients, or decay of an average: {GOT}"]
     return places[place - 1].replace(GOT, f"got {'nan' if is_nan else 'inf'}")
 
@@ -99,21 +101,21 @@ def explain(verdict: int, opt_state: PyTree, grads: PyTree = None) -> str:
 def locate(grads: PyTree) -> str:
     """The first gradient leaf that is not finite, or overflows when squared."""
     squares = square_sums(grads)
-    for (at, leaf), square in zip(trees.leaves_at("params", grads), squares, strict=True):
+    for (path, leaf), square in zip(trees.leaves_at("params", grads), squares, strict=True):
         if not bool(jnp.isfinite(square)):
-            what = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
-            return f"{what} of {at}, shape {jnp.shape(leaf)}"
+            subject = "norm of the gradient" if bool(jnp.all(jnp.isfinite(leaf))) else "gradient"
+            return f"{subject} of {path}, shape {jnp.shape(leaf)}"
     return "gradient norm"
 
 
 def in_batch(batch: PyTree) -> str:
     """The first leaf of a batch that is not finite, in words; "" if all are finite."""
-    for at, leaf in trees.leaves_at("batch", batch):
+    for path, leaf in trees.leaves_at("batch", batch):
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
         if count := int(jnp.sum(bad)):
             first = [int(i) for i in np.unravel_index(int(jnp.argmax(bad)), np.shape(leaf))]
-            found = f"{at} has {count} of {np.size(leaf)} not finite"
-            return f"{found}, the first at {first}" if first else found
+            text = f"{path} has {count} of {np.size(leaf)} not finite"
+            return f"{text}, the first at {first}" if first else text
     return ""
 
 
@@ -123,21 +125,21 @@ def in_batch(batch: PyTree) -> str:
 def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     """Leaf by leaf `new` if `take` is true, else `old`, in the dtypes of `new` as in plain optax.
 
-    `take` is one scalar bool, or a list with one for each leaf. Selects, never multiplies: 0 · NaN
-    is NaN.
+    `take` is one scalar bool, or a list with a bool for each leaf. Leaves are selected, not
+    multiplied, because 0 · NaN is NaN.
     """
     new, treedef = jax.tree.flatten(new)
     old = treedef.flatten_up_to(old)
     take = take if isinstance(take, list) else [take] * len(new)
 
-    def one(flag: Any, n: Any, o: Any):
+    def choose_leaf(flag: Any, n: Any, o: Any):
         if n is o or flag is True:
             return n
         host, (n, o) = n, trees.on_device((n, o))
         o = o if o.dtype == n.dtype else o.astype(n.dtype)
         return trees.offloaded_like(jnp.where(flag, n, o), host)
 
-    return treedef.unflatten([one(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
+    return treedef.unflatten([choose_leaf(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
 
 def select(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
@@ -150,8 +152,8 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
 
     On a CPU only the branch that is taken runs: a `lax.cond`, with the memory and the time of a
     step without a verdict. Other devices select, because XLA fuses their selects into the update.
-    So do devices of a mesh, for whom a collective must not be behind a condition, and devices
-    inside `shard_map` that may decide differently. Under `vmap` the cond is a select by itself.
+    So do devices of a mesh, because a collective must not be behind a condition, and devices
+    inside `shard_map` that may decide differently. `vmap` turns the cond into a select.
     """
     selected = functools.partial(select, take, applied, old)
     if any(map(is_over_mesh, jax.tree.leaves((take, old)))):
@@ -167,27 +169,27 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
     return jax.lax.platform_dependent(cpu=cond, default=selected)
 
 
-# A conditional costs an H200 6 us in its CUDA graph, and a look at the updates of so few leaves and
-# bytes less. Above, the look would take more kernels, or memory traffic that no step needs.
+# A conditional costs an H200 6 us in its CUDA graph. The norm of updates with at most 8 leaves and
+# 1 MiB costs less. Larger updates would need more kernels, or more memory traffic.
 FEW_LEAVES, FEW_BYTES = 8, 1 << 20
 
 
 def early_or_late(early: Callable[[], PyTree], late: Callable[[], PyTree], grads: PyTree) -> PyTree:
-    """`early()`, with a look at updates behind a condition, or `late()`, which judges each update.
+    """`early()`, which judges updates behind a condition, or `late()`, which judges each update.
 
-    On a TPU the condition takes more kernels and bytes, and on a GPU if `grads` has few leaves.
+    The condition costs more kernels and bytes on a TPU, and on a GPU if `grads` is small.
     """
     leaves = jax.tree.leaves(grads)
     if len(leaves) > FEW_LEAVES:
-        return early()  # no second branch for other platforms: it would cost tracing time
+        return early()  # on each platform: a second branch would take time to trace
     is_small = sum(x.nbytes for x in leaves) <= FEW_BYTES
     return jax.lax.platform_dependent(cpu=early, tpu=late, default=late if is_small else early)
 
 
 def unless(condition: jax.Array, excess: Callable[[], jax.Array]) -> jax.Array:
-    """0 if the condition holds, else the result of `excess`, a look at updates.
+    """0 if the condition is true, else the result of `excess`, a reduction of updates.
 
-    The barrier keeps XLA from computing both, to select.
+    The barrier keeps XLA from computing both and selecting one.
     """
     barred = lambda: jax.lax.optimization_barrier(excess())
     return jax.lax.cond(condition, lambda: jnp.zeros((), jnp.float32), barred)

@@ -1,4 +1,4 @@
-"""The clock of all calls, also of those that only gather: see `rules.accumulate`."""
+"""The clock of all calls, also of calls that only gather: see `rules.accumulate`."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
@@ -15,10 +15,10 @@ LIMIT = np.iinfo(np.int32).max
 
 
 def emitted(opt_state: PyTree) -> jax.Array | None:
-    """Whether the call that left this state moved params; None if some rule runs on every call.
+    """Whether the last call moved params, from its state; None if some rule runs on every call.
 
-    A chain waits for its last rule, a wrapper for the rule whose state is its `inner`, a partition
-    for any of its rules if all of them have a window.
+    A chain moves params with its last rule, a wrapper with its inner rule. A partition moves them
+    with any of its rules, if all its rules have a window.
     """
     if getattr(type(opt_state), "waits", False):  # the window of `rules.accumulate`
         return opt_state.emitted
@@ -27,28 +27,30 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     parts = getattr(opt_state, "inner", None)
     if parts is not None and not isinstance(parts, dict):
         return emitted(parts)
-    found = [emitted(part) for part in (parts or {}).values()]
-    all_wait = found and all(x is not None for x in found)
-    return functools.reduce(operator.or_, found) if all_wait else None
+    emitted_by_part = [emitted(part) for part in (parts or {}).values()]
+    all_wait = emitted_by_part and all(x is not None for x in emitted_by_part)
+    return functools.reduce(operator.or_, emitted_by_part) if all_wait else None
 
 
 def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
-    """The verdict, or -1 if the step was taken but only gathered its gradient."""
+    """The verdict, or -1 if the step was not rejected but only gathered its gradient."""
     if emitted is None:
         return verdict
-    taken = jnp.int32(0) if verdict is None else verdict
-    return jnp.where((taken == 0) & ~emitted, -1, taken)
+    code = jnp.int32(0) if verdict is None else verdict
+    return jnp.where((code == 0) & ~emitted, -1, code)
 
 
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
 def count(clock: jax.Array, emitted: Maybe, verdict: Maybe = None) -> jax.Array:
-    """The clock after this call: applied updates, calls, rejected ones, rejected ones in a row.
+    """The clock after this call: applied updates, calls, rejected calls, rejected calls in a row.
 
-    Of constants, not stacked from scalars: XLA:CPU would run a kernel of its own for each.
+    The increments are constant vectors: XLA:CPU would run one more kernel for each stacked scalar.
     """
-    now = jnp.minimum(clock, LIMIT - 1)
-    more = _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
-    taken = now * np.array([1, 1, 1, 0], np.int32) + more
-    return taken if verdict is None else jnp.where(verdict == 0, taken, now + _REJECTED)
+    old_clock = jnp.minimum(clock, LIMIT - 1)
+    increments = _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
+    new_clock = old_clock * np.array([1, 1, 1, 0], np.int32) + increments
+    return (
+        new_clock if verdict is None else jnp.where(verdict == 0, new_clock, old_clock + _REJECTED)
+    )

@@ -1,7 +1,7 @@
 """Rules: optax transformations with live numbers, and the few that optax lacks.
 
-Any rule here works in plain optax code, and any optax rule works in tsunax. The folder knows optax
-and trees; it must not know `TrainState`.
+Any rule here works in plain optax code, and any optax rule works in tsunax. The folder uses optax
+and trees; it must not import `TrainState`.
 """
 
 from tsunax._core import lazy as _lazy

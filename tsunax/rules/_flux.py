@@ -143,9 +143,9 @@ def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
     """`OAdam` of Optimisers.jl: params ← params − 2uₜ + uₜ₋₁, with u₀ = 0.
 
     Here uₜ = learning_rate·(the update of Adam with `b1`, `b2` and `eps`, three floats).
-    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and has the rate
-    outside, where a new one applies to uₜ₋₁ too. Daskalakis et al. 2018. Raises HyperparameterError
-    for a number that is out of range.
+    `optimistic_adam_v2` starts from u₀ = u₁, uses Nesterov's momentum by default, and multiplies
+    by the rate last, so that a new rate applies to uₜ₋₁ too. Daskalakis et al. 2018. Raises
+    HyperparameterError for a number that is out of range.
 
     >>> rule = flux_oadam(0.1)
     >>> rule.update(jnp.ones(1), rule.init(jnp.ones(1)))[0]
@@ -161,7 +161,7 @@ def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
         moments: Any = adam.update(updates, state[0], params)[1]
         m = optax.tree.bias_correction(moments.mu, b1, moments.count)
         v = optax.tree.bias_correction(moments.nu, b2, moments.count)
-        # Divide last: XLA then stores the quotient only, but for a product also its factors
+        # Divide last: XLA then stores only the quotient. For a product it also stores the factors
         # (+12 % of memory).
         adam_updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
         return jax.tree.map(lambda u, previous: 2 * u - previous, adam_updates, state[1]), (

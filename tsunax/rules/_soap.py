@@ -13,7 +13,7 @@ from tsunax._core import PyTree, Scalar, checks
 
 
 class ScaleBySoapState(NamedTuple):
-    """The state of `soap`. A side of a matrix that has no basis has a `MaskedNode`."""
+    """The state of `soap`. It has a `MaskedNode` for a side of a matrix without a basis."""
 
     calls: Scalar  # int32; the first call sets the bases and moves nothing
     mu: PyTree  # f32, means of the gradients
@@ -25,7 +25,7 @@ class ScaleBySoapState(NamedTuple):
 
 
 def _in_bases(x: jax.Array, bases: Any, back: bool = False) -> jax.Array:
-    """`x` in the bases of its rows and columns; with `back`, from these bases to its own."""
+    """`x` in the bases of its rows and columns; with `back`, from these bases to the original."""
     rows, columns = bases
     if isinstance(rows, jax.Array):
         x = (rows if back else rows.mT) @ x

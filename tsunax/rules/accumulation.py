@@ -40,7 +40,7 @@ class Window:
 
 
 # Up to this total weight the sum of gradients with a finite norm is finite in float32, so that a
-# window needs no check of its sum. Beyond it the verdict looks at the update.
+# window needs no check of its sum. Above it, the verdict judges the update.
 MAX_WEIGHT = 2.0**60
 
 
@@ -49,7 +49,7 @@ def _is_window(x) -> bool:
 
 
 def any_emitted(opt_state: PyTree) -> jax.Array | None:
-    """Whether any window anywhere in a state was applied; None without a window."""
+    """Whether the last call applied any window of a state; None without a window."""
     flags = [x.emitted for x in jax.tree.leaves(opt_state, is_leaf=_is_window) if _is_window(x)]
     return functools.reduce(operator.or_, flags) if flags else None
 
@@ -57,7 +57,7 @@ def any_emitted(opt_state: PyTree) -> jax.Array | None:
 def in_sums(opt_state: PyTree) -> list[bool]:
     """For each leaf, whether it belongs to the sum of an unfinished window.
 
-    Such sums stay for frozen leaves, with nothing added to them.
+    Such sums stay for frozen leaves, because their zero gradients add nothing.
     """
 
     def flags(x):
@@ -143,16 +143,16 @@ def accumulate(
     nor the state of the rule; `state.step` and schedules wait, `state.calls` counts on, and
     `info.applied` is true for the last call. Weights are the weights of the losses (in plain optax
     code, `weight=`). A call with a gradient that is not finite is left out and not counted. `every`
-    is an int, or a schedule of `step`. A last, incomplete window is applied by
-    `ts.flush(state)`. In a chain, `accumulate` must be last; rules before it see every call.
-    If another rule of `partition` runs on every call, `state.step` counts calls.
+    is an int, or a schedule of `step`. `ts.flush(state)` applies a last, incomplete window. In a
+    chain, `accumulate` must be last; rules before it see every call. If another rule of `partition`
+    runs on every call, `state.step` counts calls.
 
     The rule runs on the last call of a window only (`lax.cond`); under `vmap` that becomes a
     select, so that it runs on every call: same numbers, more work. In memory it costs one f32
     gradient in the state; `train_step(..., accumulate=n)` needs it only during the step.
 
     Raises WrongTypeError for a `rule` that is no optax rule and an `every` that is no int or
-    schedule, HyperparameterError for one below 1.
+    schedule, HyperparameterError for an `every` below 1.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(2)})

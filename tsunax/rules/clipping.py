@@ -30,15 +30,15 @@ def _stateless(f: Callable) -> optax.GradientTransformationExtraArgs:
 
 
 def _norm_of(updates, *, outside=0.0, grad_norm=None, **_):
-    """The norm of all gradients: the verdict's, or with the squares `outside` of this group."""
+    """The norm of all gradients: from the verdict, or with the squares `outside` of this group."""
     return jnp.sqrt(sum(square_sums(updates)) + outside) if grad_norm is None else grad_norm
 
 
 def _clip(max_delta: optax.ScalarOrSchedule):
     """Clamp each element of the gradient, `g ← min(max(g, -max_delta), max_delta)`; NaN stays NaN.
 
-    The direction changes. `max_delta` is a number or a schedule; HyperparameterError for one that
-    is not finite and above 0.
+    The direction changes. `max_delta` is a number or a schedule; HyperparameterError unless it is
+    finite and above 0.
 
     >>> rule = clip(1.0)
     >>> rule.update(jnp.array([0.5, -3.0]), rule.init(jnp.ones(2)))[0]
@@ -55,9 +55,9 @@ def _clip(max_delta: optax.ScalarOrSchedule):
 def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
-    One f32 norm over all leaves that are trained and not frozen. In a group of `partition` it is
-    over all groups if the rule is the first of its chain, else over its own group. A step with a
-    norm that is not finite is rejected; plain optax code does as `optax.clip_by_global_norm`.
+    It is one f32 norm over all leaves that are trained and not frozen. In a group of `partition` it
+    covers all groups if the rule is the first of its chain, else this group. A step with a norm
+    that is not finite is rejected; plain optax code does the same as `optax.clip_by_global_norm`.
     HyperparameterError unless `max_norm` is above 0. `g ← g · min(1, max_norm / norm)`.
 
     >>> rule = clip_by_global_norm(1.0)
@@ -138,7 +138,7 @@ def _sign_decay(sign_decay: optax.ScalarOrSchedule = 1e-3, where: Any = "**"):
     """Add `sign_decay · sign(params)` to the gradients of the leaves that `where` matches.
 
     As the first rule of a chain, that is an L1 penalty `sign_decay · Σ|params|` in the loss. The
-    number `sign_decay` is 0 or more, or a schedule. Errors as of `add_decayed_weights`:
+    number `sign_decay` is 0 or more, or a schedule. Raises errors like `add_decayed_weights`:
     HyperparameterError, PatternError.
     """
     rate = as_scalar(sign_decay)
@@ -169,7 +169,7 @@ def _decay(place, where, f):
 class SpikeState:
     """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
-    One array, because on a small step each further array costs as much as all of the arithmetic.
+    It is one array, because each array of a small step costs as much as all of the arithmetic.
     Columns: the log of the gradient norm, the loss. Rows: the centre, the mean distance from it,
     the number of steps, inf for a spike.
     """

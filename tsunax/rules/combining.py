@@ -49,7 +49,7 @@ class _ChainUpdate(MadeOfRules):
         for update, state in zip(self.updates, states, strict=True):
             grads, state = update(grads, state, params, **extra)
             new_states.append(state)
-            # Only the first rule gets gradients; these norms do not describe later updates.
+            # Only the first rule gets gradients. The norms do not describe later updates.
             extra.pop("outside", None)
             extra.pop("grad_norm", None)
         return grads, tuple(new_states)
@@ -228,7 +228,7 @@ def partition(
 
 @dataclass(frozen=True)
 class _SkipZeroUpdate(MadeOfRules):
-    init: Callable  # without its numbers; it tells which leaf of the state belongs to which param
+    init: Callable  # without its numbers; `owners_in` matches leaves of the state to params with it
     update: Callable
 
     def __call__(self, grads, state, params=None, **extra):

@@ -1,4 +1,4 @@
-"""Any optax rule as one that a step can call: it gets the extra arguments of its signature only."""
+"""Makes rules of optax callable by a step: a rule gets only the arguments of its signature."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """The rule with an update that accepts any extra argument. Equal rules give equal results."""
     takes: tuple[str, ...] | None = ()
     if isinstance(rule, optax.GradientTransformationExtraArgs):
-        takes = keyword_names(rule.update, 3)  # behind updates, state, params
+        takes = keyword_names(rule.update, 3)  # after updates, state, params
     if takes is None:
         return as_rule(rule.init, rule.update)
     init = rule.init if "step" in takes else Init(_plain_init, (rule.init,))

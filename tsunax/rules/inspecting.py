@@ -50,8 +50,9 @@ def check_rule(rule: object, where: str, fix: str = "") -> None:
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
     """Raise RuleError if a rule's update fails or returns other shapes or dtypes.
 
-    It is traced for shapes, once for rules that differ in numbers, unless the rule is known to work
-    on these params. A missing extra argument is accepted here: `ts.update` may get it later.
+    The update is traced for shapes, once for rules that differ only in numbers. Rules that always
+    work on these params are not traced. A missing extra argument is accepted here: `ts.update` may
+    get it later.
     """
     leaves, treedef = jax.tree.flatten(params)
     if any(map(trees.is_traced, leaves)):
@@ -164,13 +165,13 @@ def _difference(new: PyTree, old: PyTree, root: str) -> str:
     return ""
 
 
-# Factories of optax that work on some shapes only, or not with the defaults of their arguments.
-# Their updates are traced at setup; a name that is missing here fails later, at the first step.
+# Factories of optax that work only on some shapes, or not with the defaults of their arguments.
+# Their updates are traced at setup. A rule that is missing here fails later, at the first step.
 _NEED_A_TRACE = ("sm3", "scale_by_muon", "scale_by_distance_over_gradients")
 
 
 def _is_sure_to_work(update: Any) -> bool:
-    """Whether an update is made of rules that are known to work."""
+    """Whether an update is made only of rules that always work."""
     if isinstance(update, LiveUpdate):
         return is_library_factory(update.live.factory) and update.live.title not in _NEED_A_TRACE
     if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
@@ -182,7 +183,7 @@ def _is_sure_to_work(update: Any) -> bool:
 
 def missing(error: Exception) -> list[str]:
     """The names of the missing arguments that made a call fail."""
-    if isinstance(error, ValueError):  # optax's own, for arguments with the default None
+    if isinstance(error, ValueError):  # optax raises it for arguments with the default None
         return re.findall(r"^`?(\w+)`? must be provided", str(error))
     match = re.search(r"missing \d+ required \S+ arguments?: (.*)", str(error))
     return re.findall(r"'(\w+)'", match[1]) if isinstance(error, TypeError) and match else []

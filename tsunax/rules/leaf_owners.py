@@ -28,7 +28,7 @@ def _owners_by_marks(init: Function, params: Any, leaves: list) -> list[int | No
 
 
 def owners_by_suffix(params: PyTree, leaves: list[Any]) -> list[int | None]:
-    """Owners by key path: among parameters of the leaf's shape, the longest common suffix wins."""
+    """Owners by key path: the parameter with the leaf's shape and the longest common suffix."""
     flat = jtu.tree_flatten_with_path(params)[0]
     index = {(path, np.shape(leaf)): i for i, (path, leaf) in enumerate(flat)}
     suffixes = ([(path[i:], leaf.shape) for i in range(len(path) + 1)] for path, leaf in leaves)

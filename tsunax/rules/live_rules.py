@@ -5,7 +5,7 @@ factory is called again, inside the trace, with `Number` objects read from that 
 is a new array and never a new program. Tables are described in `number_table.py`, groups of values
 for parts of the params in `subtree_numbers.py`.
 
-This file knows optax and trees. It must not know `TrainState`.
+This file uses optax and trees. It must not import `TrainState`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Live:
     """A factory with its static arguments, names and schedules, but without numbers.
 
-    Compared by value: rules that differ in numbers only share one compiled program.
+    It compares by value, so that rules that differ only in numbers share one compiled program.
     """
 
     factory: Function
@@ -59,7 +59,7 @@ class Live:
     def __eq__(self, rule: object) -> bool:
         if self is rule:
             return True
-        # `type(self)`, not `Live`: a comparison at the interpreter's exit finds no global names
+        # `type(self)`, not `Live`, because global names are gone when the interpreter exits.
         if type(rule) is not type(self) or self.statics.keys() != rule.statics.keys():
             return False
         compared_fields = lambda x: (x.factory, x.names, x.schedules)
@@ -85,7 +85,7 @@ class Live:
             value, complement, held_flag = table[0, i], table[1, i], table[2, i]
             if schedule:
                 scheduled = jnp.asarray(
-                    schedule.at(step, table[0, column : column + schedule.size]), table.dtype
+                    schedule.value_at(step, table[0, column : column + schedule.size]), table.dtype
                 )
                 value = jnp.where(held_flag > 0, value, scheduled)
                 complement = jnp.where(held_flag > 0, complement, 1 - scheduled)
@@ -126,7 +126,7 @@ def factory_name(factory: object) -> str:
 
 
 def is_library_factory(factory: object) -> bool:
-    """Whether a factory is optax's or ours, and so known to work with any live number."""
+    """Whether a factory is of optax or tsunax. These work with any live number."""
     return (getattr(factory, "__module__", None) or "").partition(".")[0] in ("optax", "tsunax")
 
 
@@ -134,12 +134,12 @@ def is_library_factory(factory: object) -> bool:
 class Scope:
     """The leaves that a live rule sees, and the clock of its schedules. All scopes compare equal.
 
-    They must, because optax maps over two states of a rule that were made from different trees:
+    The reason is that optax maps over two states of a rule that were made from different trees:
     from placeholders (`tree_map_params`) and from the current params (`lookahead`, `sam`).
     """
 
     paths: tuple[Any, ...] = field(compare=False)  # key path of each leaf that the rule sees
-    own_clock: bool = field(default=False, compare=False)  # because the rule is given no `step=`
+    own_clock: bool = field(default=False, compare=False)  # True if the rule gets no `step=`
 
 
 @jax.tree_util.register_dataclass
@@ -147,8 +147,8 @@ class Scope:
 class LiveState:
     """State of a live rule."""
 
-    # (4, groups, columns): value, complement, whether it is held, value at setup. None inside a
-    # TrainState, which keeps all tables in `numbers`.
+    # (4, groups, columns): value, complement, whether it overrides its schedule, value at setup.
+    # None inside a TrainState, which keeps all tables in `numbers`.
     table: jax.Array | None
     inner: PyTree  # the optax state, with group 0's counters
     # The counters of the groups 1, 2, ...: inner leaves that belong to no parameter.
@@ -162,7 +162,7 @@ class LiveState:
     is_live: ClassVar[bool] = True
 
     def __getattr__(self, name: str) -> Any:
-        """The fields of the optax state, for code that expects one: `state.plateau_count`."""
+        """The fields of the optax state, for code that reads them: `state.plateau_count`."""
         if name.startswith("_") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)

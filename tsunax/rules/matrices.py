@@ -59,9 +59,9 @@ def update_muon(
 ) -> tuple[PyTree, Any]:
     """The update of `optax.contrib.muon(**given)`, by `map_matrices`.
 
-    optax's own rule computes the momentum before the iteration and all that follows it.
+    The rule of optax computes the momentum before the iteration, and the steps after it.
     """
-    # a matrix stays as it is
+    # With these arguments muon leaves a matrix as it is.
     no_iteration = {"ns_steps": 0, "preconditioning": "aol", "adaptive": False}
     old_momentum, no_coefficients = state.inner_states["muon"].inner_state[0], jnp.zeros(3)
     leaves, treedef = jax.tree.flatten(updates)
@@ -111,7 +111,7 @@ def update_muon(
 
 
 def _dimensions(dimension_numbers: Any, updates: PyTree) -> list[Any]:
-    """The `MuonDimensionNumbers` of each leaf, None for Adam's, from optax's argument."""
+    """The `MuonDimensionNumbers` of each leaf, from optax's argument; None for leaves of Adam."""
     dimension_numbers = (
         dimension_numbers(updates) if callable(dimension_numbers) else dimension_numbers
     )
@@ -121,7 +121,7 @@ def _dimensions(dimension_numbers: Any, updates: PyTree) -> list[Any]:
 
 
 def _as_matrices(x: jax.Array, dims: MuonDimensionNumbers) -> tuple[jax.Array, Function]:
-    """An array as (matrices, rows, columns), and the way back."""
+    """An array as (matrices, rows, columns), and the inverse function."""
     axes = [
         np.atleast_1d(axes_of_part) % x.ndim for axes_of_part in ((0, 1) if x.ndim == 2 else dims)
     ]

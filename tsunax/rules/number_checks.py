@@ -22,7 +22,7 @@ def split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
 
 _NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
 _NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
-# Annotations of trees, or of functions of the params
+# Words in annotations of trees, or of functions of the params.
 _OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
 
@@ -37,7 +37,7 @@ def takes_number(parameter: inspect.Parameter, value: Any) -> bool:
     is_empty = default is parameter.empty
     if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
         return False
-    # not a number or a function of the step
+    # Such a function is no number and no schedule.
     if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
         return False
     is_expected = (

@@ -1,15 +1,16 @@
 """Live numbers: a table outside of the optimizer state, and the number that a rule gets.
 
 A number that a user may change while training (a learning rate, a beta) is a column of four rows:
-its value, its complement `1 - value`, whether it is held against its schedule, and the value given
-at `setup`, from which a restored run finds adjusted numbers.
+its value, its complement `1 - value`, whether it overrides its schedule, and the value given at
+`setup`. A restored run finds adjusted numbers by that value.
 
-**Why outside of the optimizer state.** The state of a live rule has its own table. A `TrainState`
-keeps all tables of its rule in a separate array: `hoist` takes them out at `setup`, `lower` puts
-them back inside the trace, for one update, and `hoist_like` takes them out again. So the numbers
-are an argument of a step and never a result: a step pays for each array that it returns (about 1 us
-on a CPU), numbers that are not donated can be read and adjusted without waiting for a running step,
-and the optimizer state has the plain structure of optax, which other code and tools can read.
+**Why outside of the optimizer state.** The state of a live rule has a table. A `TrainState` keeps
+all tables of its rule in a separate array: `split_numbers` takes them out at `setup`,
+`join_numbers` puts them back inside the trace, for one update, and `without_numbers` takes them out
+again. So the numbers are an argument of a step and never a result. Each array that a step returns
+costs about 1 us on a CPU; numbers that are not donated can be read and adjusted without waiting for
+a running step; and the optimizer state has the plain structure of optax, which other code and tools
+can read.
 
 The cost: an optimizer state has two structures, with live states (`Layout.full`) and without
 (`Layout.plain`). If the update of a rule changed its own table, the change would be lost.
@@ -55,7 +56,7 @@ class Number:
     def __init__(self, value: Scalar, complement: Scalar) -> None:
         self.value: Scalar = value
         self.complement: Scalar = complement
-        # Made once, in the outermost trace, so that inner traces may use the array, too.
+        # It is made once, in the outermost trace, so that inner traces may use the array, too.
         self._weak: Any = weak(value) if isinstance(value, jax.Array) else None
 
     @property
@@ -137,7 +138,7 @@ class ScheduleShape:
     def size(self) -> int:
         return sum(leaf is None for leaf in self.leaves)
 
-    def at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
+    def value_at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
         numbers = iter(numbers)
         leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)(step)
@@ -159,7 +160,7 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
 
 
 def is_live(x: object) -> bool:
-    """Whether it is the state of a live rule (`live_rules.LiveState`)."""
+    """Whether `x` is the state of a live rule (`live_rules.LiveState`)."""
     return getattr(type(x), "is_live", False)
 
 
@@ -177,7 +178,9 @@ class Layout:
     full: TreeDef  # structure with live states and their tables
     plain: TreeDef  # structure of `TrainState.opt_state`
     tables: tuple[int, ...]  # indices of the leaves of `full` that are tables
-    clocks: tuple[int, ...]  # indices of clocks of schedules: a TrainState puts its step there
+    clocks: tuple[
+        int, ...
+    ]  # indices of the clocks of schedules, which a TrainState sets to its step
     names: tuple[Any, ...]  # flat names, per live state and group
     # (paths, own_clock) per live state: compared here, because `full` ignores scopes
     scopes: tuple[Any, ...]
@@ -197,7 +200,7 @@ class Layout:
 class Numbers:
     """All live numbers of an optimizer state."""
 
-    # (4, n): value, complement, whether it is held against its schedule, value at setup
+    # (4, n): value, complement, whether it overrides its schedule, value at setup
     values: jax.Array | np.ndarray
     layout: Layout = field(metadata={"static": True})
 
@@ -229,7 +232,7 @@ class Numbers:
         """The flat names of numbers that differ from their values at `setup`."""
         values = np.asarray(self.values)
         is_adjusted = values[..., 0, :] != values[..., 3, :]
-        is_adjusted = is_adjusted.any(axis=tuple(range(is_adjusted.ndim - 1)))  # of any member
+        is_adjusted = is_adjusted.any(axis=tuple(range(is_adjusted.ndim - 1)))  # in any member
         names = self.column_names()
         return {names[column][0] for column in np.flatnonzero(is_adjusted)}
 
@@ -253,13 +256,13 @@ class Numbers:
                     column += schedule.size
                     if clock is None:
                         continue
-                    scheduled = schedule.at(clock, schedule_numbers)
+                    scheduled = schedule.value_at(clock, schedule_numbers)
                     value, complement = jnp.where(table[..., 2, i] > 0, value, scheduled), None
                 numbers[flat_name] = as_float(value, complement)
         return numbers
 
 
-def hoist(opt_state: PyTree) -> tuple[Any, Numbers | None]:
+def split_numbers(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     """Split an optimizer state into (plain state, numbers): tables and clocks are taken out."""
     leaves, full = jax.tree.flatten(opt_state)
     lives = [s for _, s in live_states(opt_state)]
@@ -292,8 +295,8 @@ def _plain_state(opt_state):
     return jax.tree.map(without_tables, opt_state, is_leaf=is_live)
 
 
-def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
-    """Put tables and clocks back into the plain state: the inverse of `hoist`."""
+def join_numbers(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTree:
+    """Put tables and clocks back into the plain state: the inverse of `split_numbers`."""
     if numbers is None:
         return opt_state
     layout, values, column, all_leaves = numbers.layout, numbers.values, 0, []
@@ -310,11 +313,11 @@ def lower(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -> PyTre
     return layout.full.unflatten(all_leaves)
 
 
-def hoist_like(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
-    """The plain state of `hoist`, after an update that changed no number."""
+def without_numbers(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
+    """The plain state of `split_numbers`, after an update that changed no number."""
     leaves, full = jax.tree.flatten(opt_state)
     if numbers is None or full != numbers.layout.full:
-        return hoist(opt_state)[0]
+        return split_numbers(opt_state)[0]
     return _without_tables(numbers.layout, leaves)
 
 
@@ -339,7 +342,7 @@ def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every live state with its key path, outer ones first, like their tables among the leaves."""
+    """Every live state with its key path, outer states first, in the order of their tables."""
     states = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
@@ -385,8 +388,8 @@ def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
 def labels(opt_state: PyTree) -> tuple[Any, ...]:
     """The flat name of every number: per live state, per group, per name. No two are equal.
 
-    A name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain repeats
-    it. Leaves with their own values add `@pattern`.
+    It is the name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain
+    repeats it. A group of values that `adjust` cut adds `@pattern`.
     """
     lives = live_states(opt_state)
     indices, groups_of_rules = chain_indices(lives), [patterns(path) for path, _ in lives]

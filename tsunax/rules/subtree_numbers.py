@@ -22,14 +22,14 @@ import numpy as np
 
 from tsunax._core import PyTree, patterns, trees
 from tsunax.rules.leaf_owners import owners_of_live
-from tsunax.rules.number_table import Numbers, hoist, interned, lower, map_live
+from tsunax.rules.number_table import Numbers, interned, join_numbers, map_live, split_numbers
 
 
 @dataclass(frozen=True)
 class Cut:
     """The groups of values of a live rule."""
 
-    of: tuple[int, ...]  # the group of each leaf that the rule sees
+    group_of_leaf: tuple[int, ...]  # the group of each leaf that the rule sees
     labels: tuple[str, ...]  # the name of each group
 
 
@@ -50,7 +50,7 @@ def merge_groups(
     live: Any, state: Any, params: PyTree, runs: Sequence[tuple[PyTree, PyTree]]
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""
-    group_of_leaf, owners = state.cut.of, owners_of_live(live, params)
+    group_of_leaf, owners = state.cut.group_of_leaf, owners_of_live(live, params)
     updates, inner_leaves = (
         [jax.tree.leaves(x) for x in trees_of_runs] for trees_of_runs in zip(*runs, strict=True)
     )
@@ -94,4 +94,4 @@ def recut(
     # Compute on the host: each cut has new shapes, which would compile on a device.
     if not trees.is_traced(numbers.values):
         numbers = dataclasses.replace(numbers, values=np.array(numbers.values))
-    return hoist(map_live(with_new_cut, lower(opt_state, numbers)))
+    return split_numbers(map_live(with_new_cut, join_numbers(opt_state, numbers)))

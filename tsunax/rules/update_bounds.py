@@ -1,9 +1,9 @@
 """Which rules make finite updates of finite gradients, by bounds on their updates.
 
-A step whose rule does so is judged before the rule runs: by its loss and by the norm of its
-gradient. A finite norm in float32 bounds every element of the gradient by 2^64, and so every
-average of gradients. Each rule below says how it changes such a bound, from its numbers, which it
-reads in the closure of its update: floats of a plain optax rule, live numbers of a live one. A rule
+A step with such a rule is judged before the rule runs: by its loss and by the norm of its gradient.
+A finite norm in float32 bounds every element of the gradient by 2^64, and so every average of
+gradients. Each function below computes how a rule changes such a bound. It reads the numbers of the
+rule in the closure of its update: floats of a plain optax rule, live numbers of a live rule. A rule
 that is not here has no bound, and its steps are judged by their update.
 
 A bound is a pair `(b, c)`: each update is `c · p` plus at most `b`, where p is its parameter and
@@ -24,16 +24,16 @@ import numpy as np
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.rules.number_table import as_scalar
 
-# Of the dtype that is computed with: the largest element of a tree whose norm is finite, and the
+# For each dtype of a computation: the largest element of a tree with a finite norm, and the
 # smallest update that can make a finite parameter infinite.
 LARGEST = {"float32": (2.0**64, 2.0**103), "float64": (2.0**512, 2.0**970)}
-BELOW_ONE = 1 - 2.0**-20  # Averages with a longer memory than this are judged by their update.
-LONGEST = 2.0**20  # so many gradients add up in a trace with such a decay
+BELOW_ONE = 1 - 2.0**-20  # Averages with a larger decay are judged by their update.
+LONGEST = 2.0**20  # the number of gradients that add up in a trace with the decay `BELOW_ONE`
 TINY = 2.0**-126  # smaller numbers may be flushed to zero
 
 
 class Undeclared(Exception):
-    """The rule whose updates have no bound, in words."""
+    """Its text is the name of a rule without a bound on its updates."""
 
 
 class MadeOfRules:
@@ -50,7 +50,7 @@ class Survey:
     largest: float  # element of a gradient with a finite norm
     limit: float  # updates are below it
     is_complex: bool  # whether some leaf is
-    weight: Scalar  # of this call
+    weight: Scalar  # the weight of the loss of this call
     params_norm: Function  # () -> the norm of the params
     conditions: list[Any] = field(default_factory=list)
 
@@ -58,22 +58,22 @@ class Survey:
         self.conditions += conditions
 
     def flat(self, b: Scalar, c: Scalar) -> Scalar:
-        """The bound of updates that a rule takes as they are, decay included."""
+        """One bound on updates and their decay, for a rule that does not separate the two."""
         if _is_static(c, 0):
             return b
         self.need(self.params_norm() <= self.largest)
         return b + abs(c) * self.largest
 
     def walk(self, update: Any, state: Any, bounds: list[Any], init: Any = None) -> list[Any]:
-        """The bounds of a rule's updates from those of the updates that it is given."""
+        """The bounds on the updates of a rule, from `bounds` on the updates that it gets."""
         if isinstance(update, MadeOfRules):
             return update.bounded(self, state, bounds)
         numbers, name = _closure(update), _factory(update)
         if name == "with_extra_args_support":
             return self.walk(numbers["tx"].update, state, bounds, numbers["tx"].init)
         if name == "chain":
-            for inner, own in zip(numbers["update_fns"], state, strict=True):
-                bounds = self.walk(inner, own, bounds)
+            for inner, inner_state in zip(numbers["update_fns"], state, strict=True):
+                bounds = self.walk(inner, inner_state, bounds)
             return bounds
         if name == "masked" and "inner" in numbers:
             inner = numbers["inner"]
@@ -102,16 +102,16 @@ def certain(
     """
     survey = Survey(*LARGEST[dtype], is_complex, weight, params_norm)
     try:
-        with np.errstate(all="ignore"):  # NumPy's numbers warn where others are infinite
+        with np.errstate(all="ignore"):  # NumPy warns of infinite numbers, JAX does not
             bounds = survey.walk(update, opt_state, [(survey.largest, 0.0)])
             survey.need(*((c >= -1) & (c <= 0) for _, c in bounds))
-            holds: Any = functools.reduce(operator.and_, survey.conditions)
-    # of a closure or a state that is not as in the versions of optax that this file knows
+            is_certain: Any = functools.reduce(operator.and_, survey.conditions)
+    # The closure or the state is not as in the versions of optax that this file was written for.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Undeclared(trees.describe_call(update)) from error
-    if np.ndim(holds):  # a number of optax may be an array, with one for each column
-        holds = holds.all()
-    return bool(holds) if isinstance(holds, np.bool_) else holds
+    if np.ndim(is_certain):  # a number of optax may be an array, with one for each column
+        is_certain = is_certain.all()
+    return bool(is_certain) if isinstance(is_certain, np.bool_) else is_certain
 
 
 def _is_static(x: Any, value: float) -> bool:
@@ -119,9 +119,9 @@ def _is_static(x: Any, value: float) -> bool:
 
 
 def _factory(update: Any) -> str:
-    """The factory of a function of optax or of ours; "" for others.
+    """The factory of a function of optax or tsunax; "" for other functions.
 
-    Read from its code: `functools.wraps` copies the names of a function to one around it.
+    It is read from the code, because `functools.wraps` copies the name of a function to a wrapper.
     """
     code, module = getattr(update, "__code__", None), getattr(update, "__globals__", {})
     if not module.get("__name__", "").startswith(("optax._src", "optax.transforms", "tsunax.")):
@@ -130,13 +130,13 @@ def _factory(update: Any) -> str:
 
 
 def _closure(f: Any) -> dict[str, Any]:
-    """The variables of its factory that a function refers to, live numbers as arrays."""
+    """The variables in the closure of a function by name, live numbers as arrays."""
     code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
     names = code.co_freevars if code is not None else ()
     return {name: as_scalar(x.cell_contents) for name, x in zip(names, cells, strict=True)}
 
 
-def _over(b: Scalar, divisor: Scalar) -> Scalar:
+def _quotient(b: Scalar, divisor: Scalar) -> Scalar:
     return np.inf if _is_static(divisor, 0) else b / divisor
 
 
@@ -145,54 +145,56 @@ def _is_decay(x: Scalar) -> Any:
 
 
 def _is_decay_of_squares(x: Scalar) -> Any:
-    """Squares of gradients that a rule before scaled may be infinite, and 0 · inf is NaN."""
+    """If an earlier rule scales gradients, their squares may be infinite, and 0 · inf is NaN."""
     return (x >= TINY) & (x <= BELOW_ONE)
 
 
-def _averaged(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+def _averaged(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     """Adam and its kin: an average of gradients over a root of squares, plus eps."""
     eps, under_root = n["eps"], n.get("eps_root", 0.0)
-    seen.need(_is_decay(n["b1"]), _is_decay_of_squares(n["b2"]), eps >= 0, under_root >= 0)
-    least = eps + (abs(under_root) * (under_root >= TINY)) ** 0.5
-    seen.need(least >= TINY)
-    return _over(_over(2 * seen.flat(b, c), 1 - n["b1"]), least), 0.0
+    survey.need(_is_decay(n["b1"]), _is_decay_of_squares(n["b2"]), eps >= 0, under_root >= 0)
+    smallest = eps + (abs(under_root) * (under_root >= TINY)) ** 0.5
+    survey.need(smallest >= TINY)
+    return _quotient(_quotient(2 * survey.flat(b, c), 1 - n["b1"]), smallest), 0.0
 
 
-def _over_rms(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
-    """RMSprop divides by the root of an average of squares, Adagrad by that of their sum."""
+def _over_rms(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    """RMSprop divides by the root of an average of squares, Adagrad by the root of their sum."""
     if "decay" in n:
-        seen.need(_is_decay_of_squares(n["decay"]), n["initial_scale"] >= 0)
-    seen.need(n["eps"] >= TINY)
-    return _over(seen.flat(b, c), n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]), 0.0
+        survey.need(_is_decay_of_squares(n["decay"]), n["initial_scale"] >= 0)
+    survey.need(n["eps"] >= TINY)
+    return _quotient(
+        survey.flat(b, c), n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]
+    ), 0.0
 
 
-def _trace(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
-    seen.need(_is_decay(n["decay"]))
-    return 2 * LONGEST * seen.flat(b, c), 0.0
+def _trace(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    survey.need(_is_decay(n["decay"]))
+    return 2 * LONGEST * survey.flat(b, c), 0.0
 
 
-def _ema(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
-    seen.need(_is_decay(n["decay"]))
-    return _over(seen.flat(b, c), 1 - n["decay"]), 0.0
+def _ema(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+    survey.need(_is_decay(n["decay"]))
+    return _quotient(survey.flat(b, c), 1 - n["decay"]), 0.0
 
 
-def _signs(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+def _signs(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     sharpness = n.get("smooth_beta", 1.0)
-    if seen.is_complex and n.get("mode") == "smooth":  # tanh has poles off the real axis
+    if survey.is_complex and n.get("mode") == "smooth":  # tanh has poles off the real axis
         raise Undeclared("scale_by_lion(mode='smooth') of complex numbers")
-    seen.need(
-        seen.flat(b, c) * abs(sharpness) <= seen.limit,
+    survey.need(
+        survey.flat(b, c) * abs(sharpness) <= survey.limit,
         *(_is_decay(n[k]) for k in ("b1", "b2") if k in n),
     )
     return 1.0, 0.0
 
 
-def _decayed(rate: Scalar, seen: Survey, b: Scalar, c: Scalar) -> Any:
+def _decayed(rate: Scalar, survey: Survey, b: Scalar, c: Scalar) -> Any:
     if _is_static(rate, 0):
         return b, c
     if not _is_static(c, 0):
         raise Undeclared("decay after decay")
-    seen.need(rate >= 0)
+    survey.need(rate >= 0)
     return b, rate
 
 
@@ -200,17 +202,17 @@ def _scaled(factor: Scalar, b: Scalar, c: Scalar) -> Any:
     return abs(factor) * b, factor * c
 
 
-def _clipped(n: dict[str, Any], seen: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
+def _clipped(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     (bound,) = (n[name] for name in ("bound", "max_norm", "max_delta") if name in n)
-    seen.need(bound > 0)
-    return seen.flat(b, c) + bound, 0.0
+    survey.need(bound > 0)
+    return survey.flat(b, c) + bound, 0.0
 
 
-def _at(schedule: Any, state: Any) -> Any:
+def _current_rate(schedule: Any, state: Any) -> Any:
     return schedule(state.count) if callable(schedule) else schedule
 
 
-# By the names of their factories: `(numbers, survey, b, c, state) -> (b, c)`.
+# {name of a factory: `(numbers, survey, b, c, state) -> (b, c)`}
 _BOUNDS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("scale_by_adam", "scale_by_amsgrad", "scale_by_adamax"), _averaged),
     "scale_by_belief": _averaged,
@@ -218,13 +220,15 @@ _BOUNDS: dict[str, Callable[..., Any]] = {
     "trace": _trace,
     "ema": _ema,
     **dict.fromkeys(("scale_by_sign", "scale_by_lion"), _signs),
-    "scale": lambda n, seen, b, c, state: _scaled(n["step_size"], b, c),
-    "scale_by_schedule": lambda n, seen, b, c, s: _scaled(n["step_size_fn"](s.count), b, c),
-    "add_decayed_weights": lambda n, seen, b, c, s: _decayed(_at(n["weight_decay"], s), seen, b, c),
-    "_add_decayed_weights": lambda n, seen, b, c, state: _decayed(n["rate"], seen, b, c),
-    "_sign_decay": lambda n, seen, b, c, state: (b + abs(n["rate"]), c),
+    "scale": lambda n, survey, b, c, state: _scaled(n["step_size"], b, c),
+    "scale_by_schedule": lambda n, survey, b, c, s: _scaled(n["step_size_fn"](s.count), b, c),
+    "add_decayed_weights": lambda n, survey, b, c, s: _decayed(
+        _current_rate(n["weight_decay"], s), survey, b, c
+    ),
+    "_add_decayed_weights": lambda n, survey, b, c, state: _decayed(n["rate"], survey, b, c),
+    "_sign_decay": lambda n, survey, b, c, state: (b + abs(n["rate"]), c),
     **dict.fromkeys(("clip", "_clip", "clip_by_global_norm", "_clip_by_global_norm"), _clipped),
-    "identity": lambda n, seen, b, c, state: (b, c),
-    "set_to_zero": lambda n, seen, b, c, state: (0.0, 0.0),
-    "_reject_spikes": lambda n, seen, b, c, state: (b, c),
+    "identity": lambda n, survey, b, c, state: (b, c),
+    "set_to_zero": lambda n, survey, b, c, state: (0.0, 0.0),
+    "_reject_spikes": lambda n, survey, b, c, state: (b, c),
 }

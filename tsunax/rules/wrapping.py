@@ -19,14 +19,14 @@ from tsunax.rules.live_rules import factory_name
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Wrapped:
-    """State of a rule around another rule: the state of the inner rule, and the wrapper's own."""
+    """State of a rule around another rule: the state of the inner rule, and of the wrapper."""
 
     inner: Any
     own: Any
 
 
-def _wrap_init(init, own, params):
-    return Wrapped(init(params), None if own is None else own(params))
+def _wrap_init(init, init_own, params):
+    return Wrapped(init(params), None if init_own is None else init_own(params))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tsunax.insight.description import describe
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
-from tsunax.state import TrainState, base, in_float32, trained_part
+from tsunax.state import TrainState, in_float32, master_params, trained_part
 from tsunax.testing._comparing import (
     EXACT,
     STEPS,
@@ -148,7 +148,7 @@ def check_frozen(
     last_state, _ = run_steps(step, frozen_state, batch, extra, STEPS, place)
     frozen = frozen_flags(first)
     owners = [*range(len(frozen))] * (1 + len(averages_of(first)))
-    owners += owners_of(first.plan.init, first.opt_state, first.numbers, base(first))
+    owners += owners_of(first.plan.init, first.opt_state, first.numbers, master_params(first))
 
     def leaves(s: TrainState) -> list[tuple[str, Any]]:
         averages = {name: average.params for name, average in averages_of(s).items()}
