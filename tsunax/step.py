@@ -360,7 +360,7 @@ def _verdict(
 
     It calls `attempt` if a rule reports: the reports are in the new state of the rule.
     """
-    must_be_finite = [] if update_norm is None else [update_norm]
+    must_be_finite: list[Any] = [] if update_norm is None else [update_norm]
     if loss.overwritten is not None:  # Neither norm covers overwritten leaves.
         must_be_finite.append(guard.global_norm(loss.overwritten))
     must_be_finite += [

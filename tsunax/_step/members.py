@@ -50,6 +50,8 @@ def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) ->
         raise StateError("members", caller, got, "each index once, or a mask of bools")
     flags[()] = False
     try:
+        if n is None:
+            raise IndexError
         flags[indices if indices.size else ()] = indices.size > 0
     except IndexError:
         expected = f"indices of members below {n or 0}, or a mask"

@@ -7,7 +7,7 @@ other libraries. The state of a loader is found by duck type.
 import contextlib
 import itertools
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,11 +191,12 @@ class Source:
             False,
         )
 
-    def take(self, k: int) -> PyTree:
+    def take(self, k: int, room_of: Callable[[PyTree], int] | None = None) -> PyTree:
         """The next k batches as one tree with a leading axis; None as in `next`.
 
         Eight batches of shape (32, 4) have the shape (8, 32, 4): `source.take(8)`. Fewer at the end
-        of an epoch, and if shapes change. `Batches` gather them at once. Raises as `next`.
+        of an epoch, if shapes change, and if `room_of(batch)` is less than k. `Batches` gather them
+        at once. Raises as `next`.
         """
         if self._is_data and self.data.gathers:
             chunk = self._pull(k)
@@ -206,6 +207,7 @@ class Source:
             return chunk
         if (batch := self._next()) is None:
             return None
+        k = k if room_of is None else min(k, room_of(batch))
         chunk, shapes = _Stack(batch, k), _shapes(batch)
         while chunk.count < k and self._excess is None:
             place = self.state()

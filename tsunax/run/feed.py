@@ -108,8 +108,10 @@ class Feed:
         """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
         if self._may_have_moved:
             home, self._may_have_moved = placement.state_sharding(state), False
-            if home != self._home:
-                self._home, self._feeder = home, self._choose(home)
+            was_resident = _is_resident(self.source.data, self._home)
+            if home != self._home and _is_resident(self.source.data, home) != was_resident:
+                self._feeder = self._choose(home)
+            self._home = home
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
         self._reading.follow(was_read=True)
@@ -165,11 +167,7 @@ def _feeder_of(
         limits = limits._replace(steps_per_call=room)
     if isinstance(data, NoData):
         return NoBatches(limits)
-    if (
-        limits.steps_per_call is not None
-        and isinstance(data, Data)
-        and _is_on_devices_of(data, home)
-    ):
+    if limits.steps_per_call is not None and _is_resident(data, home):
         from tsunax.run.resident_batches import ResidentRows
 
         return ResidentRows(source, RESIDENT, is_population)
@@ -184,10 +182,12 @@ def _feeder_of(
     return Stacks(source, Forms(data, limits), placer, limits.last_epoch)
 
 
-def _is_on_devices_of(data: Data, home: Any) -> bool:
-    """Whether arrays of data are on the devices of the state, or move there with its program."""
+def _is_resident(data: Any, home: Any) -> bool:
+    """Whether all of the data are on the devices of the state, or move there with its program."""
+    if not isinstance(data, Data) or data.resident is None:
+        return False
     is_reachable = lambda x: home is None or not x.committed or x.devices() == home.device_set
-    return data.resident is not None and all(map(is_reachable, jax.tree.leaves(data.resident)))
+    return all(map(is_reachable, jax.tree.leaves(data.resident)))
 
 
 class NoBatches(Feeder):
@@ -231,13 +231,16 @@ class Stacks(Feeder):
     def _read(self, demand: Demand) -> "_Block | None":
         source, steps, place = self._source, min(demand.steps, self.size), None
         epochs: Any = source.epoch
+
         if epochs < self._last_epoch and len(source.data) < steps:
             steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
             batches, epochs = self._read_epochs(int(min(steps, steps_left)))
         else:
             ahead = int(min(self._ahead, demand.boundary_steps)) if self._reads_ahead else 1
             place = source.state() if ahead > 1 else None
-            batches = source.take(max(ahead, steps))
+            # A shape has one program, with one room, also if the shape before had more room.
+            form_of = lambda batch: self._forms.form_of(*jax.tree.flatten(batch), demand.step)
+            batches = source.take(max(ahead, steps), lambda x: max(ahead, form_of(x).room))
         if batches is None:
             return None
         leaves, treedef = jax.tree.flatten(batches)
@@ -293,8 +296,8 @@ class _Block:
         `place` is the place of the data before the block; None if one call takes all of it.
         """
         self.count, self.position, self.epochs = len(leaves[0]), 0, epochs
-        is_of_one_call = self.count <= steps
-        self.size: int = max(form.room, self.count) if is_of_one_call else form.room
+        self.size: int = form.room
+        is_of_one_call = self.count <= min(steps, self.size)
         # the last call may read rows beyond the end
         room = self.size if is_of_one_call else self.count + self.size - 1
         self.leaves, self.treedef = [chunks.with_room(x, room) for x in leaves], treedef
