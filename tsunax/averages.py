@@ -37,7 +37,7 @@ class Average:
     # The decay at each step, in place of the rate.
     schedule: Function | None = field(default=None, metadata={"static": True})
 
-    def of(self, params: PyTree) -> "Average":
+    def starting_at(self, params: PyTree) -> "Average":
         """The average at the start of a run with these params."""
         wide = jax.tree.map(lambda x: jnp.array(x, trees.wide_dtype(x), copy=True), params)
         rate = jnp.asarray(self.rate, jnp.float32)

@@ -310,7 +310,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     for f in (f for f in old._fields if f.name not in new.__dict__):
         values[f.name] = getattr(old, f.name)
         if f.name in averages:
-            values[f.name] = averages[f.name].of(master_params(new))
+            values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
             fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."

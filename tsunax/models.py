@@ -126,10 +126,10 @@ def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    mode_flags = [
+    found = [
         name for name in inspect.signature(fn).parameters if name in (*_TRAIN_FLAGS, *_EVAL_FLAGS)
     ]
-    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in mode_flags}
+    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in found}
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:
@@ -247,18 +247,16 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     fp8, params = "_overwrite_with_gradient", other_collections.pop("params")
     if fp8 in other_collections:
         params = {"params": params, fp8: other_collections.pop(fp8)}
-    variables_of = lambda params, model_state: (
+    all_of = lambda params, model_state: (
         (params if fp8 in params else {"params": params}) | model_state
     )
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
         arguments = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply(
-            variables_of(params, model_state), *x, **arguments, **modes(train) | named
-        )
+        return module.apply(all_of(params, model_state), *x, **arguments, **modes(train) | named)
 
-    bind = lambda params, model_state: module.bind(variables_of(params, model_state))
+    bind = lambda params, model_state: module.bind(all_of(params, model_state))
     return _model(params, other_collections, call, bind, has_modes=bool(modes(True)))
 
 

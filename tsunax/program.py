@@ -103,7 +103,9 @@ class Traced(NamedTuple):
     arguments: dict[str, Any]  # {name: tree}, with a `jax.typeof` for each array
 
     @classmethod
-    def of(cls, kind: str, shardings: Any, state: TrainState, arguments: Extra) -> Traced:
+    def from_arguments(
+        cls, kind: str, shardings: Any, state: TrainState, arguments: Extra
+    ) -> Traced:
         of_leaves = None if shardings is None else shardings.of_leaves
         return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, arguments)))
 
@@ -235,7 +237,7 @@ class TrainStep(GradientOptions):
 
         def train_step(kind: Any, moving: Any, fixed: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, fixed)
-            trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
+            trace = Traced.from_arguments("step", shardings, state, {"batch": batch, **extra})
             with tracing(shardings is not None):
                 state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # after the step: a trace that raises does not count
