@@ -4,7 +4,7 @@
     --build--> its model again
 
 Inside a step there are plain pytrees only; the library's own module exists while JAX traces. An
-adapter imports its library when it is called. Of states it reads `params` and `model_state`.
+adapter imports its library when it is called. It reads only `params` and `model_state` of a state.
 
 Names that `apply` and `build` close over are part of the text by which a resumed run compares its
 loss function (`_core/stable_text.py`): another name would warn of an edited loss function.
@@ -242,7 +242,7 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
         raise error_type("variables", where, got, "a dict with 'params'", fix)
     modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    # because calls return plain dicts
+    # Plain dicts, because calls return plain dicts.
     other_collections = library("flax.core", where).unfreeze(variables)
     fp8, params = "_overwrite_with_gradient", other_collections.pop("params")
     if fp8 in other_collections:
