@@ -167,7 +167,7 @@ def test_a_first_value_of_other_leaves_is_named():
     with pytest.raises(StateError, match=r"field at lag\['b'\]: got .*, expected .*Give ts\.trainable\(state\)"):
         Lagged.of(state, lag=params)
     with pytest.raises(StateError, match=r"field at slow.*\['b'\]: got .*, expected"):
-        TwoAverages.of(state, slow=ts.averages.ema(0.9).of(params))
+        TwoAverages.of(state, slow=ts.averages.ema(0.9).starting_at(params))
     with pytest.raises(StateError, match=r"field at lag.*float32\[3\], expected float32\[64,32\]"):
         Lagged.of(state, lag={"w": jnp.ones(3), "b": None})
     with pytest.raises(WrongTypeError, match=r"slow at TwoAverages\.of\(\): got 'often' \(str\), expected a decay"):
@@ -205,7 +205,7 @@ def test_a_second_average_is_saved_and_what_the_script_edits_wins(tmp_path):
         checkpoints.save(state, step=1)
         checkpoints.wait()
         assert_trees_equal(checkpoints.restore(with_two()).state.slow, saved)
-        edited = dataclasses.replace(with_two(), slow=ts.averages.ema(0.99).of(state.params))
+        edited = dataclasses.replace(with_two(), slow=ts.averages.ema(0.99).starting_at(state.params))
         with pytest.warns(UserWarning, match="ema decay of slow: 0.9 then, 0.99 now"):
             restored = checkpoints.restore(edited).state
         np.testing.assert_array_equal(restored.slow.params["w"], saved.params["w"])

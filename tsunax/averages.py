@@ -25,10 +25,10 @@ from tsunax.rules import number_checks
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Average:
-    """An average under way; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
+    """The average of a run; made by `ema`, `polyak` and `swa`, for `setup(..., ema=...)`."""
 
     params: PyTree  # f32, like the trained params. None before setup
-    count: Scalar  # int32: how many were averaged
+    count: Scalar  # int32: how many params were averaged
     rate: Scalar  # f32: 1 - decay. Not read by a uniform average
     uniform: bool = field(metadata={"static": True})
     warmup: bool = field(metadata={"static": True})
@@ -37,7 +37,7 @@ class Average:
     # The decay at each step, in place of the rate.
     schedule: Function | None = field(default=None, metadata={"static": True})
 
-    def of(self, params: PyTree) -> "Average":
+    def starting_at(self, params: PyTree) -> "Average":
         """The average at the start of a run with these params."""
         wide = jax.tree.map(lambda x: jnp.array(x, trees.wide_dtype(x), copy=True), params)
         rate = jnp.asarray(self.rate, jnp.float32)
@@ -59,10 +59,10 @@ class Average:
     def moved(self, params: PyTree, step: jax.Array) -> "Average":
         """The average after `step` updates led to these params: `a + rate · (params - a)`."""
         rate = 1 / (self.count + 1).astype(jnp.float32) if self.uniform else self.rate
-        # Out of its range a rate is cut, for steps without a verdict.
+        # A rate out of its range is clipped, because a step without a verdict applies it.
         rate = rate if self.schedule is None else jnp.clip(self._rate_at(step), 0, 1)
         if self.warmup:
-            # decay at most (1 + n) / (10 + n)
+            # The decay is at most (1 + n) / (10 + n).
             rate = jnp.maximum(rate, 9 / (10 + self.count.astype(jnp.float32)))
         counted = (step > self.start) & ((step - self.start) % self.every == 0)
         rate = jnp.where(step > self.start, rate, 1)  # until it starts, an average is the params
@@ -94,10 +94,10 @@ def ema(
     """`a ← decay · a + (1 - decay) · params` after every `every`-th applied update beyond `start`.
 
     `decay` is a number in [0, 1), or a schedule, as for the momentum of BYOL and DINO, which may
-    reach 1. `start` and `every` are counts of updates. With `warmup` the
-    decay is at most (1 + n) / (10 + n) after n averaged params, so that the initial params soon
-    lose their weight (as in TensorFlow's ExponentialMovingAverage). Raises WrongTypeError or
-    HyperparameterError for other values.
+    reach 1. `start` and `every` are counts of updates. With `warmup` the decay is at most
+    (1 + n) / (10 + n) after n averaged params, so that the initial params soon lose their weight
+    (as in TensorFlow's ExponentialMovingAverage). Raises WrongTypeError or HyperparameterError for
+    other values.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(1.0), {"w": jnp.zeros(2)}, ema=0.9)

@@ -164,7 +164,7 @@ _NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the line of the user's code, however deep the call is."""
+    """Warn with the line of the user's code, at any depth of the call."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1

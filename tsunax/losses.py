@@ -338,7 +338,7 @@ def squared_dice_loss(
 
 
 def _x_log_y(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x·log(y), where 0·log(0) and 0·log(∞) are 0 with gradient 0; a NaN stays one."""
+    """x·log(y), where 0·log(0) and 0·log(∞) are 0 with gradient 0; NaN stays NaN."""
     limit = (x == 0) & ((y <= 0) | jnp.isposinf(y))
     return x * jnp.log(jnp.where(limit, 1, y))
 
@@ -351,7 +351,7 @@ def _power(x: jax.Array, gamma: ArrayLike) -> jax.Array:
 
 def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
     """1 - part / whole, and 0 if there is no whole."""
-    nothing = whole < 1e-18  # the square of less, in the gradient, would be 0
+    nothing = whole < 1e-18  # the gradient divides by the square, which would underflow to 0
     return jnp.where(nothing, 0, 1 - part / jnp.where(nothing, 1, whole))
 
 

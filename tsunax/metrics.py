@@ -57,7 +57,7 @@ class Mean:
 
     @classmethod
     def empty(cls) -> Mean:
-        # under x64 float64: a metric that merges with it keeps its dtype
+        # Under x64 it is float64, so that a metric that merges with it keeps its dtype.
         return cls(jnp.zeros(()), jnp.zeros(()))
 
     @classmethod
@@ -80,7 +80,7 @@ def weighted_sum(
     if where is None:
         as_weight = np.float32 if isinstance(values.size, int) else jnp.float32  # jax.export
         return jnp.sum(values), as_weight(values.size)
-    # weights are data: in the total alone they would have half a gradient
+    # Weights are data. Without this, they would get a gradient through the total.
     where = jax.lax.stop_gradient(_weights(where, values, place))
     return jnp.sum(jnp.where(where != 0, values, 0) * where), jnp.sum(where)
 
@@ -444,7 +444,7 @@ class F1(_ByClass):
 
 
 def _numbers(predictions: ArrayLike, targets: ArrayLike, place: str) -> tuple[jax.Array, jax.Array]:
-    """Both in f32 (f64 stays), of one shape. Raises LossError."""
+    """Predictions and targets in f32 (f64 stays), of one shape. Raises LossError."""
     predictions = as_array("predictions", predictions, place)
     targets = as_array("targets", targets, place)
     if predictions.shape != targets.shape:

@@ -235,7 +235,7 @@ def _with_old_arrays(
     old_slot_of = _match_parameters(old, slots, report)
     _match_counts(old, slots, old_slot_of)
     leaves, treedef = jax.tree.flatten(opt_state)
-    # counts may share an array, but each is donated
+    # Counts may share an array, but a step must not donate an array twice.
     own_copy = lambda x: x if np.ndim(x) else own(x)
     leaves = [
         _placed_like(old_slot_of[i].value, x) if i in old_slot_of else own_copy(x)
@@ -289,7 +289,7 @@ def _match_counts(old: list[_Slot], slots: dict[int, _Slot], old_slot_of: dict[i
         equal_places = [j for j, s in slots.items() if s.kind == slot.kind]
         if n_values > 1 and len(candidates) == len(equal_places):
             candidates = [candidates[equal_places.index(i)]]
-        elif n_values > 1:  # several counts differ: take the largest
+        elif n_values > 1:  # if several counts differ, take the largest
             candidates.sort(key=lambda o: trees.on_host(o.value).sum())
         if candidates:
             old_slot_of[i] = candidates[-1]
@@ -310,7 +310,7 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
     for f in (f for f in old._fields if f.name not in new.__dict__):
         values[f.name] = getattr(old, f.name)
         if f.name in averages:
-            values[f.name] = averages[f.name].of(master_params(new))
+            values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
             fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."

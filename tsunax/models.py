@@ -4,7 +4,7 @@
     --build--> its model again
 
 Inside a step there are plain pytrees only; the library's own module exists while JAX traces. An
-adapter imports its library when it is called. Of states it reads `params` and `model_state`.
+adapter imports its library when it is called. It reads only `params` and `model_state` of a state.
 
 Names that `apply` and `build` close over are part of the text by which a resumed run compares its
 loss function (`_core/stable_text.py`): another name would warn of an edited loss function.
@@ -126,10 +126,10 @@ def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    mode_flags = [
+    found = [
         name for name in inspect.signature(fn).parameters if name in (*_TRAIN_FLAGS, *_EVAL_FLAGS)
     ]
-    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in mode_flags}
+    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in found}
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:
@@ -242,23 +242,21 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
         raise error_type("variables", where, got, "a dict with 'params'", fix)
     modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
-    # because calls return plain dicts
+    # Plain dicts, because calls return plain dicts.
     other_collections = library("flax.core", where).unfreeze(variables)
     fp8, params = "_overwrite_with_gradient", other_collections.pop("params")
     if fp8 in other_collections:
         params = {"params": params, fp8: other_collections.pop(fp8)}
-    variables_of = lambda params, model_state: (
+    all_of = lambda params, model_state: (
         (params if fp8 in params else {"params": params}) | model_state
     )
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
         arguments = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply(
-            variables_of(params, model_state), *x, **arguments, **modes(train) | named
-        )
+        return module.apply(all_of(params, model_state), *x, **arguments, **modes(train) | named)
 
-    bind = lambda params, model_state: module.bind(variables_of(params, model_state))
+    bind = lambda params, model_state: module.bind(all_of(params, model_state))
     return _model(params, other_collections, call, bind, has_modes=bool(modes(True)))
 
 

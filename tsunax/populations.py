@@ -6,7 +6,7 @@
     best = ts.populations.member(runs, np.argmin(losses))
 
 Every array of the state has a leading axis of members: `train_step`, `eval_step`, `fit` and
-`evaluate` map over it (`program.py`). All members get the same batch, or with `each` their own.
+`evaluate` map over it (`program.py`). All members get the same batch, or with `each` a batch each.
 """
 
 from __future__ import annotations

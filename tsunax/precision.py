@@ -36,7 +36,7 @@ class Policy:
 
     Inputs are the float leaves of the batch that meet params in a matrix product or convolution of
     loss_fn. If other operations read them (`x * params["scale"]`), name them with the pattern
-    `batch`. A leaf that is input and target at once, as of an autoencoder, is an input: give it
+    `batch`. A leaf that is input and target at once, as in an autoencoder, is an input: give it
     twice to keep the target exact. Raises WrongTypeError for an unknown dtype, and for stochastic
     rounding of other params than bfloat16.
 
@@ -104,7 +104,7 @@ class Policy:
         """The tree `batch` with its inputs in the dtype `seen(train)`, and other leaves unchanged.
 
         Without the pattern `self.batch`, inputs are the leaves for which `inputs(batch)` is true.
-        It is given the batch with all float leaves cast, and only called if that changes a leaf.
+        `inputs` gets the batch with all float leaves cast, and is only called if a cast changed it.
         Raises PatternError if `self.batch` matches no leaf.
         """
         cast_batch = cast(batch, self.seen(train))
@@ -241,7 +241,7 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def grown(self, applied: jax.Array, overflowed: jax.Array) -> "LossScale":
-        """The scale after a step, of which the bool scalars `applied` and `overflowed` are given.
+        """The scale after a step; the bool scalars say if it was `applied` or `overflowed`.
 
         Both are false for a step that was rejected for another reason: then nothing changes.
         `scale / factor` after an overflow, `scale * factor` after `interval` good steps.

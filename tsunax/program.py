@@ -103,7 +103,9 @@ class Traced(NamedTuple):
     arguments: dict[str, Any]  # {name: tree}, with a `jax.typeof` for each array
 
     @classmethod
-    def of(cls, kind: str, shardings: Any, state: TrainState, arguments: Extra) -> Traced:
+    def from_arguments(
+        cls, kind: str, shardings: Any, state: TrainState, arguments: Extra
+    ) -> Traced:
         of_leaves = None if shardings is None else shardings.of_leaves
         return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, arguments)))
 
@@ -176,7 +178,7 @@ class TrainStep(GradientOptions):
 
     @functools.cached_property
     def row_probe(self) -> FirstLook:
-        """The look before the first call: at the state, and whether the loss mixes rows."""
+        """The checks before the first call: of the state, and whether the loss mixes rows."""
         return FirstLook(self, judges_updates=self.norms == "update")
 
     @property
@@ -217,7 +219,7 @@ class TrainStep(GradientOptions):
 
     @functools.cached_property
     def references(self) -> str:
-        """The text of its functions: equal steps with equal texts share a compiled loop."""
+        """A hash of the step's functions: equal steps with equal hashes share a compiled loop."""
         from tsunax._core import stable_text
 
         return stable_text.code_of(self, is_exact=True)
@@ -235,7 +237,7 @@ class TrainStep(GradientOptions):
 
         def train_step(kind: Any, moving: Any, fixed: Any, batch: PyTree, extra: Extra):
             state = assemble(kind, moving, fixed)
-            trace = Traced.of("step", shardings, state, {"batch": batch, **extra})
+            trace = Traced.from_arguments("step", shardings, state, {"batch": batch, **extra})
             with tracing(shardings is not None):
                 state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # after the step: a trace that raises does not count
@@ -309,7 +311,7 @@ class TrainStep(GradientOptions):
     def trace(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Traced:
         """The traced program of `state` and `batch`: `step.trace(state, batch).jaxpr`.
 
-        Takes arrays or `ShapeDtypeStruct`s, and raises, as `lower`.
+        It takes arrays or `ShapeDtypeStruct`s, and raises errors, like `lower`.
         """
         check_state(state, "trace()", batch)
         shardings, moving, fixed = place_state(*split(state))
@@ -370,9 +372,9 @@ def train_step(
         refuse one.
       at_once: how many members of a population are computed together: memory grows with them.
       per_example: True for a rule that takes the gradient of each row, along a new first axis, such
-        as `optax.contrib.differentially_private_aggregate`. Or a function: it is given the gradient
-        of one row, a tree like `trainable(state)`, and returns a tree like it (clipped, for
-        example). The rule gets their mean over rows, in the memory of one micro-batch.
+        as `optax.contrib.differentially_private_aggregate`. Or a function: it gets the gradient of
+        one row, a tree like `trainable(state)`, and returns a tree like it (clipped, for example).
+        The rule gets the mean of these trees over rows, in the memory of one micro-batch.
       noise_scale: whether info has a `noise_scale` (`microbatches.NoiseScale`), the scatter of
         gradients between micro-batches. It takes an `accumulate` of at least 2.
       check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a

@@ -33,14 +33,14 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
         )
     for leaf in leaves:
         checks.check_alive(leaf, place)
-    # by identity only of arrays: equal Python floats may be one object
+    # Only arrays are compared by identity: equal Python floats may be one object.
     return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # |x| with the gradient 0 at 0: jnp.abs has the gradient 1 there
+    # This is |x| with the gradient 0 at 0. jnp.abs has the gradient 1 there.
     return jnp.sum(jnp.real(x * jnp.conj(jax.lax.stop_gradient(jnp.sign(x)))))
 
 

@@ -75,7 +75,7 @@ def key_of(seed: int) -> jax.Array:
 def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
     """Keep compiled programs in the directory `path`, from which the next process reads them.
 
-    JAX's compilation cache, for programs of any size and any time of compiling. Call it first:
+    It sets JAX's compilation cache to keep programs of any size and compile time. Call it first:
     programs that are compiled earlier are not kept. The files are code that runs in your process:
     other users must not be able to write there. With `max_bytes` (needs `filelock`) the least
     recently used files are deleted.
@@ -110,7 +110,7 @@ def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
 
 @contextlib.contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """A block after which Python's and NumPy's global generators are as before.
+    """A context that restores the global generators of Python and NumPy at its end.
 
     With a `seed`, an int, they are seeded at its start. Raises WrongTypeError as `reproducible`.
 
@@ -151,7 +151,7 @@ def worker_seed(seed: int, *path: int) -> int:
 def fingerprint(tree: PyTree) -> str:
     """16 hex digits of the sha256 of the paths, shapes, dtypes and bytes in `tree`. Waits.
 
-    Each process computes its own; they are equal if each process has all of each array.
+    Each process computes a fingerprint. They are equal if each process has all of each array.
     Raises StateError for traced arrays, deleted arrays, and arrays spread over processes.
 
     >>> import jax.numpy as jnp

@@ -415,7 +415,7 @@ def setup(
         numbers=place(numbers),
         frozen=place(np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None),
         masters=masters,
-        average=None if average is None else average.of(master_params),
+        average=None if average is None else average.starting_at(master_params),
         loss_scale=place(scale),
         plan=plan,
     )

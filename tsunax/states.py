@@ -9,7 +9,7 @@
 
     run, history = ts.fit(step, run, data, steps=1000)
 
-A pytree with its clock, and no more: the step function says what happens in a step.
+A run is a pytree with a clock. The step function defines everything that happens in a step.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ class States(Clocked):
 
     - `run.step`: calls in which no update of a member was rejected. `fit`, logs and
       checkpoints count these.
-    - `run.calls`: every call of the step, however often it calls a member.
+    - `run.calls`: every call of the step, not the calls of its members.
     - `run.rejected`, `run.rejected_in_a_row`: calls in which the update of a member was rejected.
 
-    The members' own clocks count their own updates: schedules, averages and keys follow those.
+    Each member has a clock of its updates: its schedules, averages and keys follow that clock.
 
     Members of populations make a population of runs. Raises WrongTypeError for a member that is no
     state, StateError for none, and for a name that cannot be an attribute.
@@ -63,7 +63,7 @@ class States(Clocked):
     # int32 (members,): each member's `rejected` at the last advance(). A copy, because outside of
     # jit the members of the old run may have been donated.
     tally: jax.Array
-    carry: PyTree  # set by the step, with any verdict
+    carry: PyTree  # the step replaces it, also if a verdict rejects an update
     members: Mapping[str, TrainState]
     _repr_html_ = tables.folded
 
@@ -148,8 +148,8 @@ class States(Clocked):
     def member_at(self, where: object, caller: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it, both strings.
 
-        Of "critic/encoder/**" they are `("critic", "encoder/**")`. Raises StateError, with the name
-        of the `caller`, unless `where` is a string that begins with a member.
+        For "critic/encoder/**" these are `("critic", "encoder/**")`. Raises StateError, with the
+        name of the `caller`, unless `where` is a string that begins with a member.
         """
         name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
@@ -165,7 +165,7 @@ class States(Clocked):
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], parts: Sequence[Any]) -> "States":
-        """The inverse; called by JAX."""
+        """The inverse of `tree_flatten_with_keys`; called by JAX."""
         clock, tally, carry, *members = parts
         return _assembled_run(clock, tally, carry, dict(zip(names, members, strict=True)))
 
@@ -263,7 +263,7 @@ def numbers_of(tree: PyTree) -> dict[str, Any]:
 
 
 def split_any(state: PyTree) -> tuple[Any, PyTree, PyTree]:
-    """`(kind, moving, still)`: types for `assemble_any`, the part that a step changes, the rest."""
+    """`(kind, moving, fixed)`: types for `assemble_any`, and two parts. A step changes `moving`."""
     if isinstance(state, TrainState):
         return (type(state), state.plan), *split(state)
     if not isinstance(state, States):

@@ -6,8 +6,8 @@
     loss_fn -> loss, grads -> verdict -> applied: rule, application, average; or rejected
             -> the guard's record, of both
 
-All of it is one compiled program (`program.py`). What is carried is in `state.py`; who calls it is
-up to you.
+All of it is one compiled program (`program.py`). `state.py` has the values that a step carries to
+the next; `loop.py` calls steps, or your code does.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -117,7 +117,7 @@ class StepInfo(NamedTuple):
     `numbers`, which `hyperparams` names.
     """
 
-    loss: jax.Array  # f32, the mean. None if `update` was given none
+    loss: jax.Array  # f32, the mean. None if `update` got no loss
     weight: jax.Array  # f32: rows or tokens behind it
     # f32, L2 norm over trained leaves that are not frozen, before the rule. None without norms
     grad_norm: jax.Array

@@ -28,9 +28,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_arrays(tree: Any, root: str, fix: str = "") -> None:
-    """Raise for a leaf that is no array of numbers, and for one that JAX cannot take.
+    """Raise for a leaf that is no array of numbers, or that JAX cannot take.
 
-    WrongTypeError, DataError for its dtype, StateError for a deleted one.
+    Raises WrongTypeError, DataError for its dtype, or StateError for a deleted array.
     """
     is_live = lambda x: isinstance(x, jax.Array) and not trees.is_gone(x)
     if all(map(is_live, jax.tree.leaves(tree))):  # paths of many leaves take milliseconds
@@ -152,14 +152,14 @@ def _count_beyond(x: jax.Array, limit: ArrayLike) -> jax.Array:
 
 
 def count_beyond(leaf: Any, limit: float = np.inf) -> Any:
-    """The number of elements of a leaf that are NaN, or at least `limit`; 0 of a traced one."""
+    """The number of elements of a leaf that are NaN, or at least `limit`; 0 for a traced leaf."""
     if trees.is_traced(leaf):
         return 0
     devices = leaf.devices() if isinstance(leaf, jax.Array) else ()
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         with jax.ensure_compile_time_eval():
             return _count_beyond(trees.on_device(leaf), limit)
-    # a view of the buffer, dropped at once: as long as it lives, no step can donate
+    # A view of the buffer. It must not outlive this call: meanwhile no step can donate the buffer.
     x = np.asarray(leaf)
     x = np.abs(x) if np.iscomplexobj(x) else x
     if not x.size or (x.max() < limit and x.min() > -limit):  # neither makes a copy
@@ -214,7 +214,7 @@ def check_params(params: Any, flags: trees.Flags) -> None:
 
 
 def check_aliases(params: Any, flags: trees.Flags, **donated: Any) -> None:
-    """Raise `ParamsError` if an array is two leaves, and one is selected or in `donated`."""
+    """Raise `ParamsError` if two leaves are one array, and one is selected or in `donated`."""
     trees_by_name = {"params": params, **donated}
     leaves = [x for name, tree in trees_by_name.items() for x in trees.leaves_at(name, tree)]
     flags = [*flags, *[True] * (len(leaves) - len(flags))]

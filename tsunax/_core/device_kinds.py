@@ -126,7 +126,7 @@ def device_number(devices: Sequence[Device], index: Any, where: str) -> Device:
 
 
 def is_one_device(device: Any) -> bool:
-    """Whether `as_device` takes it and it is more than the name of a kind."""
+    """Whether `as_device` accepts `device`, and it is not only the name of a kind."""
     is_pair = isinstance(device, tuple) and isinstance(next(iter(device), None), str)
     is_numbered = isinstance(device, str) and ":" in device
     return is_pair or is_numbered or isinstance(device, jax.Device | SingleDeviceSharding)
@@ -135,8 +135,8 @@ def is_one_device(device: Any) -> bool:
 def as_device(device: Any, call: str) -> Device:
     """The device of a kind, of `(kind, number)` or "kind:number", or of a sharding on one device.
 
-    A device stays as it is. `call` is "setup()". Raises DeviceError for one that is unknown or not
-    here, WrongTypeError for other things.
+    A device stays as it is. `call` is "setup()". Raises DeviceError for an unknown or absent
+    device, WrongTypeError for other things.
     """
     if isinstance(device, jax.Device):
         return device

@@ -23,7 +23,7 @@ from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
-_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # one letter is a drive; a Path loses the second slash
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # `C:/` is a drive; a Path drops a second slash
 _HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 
@@ -49,7 +49,7 @@ def folder_of(path: Any, name: str, where: str) -> Path:
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a directory's name says, in digits without leading zeros; else None."""
+    """The step in a directory's name, which is digits without leading zeros; else None."""
     return int(name) if re.fullmatch(r"0|[1-9][0-9]{0,18}", name, re.ASCII) else None
 
 
@@ -72,7 +72,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def _flags(*names: str) -> int:
-    """Those flags of `os.open` that the system has."""
+    """The flags of `os.open` with these names, without flags that the system lacks."""
     return sum(getattr(os, f"O_{name}", 0) for name in names)
 
 

@@ -251,7 +251,7 @@ def names(path: Sequence[Any]) -> Names:
 
 
 def is_overwritten(path: Sequence[Any]) -> bool:
-    """Whether the gradient of a leaf at this path is its next value, as of flax's fp8 scales."""
+    """Whether gradients replace the leaf at this path, as for flax's fp8 scales."""
     return "_overwrite_with_gradient" in names(path)
 
 

@@ -190,7 +190,7 @@ def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str)
     expected = shapes(trained)
     for name, value in fields.items():
         if roles[name] == "average" and (average := as_average(value, where, name)) is not None:
-            out[name] = average.of(trained) if average.params is None else average
+            out[name] = average.starting_at(trained) if average.params is None else average
             value = out[name].params
         is_like = roles[name] in ("average", "trained") and value is not None
         if is_like and shapes(value)[: len(expected)] != expected:

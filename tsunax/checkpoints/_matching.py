@@ -260,7 +260,8 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     state = dataclasses.replace(state, masters=masters).replace(**parts)
     averages = averages_of(state)
     new_averages = {
-        name: trees.offloaded_like(x.of(master_params(state)), x) for name, x in averages.items()
+        name: trees.offloaded_like(x.starting_at(master_params(state)), x)
+        for name, x in averages.items()
     }
     return dataclasses.replace(state, **new_averages)
 

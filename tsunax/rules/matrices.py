@@ -37,7 +37,7 @@ def map_matrices(f: Function, stacks: Sequence[jax.Array], mesh: Mesh) -> list[j
     )
     for (shape, _), indices in indices_by_kind.items():
         split_points = np.cumsum([len(results[i]) for i in indices])
-        # equal work
+        # Padding gives each device the same number of matrices.
         padding = jnp.broadcast_to(results[indices[0]][:1], (-split_points[-1] % mesh.size, *shape))
         # Join and split while the matrices themselves are cut, or XLA would gather all matrices.
         stack = with_spec(jnp.concatenate([*(results[i] for i in indices), padding]), free, free)
@@ -57,7 +57,7 @@ def map_matrices(f: Function, stacks: Sequence[jax.Array], mesh: Mesh) -> list[j
 def update_muon(
     arguments: Extra, updates: PyTree, state: Any, params: PyTree, extra: Extra
 ) -> tuple[PyTree, Any]:
-    """The update of `optax.contrib.muon(**given)`, by `map_matrices`.
+    """The update of `optax.contrib.muon(**arguments)`, by `map_matrices`.
 
     The rule of optax computes the momentum before the iteration, and the steps after it.
     """

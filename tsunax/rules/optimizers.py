@@ -1,7 +1,7 @@
 """optax's optimizers made live, by name, `soap`, and six rules of Optimisers.jl.
 
-All but these seven are optax's own: the same arguments and defaults, and the same trajectory up to
-rounding (docs/live-rules.md lists the rules that differ, and by how much).
+All but these seven have the arguments and defaults of optax, and the same trajectory up to rounding
+(docs/live-rules.md lists the rules that differ, and by how much).
 """
 
 from typing import Final
@@ -57,7 +57,7 @@ momo: Final = live(optax.contrib.momo)
 momo_adam: Final = live(optax.contrib.momo_adam)
 muon: Final = live(optax.contrib.muon)
 prodigy: Final = live(optax.contrib.prodigy)
-# its factory checks these in Python
+# The factory checks these numbers in Python, so they are static.
 reduce_on_plateau: Final = live(optax.contrib.reduce_on_plateau, static=("factor", "rtol", "atol"))
 schedule_free_adamw: Final = live(optax.contrib.schedule_free_adamw)
 schedule_free_sgd: Final = live(optax.contrib.schedule_free_sgd)
@@ -79,7 +79,7 @@ CONTRIB = tuple(name for name in _LIVE if name not in OPTAX and hasattr(optax.co
 for _name in (*OPTAX, *CONTRIB):
     _module = "optax" if _name in OPTAX else "optax.contrib"
     _LIVE[_name].__name__ = _LIVE[_name].__qualname__ = _name
-    # optax's text follows, in its own margin of two.
+    # The text of optax follows. It is indented by two spaces, and so is this text.
     _LIVE[_name].__doc__ = (
         f"`{_module}.{_name}` with live numbers: the same arguments and defaults, the same "
         "trajectory up to rounding.\n\n  Raises HyperparameterError for a number that is out of "

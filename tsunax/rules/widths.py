@@ -40,7 +40,7 @@ def scale_by_width(narrow: PyTree) -> optax.GradientTransformation:
     [0.5, 0.5, 0.75]
     """
     leaves = jax.tree_util.tree_flatten_with_path(narrow)[0]
-    # path, number of axes and fan-in of each leaf
+    # The path, number of axes and fan-in of each leaf.
     path_axes_and_fan = lambda path, x: (
         trees.shown_path(path),
         np.ndim(x),

@@ -160,7 +160,7 @@ class Fused:
             state, trace = whole(moving, fixed), None
             changed: list[int] = []
             if isinstance(step, TrainStep):
-                trace = Traced.of("loop", shardings, state, {"batches": feed, **extra})
+                trace = Traced.from_arguments("loop", shardings, state, {"batches": feed, **extra})
 
             def one(moving, fixed, batch):
                 state, step_extra = whole(moving, fixed), extra
