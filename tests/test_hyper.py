@@ -644,6 +644,14 @@ def test_members_of_a_population_take_one_value_each(where):
         )
 
 
+@pytest.mark.parametrize("members", [[], [0], True])
+def test_a_single_state_has_no_members(members):
+    state = ts.setup(rules.adam(0.1), PARAMS)
+    for edit in (ts.freeze, ts.thaw):
+        with pytest.raises(ts.errors.StateError, match="expected indices of members below 0, or a mask"):
+            edit(state, "**", members=members)
+
+
 # ------------------------------------------------------------------------------------------------------------- freeze
 
 FREEZABLE = {

@@ -1640,6 +1640,48 @@ def test_a_callback_spreads_the_state_while_data_are_on_one_device():
     np.testing.assert_allclose(same["loss"], rows["loss"], rtol=1e-5)
 
 
+def count_programs(batches, **options):
+    """How many programs of its loop a run traces."""
+    step = ts.train_step(lambda params, x: jnp.mean((jnp.mean(x) - params["w"]) ** 2))
+    fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(3)}), batches, log_every=10**6, **options)
+    return fused_loop.fused(step, True).programs.traced
+
+
+@pytest.mark.parametrize("first", ["short", "long"])
+@pytest.mark.filterwarnings("ignore:batch at step 1")
+def test_a_shape_has_one_program_however_long_its_runs_are(first):
+    """Two lengths in runs of other lengths each: a call of a length has the same room every time."""
+    short, long = np.ones((64, 128), np.float32), np.ones((64, 1024), np.float32)
+    batches = [short, long] if first == "short" else [long, short]
+    for n in range(1, 40):
+        batches += [long] * (n % 9 + 1) + [short] * (n % 7 + 1)
+    assert count_programs(iter(batches), epochs=1) == 2
+
+
+@pytest.mark.several_devices
+def test_a_callback_at_a_boundary_compiles_no_program_again():
+    """Data on one device commit the state there at the first call, which moves it nowhere."""
+    resident = ts.batches(X[:10], 4, device=jax.devices()[0])
+    assert count_programs(resident, epochs=6, callbacks=callbacks.every(2, lambda run: None)) == 2
+
+
+@pytest.mark.several_devices
+def test_a_state_that_moves_keeps_the_shapes_that_are_known():
+    def move(run):
+        return ts.to_device(run.state, jax.devices()[run.step % 2])
+
+    step = ts.train_step(lambda params, x: jnp.mean(jax.tree.leaves(x)[0]) * params["w"][0])
+    batches = [X[:4]] * 3 + [{"x": X[:4]}] * 3
+    with pytest.raises(DataError, match="batch at step 3: at batch: got dict with x, expected float32"):
+        fit(
+            step,
+            ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(3)}),
+            batches,
+            epochs=1,
+            callbacks=callbacks.every(3, move),
+        )
+
+
 def test_resident_data_in_a_step_of_its_own():
     state, _ = fit(STEP, ts.setup(RULE, init()), data(device=True), steps=9, steps_per_call=None)
     expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=None)

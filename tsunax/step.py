@@ -280,7 +280,7 @@ def update_unchecked(
     if is_certain is not None:
         attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
 
-    def judge_early() -> tuple[Attempt, Any]:
+    def judge_early(is_certain: Any) -> tuple[Attempt, Any]:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
         excess = lambda: guard.excess(attempt().updates)
         update_norm = None if is_certain is True else guard.unless(is_certain, excess)
@@ -299,9 +299,10 @@ def update_unchecked(
         chosen = attempt()
         update_norm = _update_norm(chosen) if norms == "update" else None
     elif is_certain is True:
-        chosen, verdict = judge_early()
+        chosen, verdict = judge_early(True)
     elif is_certain is not None:
-        chosen, verdict = guard.early_or_late(judge_early, lambda: judge_late()[:2], grads)
+        early, late = lambda: judge_early(is_certain), lambda: judge_late()[:2]
+        chosen, verdict = guard.early_or_late(early, late, grads)
     else:
         chosen, verdict, update_norm = judge_late()
     new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
