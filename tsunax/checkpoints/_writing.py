@@ -20,8 +20,8 @@ from tsunax.errors import CheckpointError, RowError, WrongTypeError, unknown
 def start(saver, state, step, values: Mapping[str, Any], metrics) -> Job:
     """`save` of a `Checkpoints`: copy, agree with all processes, write in the background.
 
-    The plan of a save is what processes tell each other: hashes of data and callbacks, and of the
-    first process the name of the checkpoint and the steps that it replaces.
+    Each process sends its plan to all: hashes of data and callbacks. The plan of the first process
+    has the name of the checkpoint, too, and the steps that it replaces.
     """
     copy = lambda: _copied(saver, state, step, values, metrics)
     (tree, manifest, blocks), plans = saver.together("save()", copy)

@@ -8,6 +8,7 @@ from tsunax.guard.norms import SMALL, excess, global_norm, is_over_mesh, square_
 from tsunax.guard.verdict import (
     GOT,
     POLICIES,
+    Report,
     RuleReport,
     choose,
     decide,
@@ -22,14 +23,16 @@ from tsunax.guard.verdict import (
     select,
     unless,
 )
-from tsunax.guard.windows import LIMIT, count, emitted, with_gathered
+from tsunax.guard.windows import LIMIT, WindowState, count, emitted, with_gathered
 
 __all__ = [
     "GOT",
     "LIMIT",
     "POLICIES",
     "SMALL",
+    "Report",
     "RuleReport",
+    "WindowState",
     "choose",
     "count",
     "decide",

@@ -29,10 +29,18 @@ POLICIES = ("skip", "raise", "ignore", "drop")
 GOT = "got {}"
 
 
+class Report:
+    """A base class for parts of a rule's state: it has `values`, and `whats`, a text for each."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RuleReport:
-    """Numbers that a rule leaves in its state: if one is not finite, the step is rejected."""
+class RuleReport(Report):
+    """Numbers that a rule leaves in its state: if one is not finite, the step is rejected.
+
+    A rule that returns its updates unchanged, and such a report, is a policy. Put it at the head of
+    a chain, before `accumulate`: a window that is rejected stays.
+    """
 
     values: jax.Array  # f32 of shape (n,)
     # a text for each value, with path and shape; "{}" is replaced by "nan" or "inf"
@@ -40,7 +48,7 @@ class RuleReport:
 
 
 def _is_report(x: object) -> bool:
-    return isinstance(x, RuleReport) or hasattr(type(x), "whats")  # a state of a rule that reports
+    return isinstance(x, Report)
 
 
 def reports(opt_state: PyTree) -> list[Any]:

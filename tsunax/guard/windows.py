@@ -4,6 +4,7 @@
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,19 @@ from tsunax._core import Maybe, PyTree
 LIMIT = np.iinfo(np.int32).max
 
 
+class WindowState:
+    """A base class for states of rules that gather gradients: see `rules.accumulate`."""
+
+    emitted: Any  # bool: whether the last call ended its window
+
+
 def emitted(opt_state: PyTree) -> jax.Array | None:
     """Whether the last call moved params, from its state; None if some rule runs on every call.
 
     A chain moves params with its last rule, a wrapper with its inner rule. A partition moves them
     with any of its rules, if all its rules have a window.
     """
-    if getattr(type(opt_state), "waits", False):  # the window of `rules.accumulate`
+    if isinstance(opt_state, WindowState):
         return opt_state.emitted
     if type(opt_state) is tuple:
         return emitted(opt_state[-1]) if opt_state else None

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from tsunax.rules.update_bounds import MadeOfRules
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class Window:
+class Window(guard.WindowState):
     """State of `accumulate`. The verdict reads `emitted`: see `guard.emitted`."""
-
-    waits: ClassVar[bool] = True
 
     inner: PyTree  # the state of the rule inside
     sums: PyTree  # f32, like params: Σ weight · gradient of the calls in this window

@@ -14,7 +14,7 @@ import optax
 from tsunax._core import checks, trees
 from tsunax._core import patterns as _patterns
 from tsunax.errors import RuleError, WrongTypeError
-from tsunax.guard import GOT, RuleReport, square_sums
+from tsunax.guard import GOT, Report, RuleReport, square_sums
 from tsunax.rules.extra_arguments import as_rule
 from tsunax.rules.live_factory import live
 from tsunax.rules.number_table import as_scalar
@@ -166,7 +166,7 @@ def _decay(place, where, f):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class SpikeState:
+class SpikeState(Report):
     """State of `reject_spikes`: running statistics of the steps that were applied, and its report.
 
     It is one array, because each array of a small step costs as much as all of the arithmetic.
