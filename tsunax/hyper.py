@@ -163,10 +163,8 @@ def thaw(state: _State, where: Where = "**", *, members: ArrayLike | None = None
 
 
 def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike | None) -> _State:
-    caller, everything = (
-        "freeze()" if freezes else "thaw()",
-        isinstance(where, str) and where == "**",
-    )
+    caller = "freeze()" if freezes else "thaw()"
+    everything = isinstance(where, str) and where == "**"
     if isinstance(state, States):
         new_members = {}
         for pattern in state.members if everything else [where]:

@@ -63,16 +63,13 @@ def of_program(program: Any, change: Callable, closed: str, rewritten_programs: 
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = of_program(program.jaxpr, change, closed, rewritten_programs)
         return program if inner is program.jaxpr else program.replace(jaxpr=inner)
-    if (
-        id(program) not in rewritten_programs
-    ):  # one object stays one: lowering and compiling are cached by it
+    # an object is rewritten once: lowering and compiling are cached by it
+    if id(program) not in rewritten_programs:
         inner = [_of_equation(eqn, change, closed, rewritten_programs) for eqn in program.eqns]
         new = program if _are_identical(inner, program.eqns) else program.replace(eqns=inner)
         eqns = change(new)
-        rewritten_programs[id(program)] = (
-            program,
-            new if _are_identical(eqns, new.eqns) else new.replace(eqns=eqns),
-        )
+        new = new if _are_identical(eqns, new.eqns) else new.replace(eqns=eqns)
+        rewritten_programs[id(program)] = program, new
     return rewritten_programs[id(program)][1]
 
 

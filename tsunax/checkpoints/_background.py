@@ -94,9 +94,8 @@ def take_lock(saver, is_first: bool) -> durable_files.Lock:
         with _LOCK:
             lock, saver_reference = _LOCKED_DIRECTORIES.get(key, (None, lambda: None))
             if lock is not None and lock.pid == os.getpid():
-                if (
-                    previous_saver := saver_reference()
-                ) is not None and previous_saver._lock is lock:
+                previous_saver = saver_reference()
+                if previous_saver is not None and previous_saver._lock is lock:
                     previous_saver.wait()
                     previous_saver._lock = None
             else:

@@ -138,10 +138,8 @@ class CheckpointHome:
             x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
         )
         if any((folder / SUM).exists() for folder in folders):
-            got, fix = (
-                "one checkpoint, or a part of it",
-                "Give the directory that has the steps in it.",
-            )
+            got = "one checkpoint, or a part of it"
+            fix = "Give the directory that has the steps in it."
             raise CheckpointError("path", str(self.path), got, "the directory of a run", fix)
 
     def manifest(self, step: int) -> Manifest:

@@ -278,9 +278,8 @@ class OrbaxHome(CheckpointHome):
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
-            if (
-                {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= OUR_NAMES
-            ):  # no file of a user
+            has_no_user_file = {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= OUR_NAMES
+            if has_no_user_file:
                 self._remove(name)
 
     def tidy(self) -> None:

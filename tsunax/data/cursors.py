@@ -185,11 +185,9 @@ class Source:
         return self._is_data and self.data.is_whole
 
     def _count(self, n: int) -> None:
-        self.position, self._count_read, self._restored = (
-            self.position + n,
-            self._count_read + n,
-            False,
-        )
+        self.position += n
+        self._count_read += n
+        self._restored = False
 
     def take(self, k: int, room_of: Callable[[PyTree], int] | None = None) -> PyTree:
         """The next k batches as one tree with a leading axis; None as in `next`.
@@ -357,11 +355,8 @@ class Reading:
         self._user_data: Any = None
         self._was_read = False
         if isinstance(data, Data) and isinstance(innermost(data), Positioned):
-            self._user_data, self._user_place, data = (
-                data,
-                (data.get_state(), data.is_placed),
-                data.afresh(),
-            )
+            self._user_data, self._user_place = data, (data.get_state(), data.is_placed)
+            data = data.afresh()
         elif starts_over and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
             data.restart()
         self.source: Source = as_source(data)

@@ -117,11 +117,8 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     """A graph as arrays with one row for each node, edge and graph."""
     if is_graphs(item):
         item = _fields_of_jraph(item, where)
-    needed, optional, where_packed = (
-        {"nodes", "senders", "receivers"},
-        {"edges", "globals"},
-        "pack_graphs()",
-    )
+    needed, optional = {"nodes", "senders", "receivers"}, {"edges", "globals"}
+    where_packed = "pack_graphs()"
     if not isinstance(item, Mapping) or not needed <= item.keys() <= needed | optional:
         expected = "{'nodes', 'senders', 'receivers'}, and perhaps 'edges' and 'globals'"
         raise WrongTypeError(where, where_packed, trees.describe(item), expected)

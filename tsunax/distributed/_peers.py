@@ -185,9 +185,7 @@ class Peers:
         if stay:
             self._closing.set()
         with contextlib.suppress(RuntimeError):
-            if (
-                self._is_watched and not stay
-            ):  # a lost process is named, not the process that noticed
+            if self._is_watched and not stay:  # name a lost process, not the one that noticed
                 tick, end = self._post({"tick": 0}), time.monotonic() + self.patience + PATIENCE
                 answers = lambda: [*map(int, self._store.texts_below("answer").values())]
                 while sum(n >= tick for n in answers()) < self.count and time.monotonic() < end:

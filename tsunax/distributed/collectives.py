@@ -221,9 +221,8 @@ class Several(processes.Alone):
         everyone, differ = [json.loads(text) for text in texts], []
         for place in dict.fromkeys(place for parts in everyone for place in parts):
             texts = [parts.get(place, "nothing") for parts in everyone]
-            if (
-                different_text := next((text for text in texts if text != texts[0]), None)
-            ) is not None:
+            different_text = next((text for text in texts if text != texts[0]), None)
+            if different_text is not None:
                 position = len(os.path.commonprefix([different_text, texts[0]]))  # noqa: RUF071, characters
                 got, first = _excerpt(different_text, position), _excerpt(texts[0], position)
                 who = self.name_of(texts.index(different_text))
