@@ -185,7 +185,7 @@ class Peers:
         if stay:
             self._closing.set()
         with contextlib.suppress(RuntimeError):
-            if self._is_watched and not stay:  # name a lost process, not the one that noticed
+            if self._is_watched and not stay:  # name the process that was lost
                 tick, end = self._post({"tick": 0}), time.monotonic() + self.patience + PATIENCE
                 answers = lambda: [*map(int, self._store.texts_below("answer").values())]
                 while sum(n >= tick for n in answers()) < self.count and time.monotonic() < end:
