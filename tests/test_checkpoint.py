@@ -390,11 +390,11 @@ def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
     struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     params = {str(i): {name: struct(shape) for name, shape in layer.items()} for i in range(32)}
     tree = leaves.tree_of({"params": params, "mu": params, "nu": params})
-    start = time.process_time()
+    start = time.thread_time()
     found = [leaves.leaf_of(path, x, name) for (path, x), name in zip(tree.leaves, tree.names, strict=True)]
     known = _manifest.Manifest(0, found, {}).with_hashes({x.name: 2**64 - 1 for x in found})
     assert _manifest.Manifest.parse(known.dump()) == known and len(found) == 864
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):

@@ -569,12 +569,12 @@ def test_the_manifest_of_seven_billion_parameters_takes_no_second():
     params = {"embed": array(32000, 4096), "layers": [layer] * 32, "head": array(4096, 32000)}
     state = jax.eval_shape(lambda params: ts.setup(ts.rules.adamw(1e-4), params), params)
     assert sum(x.size for x in jax.tree.leaves(state.params)) > 6.5e9
-    start = time.process_time()
+    start = time.thread_time()
     tree = leaves.tree_of(state)
     found = [leaves.leaf_of(path, x, name) for (path, x), name in zip(tree.leaves, tree.names, strict=True)]
     written = Manifest(0, found, {path: facts_of(x) for path, x in tree.states.items()}).dump()
     assert Manifest.parse(written).leaves == found
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.medium

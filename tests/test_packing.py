@@ -43,9 +43,9 @@ def test_many_sequences_are_packed_in_no_time():
 
 
 def test_many_rows_of_one_room_are_packed_in_no_time():
-    start = time.process_time()
+    start = time.thread_time()
     packed = ts.data.pack([np.ones(2, np.int8)] * 200_000, 3)  # no row takes a second one
-    assert len(packed.values) == 200_000 and time.process_time() - start < 10
+    assert len(packed.values) == 200_000 and time.thread_time() - start < 10
 
 
 def averages(params, tokens, segments):

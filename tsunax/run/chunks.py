@@ -5,6 +5,7 @@ bytes of a batch and from settings alone; the clock decides how many batches a c
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,16 +114,24 @@ class Forms:
 
     def _new_form(self, batch: PyTree, step: int, is_on_device: bool) -> Form:
         check_batch(batch, f"step {step}")
-        shapes = jax.tree.leaves(batch)
-        bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in shapes)
+        bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
         if self._first_batch is not None and self._is_tail(batch, step):
             return Form(2, bytes, True)  # once in an epoch
         self._first_batch = batch if self._first_batch is None else self._first_batch
+        return Form(self._room(bytes, is_on_device), bytes, False)
+
+    def room_of(self, batch: PyTree) -> int:
+        """The batches of a call for batches of this shape, which may be new."""
+        leaves = jax.tree.leaves(batch)
+        is_on_device = any(isinstance(x, jax.Array) for x in leaves)
+        return self._room(sum(getattr(x, "nbytes", 0) for x in leaves), is_on_device)
+
+    def _room(self, bytes: int, is_on_device: bool) -> int:
         if self._repeated_bytes is not None:
-            return Form(buffer_size(bytes, self._limits, self._repeated_bytes), bytes, False)
+            return buffer_size(bytes, self._limits, self._repeated_bytes)
         # a program stacks arrays on a device, with an operand for each batch
         most_batches = 8 if is_on_device else MOST_BATCHES
-        return Form(buffer_size(bytes, self._limits, most_batches=most_batches), bytes, False)
+        return buffer_size(bytes, self._limits, most_batches=most_batches)
 
     def _is_tail(self, batch: PyTree, step: int) -> bool:
         """Whether it is the short batch at the end of an epoch; warns of any other new shape."""

@@ -239,8 +239,8 @@ class Stacks(Feeder):
             ahead = int(min(self._ahead, demand.boundary_steps)) if self._reads_ahead else 1
             place = source.state() if ahead > 1 else None
             # A shape has one program, with one room, also if the shape before had more room.
-            form_of = lambda batch: self._forms.form_of(*jax.tree.flatten(batch), demand.step)
-            batches = source.take(max(ahead, steps), lambda x: max(ahead, form_of(x).room))
+            room_of = lambda batch: max(ahead, self._forms.room_of(batch))
+            batches = source.take(max(ahead, steps), room_of)
         if batches is None:
             return None
         leaves, treedef = jax.tree.flatten(batches)
