@@ -1085,6 +1085,17 @@ def test_a_line_search_leaves_frozen_leaves_where_they_are():
     assert_trees_close(state.params, closed.params, rtol=1e-6, atol=1e-7)
 
 
+def test_an_update_of_a_frozen_state_outside_of_a_program_compiles_nothing_again():
+    state = ts.freeze(ts.setup(rules.adam(0.1), PARAMS), "head/**")
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    for _ in range(2):
+        state, _ = ts.update(state, grads)
+    with count_compiles() as compiles:
+        state, _ = ts.update(state, grads)
+    assert compiles.compiled == []
+    assert_trees_equal(state.params["head"], PARAMS["head"])
+
+
 def test_a_rule_without_live_numbers_has_none_that_was_adjusted():
     make = lambda key: ts.setup(ts.rules.lbfgs(), {"w": jnp.ones(2)})
     for state in (make(None), ts.population(make, 2)):

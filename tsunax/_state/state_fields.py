@@ -144,16 +144,18 @@ def trained_count(state: Any) -> int:
 
 def thawed_flags(state: Any) -> list[jax.Array] | None:
     """One scalar bool for each trained leaf, false if it is frozen; None if no leaf can be."""
-    if state.frozen is None:
-        return None
-    n = trained_count(state)
+    return None if state.frozen is None else _flags_in(state.frozen, trained_count(state))
+
+
+@functools.partial(jax.jit, static_argnums=1)  # a call outside of a program compiles nothing new
+def _flags_in(frozen: jax.Array, n: int) -> list[jax.Array]:
     all_thawed = lambda words: [words[0] == 0] * n
     read_words = lambda words: [(words[k // 32] >> np.uint32(k % 32)) & 1 == 0 for k in range(n)]
     # A CPU reads the flags behind a cond, so that the flag of a leaf is an operand of its kernels.
     # If XLA fused the flag into them, its index would be a constant, and no two leaves could share
     # a kernel. A GPU runs a cond within its CUDA graph, but shares no kernels.
     read_if_any = lambda words: jax.lax.cond(jnp.any(words != 0), read_words, all_thawed, words)
-    return jax.lax.platform_dependent(state.frozen, cpu=read_if_any, default=read_words)
+    return jax.lax.platform_dependent(frozen, cpu=read_if_any, default=read_words)
 
 
 def frozen_flags(state: Any) -> np.ndarray:

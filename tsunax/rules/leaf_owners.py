@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import Function, PyTree, TreeDef, trees
 from tsunax.rules.number_table import Numbers, is_live, plain_leaves
 
 
@@ -48,25 +48,36 @@ def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | 
     masks, labels, factored and stacked moments need no special case. If `init` fails on these
     nodes, `owners_by_suffix` finds the owners.
     """
-    shapes = jax.eval_shape(init, params)
-    leaves = jtu.tree_flatten_with_path(shapes)[0]
+    shapes, owner_of_leaf = _traced_owners(init, *_shapes_of(params))
+    return shapes, [*owner_of_leaf]
+
+
+@functools.lru_cache(maxsize=128)  # it traces `init`
+def _traced_owners(
+    init: Callable[[Any], Any], treedef: TreeDef, shapes: tuple
+) -> tuple[Any, list[int | None]]:
+    params = treedef.unflatten(shapes)
+    opt_state = jax.eval_shape(init, params)
+    leaves = jtu.tree_flatten_with_path(opt_state)[0]
     owner_of_leaf = _owners_by_marks(init, params, leaves)
     if owner_of_leaf is None:
         owner_of_leaf = owners_by_suffix(params, leaves)
-    return shapes, owner_of_leaf
+    return opt_state, owner_of_leaf
+
+
+def _shapes_of(params: PyTree) -> tuple[TreeDef, tuple]:
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
     """The owners of the leaves of a live rule's optax state."""
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _owners_for_shapes(live, treedef, shapes)
+    return owners(_init_of(live), params)[-1]
 
 
-@functools.lru_cache(maxsize=128)  # a miss traces `init`
-def _owners_for_shapes(live: Any, treedef, shapes: tuple) -> list[int | None]:
-    halves = dict.fromkeys(live.names, 0.5)
-    return owners(live.build(halves).init, treedef.unflatten(shapes))[-1]
+@functools.lru_cache(maxsize=128)  # the same function for equal rules
+def _init_of(live: Any) -> Function:
+    return live.build(dict.fromkeys(live.names, 0.5)).init
 
 
 def owners_of(
