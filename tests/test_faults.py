@@ -15,6 +15,7 @@ import tsunax as ts
 from tests.helpers import medium_if
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.insight.replaying import replay
+from tsunax.run import fitting
 from tsunax.run.run import Rejected
 
 X = np.ones((8, 4), np.float32)
@@ -322,9 +323,24 @@ def run_of(bad_calls, n=24, max_bad=2, rows=4, **options):
     return step, state, seen
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("per_call", ["auto", 5, None])
-def test_fit_keeps_the_last_rejected_calls(per_call):
+@pytest.mark.filterwarnings("ignore:step 10 of epoch 0 was rejected")
+def test_an_error_says_how_many_calls_came_after_the_last_rejected_one():
+    """The loop of a population does not end by itself: members are rejected apart."""
+    t = np.ones((24, 4), np.float32)
+    t[[9, 10, 11]] = 0
+    runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": np.float32(1)}, key=key), 2)
+    data = [{"t": x, "call": np.full(4, i)} for i, x in enumerate(t)]
+    with pytest.raises(ts.errors.NonFiniteError, match="error.state` is the state 12 calls after it"):
+        ts.fit(ts.train_step(risky), runs, data, epochs=1, max_bad=3, steps_per_call=24, progress=False, log_every=24)
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize(
+    "per_call", [pytest.param("auto", marks=pytest.mark.medium), pytest.param(5, marks=pytest.mark.medium), None]
+)
+def test_fit_keeps_the_last_rejected_calls(per_call, reads_late, monkeypatch):
+    """Also when the clock says that calls wait too long to be read: no step is applied after the last one."""
+    monkeypatch.setattr(fitting, "CALL_SECONDS", 0 if reads_late else 0.05)
     step, error, _ = run_of([3, 9, 10, 11], max_bad=3, steps_per_call=per_call)
     assert isinstance(error, ts.errors.NonFiniteError)
     assert [(kept.step, kept.calls, kept.epoch) for kept in error.rejected] == [(8, 9, 0), (8, 10, 0), (8, 11, 0)]

@@ -153,6 +153,10 @@ class Fit:
 
     def next_chunks(self, interrupt: Interrupt) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
+        # A compiled loop counts rejections itself. Calls of the step as it is would go on.
+        is_looped = self.options.steps_per_call is not None
+        if not is_looped and self.rejections.may_end(len(self.caller.unread)):
+            self.read(0)
         return None if self.is_finished(interrupt) else self.take(self.steps_to_boundary())
 
     def take(self, steps_left: float) -> list[Chunk]:

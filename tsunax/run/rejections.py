@@ -55,6 +55,10 @@ class Rejections:
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
         return [(name[:-1], states[name], x) for name, x in infos.items() if is_rejected(x)]
 
+    def may_end(self, unread_calls: int) -> bool:
+        """Whether the run ends if all of these calls were rejected."""
+        return self.in_a_row + unread_calls >= self.max_bad
+
     def note(
         self,
         verdicts: np.ndarray,
@@ -132,15 +136,18 @@ class Rejections:
         raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
         limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
         reason, hint = _reason(self._rejected_parts(run.info)) or "not finite", ""
+        later_calls = most_calls(run.state) - self.calls  # a call of the loop has many steps
         if self._has_batch(run.info):
             from tsunax._step import step_errors
 
             batch, _ = _batch_of(i, chunks)
             reason = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
-            hint = " Next: ts.replay(step, *error.rejected[-1].of(error.state))."
+            state = "error.state, exact=False" if later_calls else "error.state"
+            hint = f" Next: ts.replay(step, *error.rejected[-1].of({state}))."
         summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {reason}; {limit}"
         # another member of States may have applied its update
         when = "after" if isinstance(run.state, States) else "before"
+        when = f"{later_calls} calls after" if later_calls else when
         text = f"{summary}. `error.state` is the state {when} it.{hint}"
         raise NonFiniteError(text, run.state, run.info)
 
