@@ -330,7 +330,7 @@ def test_an_error_says_how_many_calls_came_after_the_last_rejected_one():
     t[[9, 10, 11]] = 0
     runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": np.float32(1)}, key=key), 2)
     data = [{"t": x, "call": np.full(4, i)} for i, x in enumerate(t)]
-    with pytest.raises(ts.errors.NonFiniteError, match="error.state` is the state 12 calls after it"):
+    with pytest.raises(ts.errors.NonFiniteError, match="is the state 12 calls after it"):
         ts.fit(ts.train_step(risky), runs, data, epochs=1, max_bad=3, steps_per_call=24, progress=False, log_every=24)
 
 
