@@ -153,7 +153,7 @@ class Fit:
 
     def next_chunks(self, interrupt: Interrupt) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
-        # A compiled loop counts rejections itself. Calls of the step as it is would go on.
+        # A compiled loop ends at too many rejections. Single calls have to be read for that.
         is_looped = self.options.steps_per_call is not None
         if not is_looped and self.rejections.may_end(len(self.caller.unread)):
             self.read(0)
