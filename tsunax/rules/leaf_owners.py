@@ -67,7 +67,8 @@ def _traced_owners(
 
 def _shapes_of(params: PyTree) -> tuple[TreeDef, tuple]:
     leaves, treedef = jax.tree.flatten(params)
-    return treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+    return treedef, tuple(jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)) for x in leaves)
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
