@@ -67,7 +67,8 @@ def _traced_owners(
 
 def _shapes_of(params: PyTree) -> tuple[TreeDef, tuple]:
     leaves, treedef = jax.tree.flatten(params)
-    dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+    is_of_jax = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    dtype_of = lambda x: x.dtype if is_of_jax(x) else jax.dtypes.result_type(x)
     return treedef, tuple(jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)) for x in leaves)
 
 
