@@ -48,14 +48,14 @@ def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) ->
     indices, got = np.array(members, ndmin=1), trees.describe(members)
     if indices.dtype != bool and len({*indices.flat}) < indices.size:
         raise StateError("members", caller, got, "each index once, or a mask of bools")
+    error = StateError("members", caller, got, f"indices of members below {n or 0}, or a mask")
+    if n is None:
+        raise error
     flags[()] = False
     try:
-        if n is None:
-            raise IndexError
         flags[indices if indices.size else ()] = indices.size > 0
     except IndexError:
-        expected = f"indices of members below {n or 0}, or a mask"
-        raise StateError("members", caller, got, expected) from None
+        raise error from None
     return flags
 
 

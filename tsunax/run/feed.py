@@ -108,10 +108,10 @@ class Feed:
         """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
         if self._may_have_moved:
             home, self._may_have_moved = placement.state_sharding(state), False
-            was_resident = _is_resident(self.source.data, self._home)
-            if home != self._home and _is_resident(self.source.data, home) != was_resident:
-                self._feeder = self._choose(home)
-            self._home = home
+            if home != self._home:
+                data, old_home, self._home = self.source.data, self._home, home
+                if _is_resident(data, home) != _is_resident(data, old_home):
+                    self._feeder = self._choose(home)
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
         self._reading.follow(was_read=True)

@@ -153,10 +153,11 @@ class Fit:
 
     def next_chunks(self, interrupt: Interrupt) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
-        # A compiled loop ends at too many rejections. Single calls have to be read for that.
-        is_looped = self.options.steps_per_call is not None
-        if not is_looped and self.rejections.may_end(len(self.caller.unread)):
-            self.read(0)
+        # A compiled loop ends at too many rejections. Single calls have to be read for that: all
+        # but the last at first, so that the device has work meanwhile.
+        for leave in (1, 0) if self.options.steps_per_call is None else ():
+            if self.rejections.may_end(len(self.caller.unread)):
+                self.read(leave)
         return None if self.is_finished(interrupt) else self.take(self.steps_to_boundary())
 
     def take(self, steps_left: float) -> list[Chunk]:
