@@ -536,14 +536,3 @@ def test_a_wrapper_with_a_state_of_its_own_waits_for_the_window_inside():
         state, info = ts.update(state, {"w": jnp.ones(2)})
         steps.append((int(state.step), bool(info.applied)))
     assert steps == [(0, False), (1, True), (1, False), (2, True)]
-
-
-def test_model_state_with_the_rows_of_the_whole_batch_is_named():
-    def loss_fn(params, x, model_state):
-        return ts.Loss.mean(x @ params["w"] + model_state["last"], model_state=model_state)
-
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}, model_state={"last": jnp.ones(8)})
-    with pytest.raises(TypeError) as caught:
-        ts.train_step(loss_fn, accumulate=2)(state, jnp.ones((8, 3)))
-    notes = " ".join(caught.value.__notes__)
-    assert "model_state['last'] has 8 rows, this micro-batch 4" in notes and "give rows of it in the batch" in notes

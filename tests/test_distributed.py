@@ -26,7 +26,7 @@ from tsunax import distributed
 from tsunax._core import processes as everyone
 from tsunax.distributed import _jax_private, _peers, joining
 from tsunax.distributed.agreement import Agreement
-from tsunax.errors import DataError, ProcessError, WrongTypeError
+from tsunax.errors import DataError, ProcessError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -423,7 +423,9 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
 
     environment({})
     monkeypatch.setattr(_jax_private.ClusterEnv, "auto_detect_unset_distributed_params", fails)
-    with pytest.raises(ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, when"):
+    with pytest.raises(
+        ProcessError, match=r"launcher at start\(\): got RuntimeError Kubernetes API Error: 403, expected who is who"
+    ):
         distributed.start()
 
 
@@ -436,12 +438,11 @@ def test_a_launcher_that_does_not_answer(environment, monkeypatch):
         ({"num_processes": 2.0}, "num_processes must be a positive int. Got num_processes=2.0"),
         ({"num_processes": 0}, "num_processes=0"),
         ({"peer_timeout": 0}, "peer_timeout at start(): got 0, expected seconds, more than 0."),
-        ({"timeout": "20"}, "timeout at start(): got '20', expected seconds, more than 0."),
         (
             {"coordinator_address": "host"},
-            "coordinator_address at start(): got 'host', expected 'host:port' of process 0.",
+            "coordinator_address at start(): got 'host', num_processes=2, process_id=0, expected 'host:port'",
         ),
-        ({"coordinator_address": "host:99999"}, "expected 'host:port' of process 0."),
+        ({"coordinator_address": "host:99999"}, "expected 'host:port'"),
     ],
 )
 def test_arguments_that_make_no_sense(environment, monkeypatch, arguments, text):
@@ -459,9 +460,8 @@ def test_arguments_that_are_missing(environment, missing):
     environment({})
     given = {"coordinator_address": "localhost:1234", "num_processes": 2, "process_id": 0}
     del given[missing]
-    with pytest.raises(
-        ProcessError, match=rf"start\(\): got no {missing}, expected coordinator_address, num_processes"
-    ):
+    text = "got None, num_p" if missing == "coordinator_address" else f"{missing}=None"
+    with pytest.raises(ProcessError, match=rf"coordinator_address at start\(\): .*{text}.* No launcher was detected"):
         distributed.start(**given)
 
 
@@ -474,7 +474,9 @@ def test_after_the_backend(environment):
 
 def test_a_launcher_whose_processes_were_not_started(environment):
     environment(OMPI)
-    with pytest.raises(ProcessError, match=r"process: got one of 4, and not started.* Call ts.distributed.start\(\)"):
+    with pytest.raises(
+        ProcessError, match=r"process: got one of 4, and not started, expected a call of ts.distributed.start\(\)"
+    ):
         distributed.process_count()
     distributed.start(num_processes=1)
     assert distributed.process_count() == 1
@@ -491,13 +493,6 @@ def test_a_process_alone(environment):
     assert [distributed.agree(x) for x in (0, 15)] == [0, 15]
     with pytest.raises(ProcessError, match=r"root at broadcast\(\): got 1, expected a process from 0 to 0"):
         distributed.broadcast(tree, root=1)
-    with pytest.raises(WrongTypeError, match=r"leaf at tree\['f'\]: got the function"):
-        distributed.broadcast({"f": free_port})
-    with pytest.raises(WrongTypeError, match=r"leaf at tree: got object\[1\], expected an array"):
-        distributed.broadcast(np.array([None]))
-    for seconds in (0, "5", True, float("nan")):
-        with pytest.raises(ProcessError, match=r"timeout at barrier\(\): got .*, expected seconds, more than 0"):
-            distributed.barrier("x", seconds)
 
 
 # --- real processes ---------------------------------------------------------------------------
@@ -777,5 +772,7 @@ def test_one_index_everywhere(monkeypatch):
     alike = Agreement("fit()", {}, [])
     alike.spans = True
     alike._check_part(1, 2)
-    with pytest.raises(DataError, match="got the part of process 0 on process 1, expected its own"):
+    with pytest.raises(
+        DataError, match=r"got batches\(process=\(0, 2\)\), expected process=\(1, 2\), the part of its own"
+    ):
         alike._check_part(0, 2)

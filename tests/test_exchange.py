@@ -24,7 +24,7 @@ from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
 from tsunax.checkpoints._blocks import Pieces, stored_in
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.errors import CheckpointError, PatternError, SaveError, TsunaxError, WrongTypeError
+from tsunax.errors import CheckpointError, HyperparameterError, PatternError, SaveError, TsunaxError, WrongTypeError
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -295,7 +295,8 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
         "  tree['bias']: 'model.bias' is int32[2], expected float32[2]\n"
         "  tree['extra']: nothing named 'model.extra', expected float64[5]\n"
         "  'head' is float64[1], expected nothing of that name\n"
-        "  Nearest to 'model.extra': 'model.bias', 'model.embed', 'head'. rename= finds other names."
+        "  Nearest to 'model.extra': 'model.bias', 'model.embed', 'head'. where= takes a part, rename= finds other names, "
+        "cast=True takes other dtypes."
     )
     found = exchange.restore(path, like, where="embed", rename=lambda name: "model." + name)
     assert found["embed"].sum() == 6 and found["extra"] is like["extra"]
@@ -303,16 +304,11 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
     lines = error_of(lambda: exchange.restore(path, many)).splitlines()
     assert len(lines) == 13 and lines[11] == "  and 8 more"
     assert "no match among 3 leaves" in error_of(lambda: exchange.restore(path, like, where="nothing"), PatternError)
-    assert "got 3 (int), expected a name" in error_of(
-        lambda: exchange.restore(path, like, rename=lambda _: 3), WrongTypeError
-    )
 
 
 def test_floats_of_another_dtype_are_cast_on_request(tmp_path):
     exchange.save(tmp_path / "a.safetensors", {"w": np.ones(2)})
-    with pytest.raises(
-        CheckpointError, match=r"is float64.2., expected float32.2.\n  cast=True takes floats of another"
-    ):
+    with pytest.raises(CheckpointError, match=r"is float64.2., expected float32.2.\n  .*cast=True takes other dtypes"):
         exchange.restore(tmp_path / "a.safetensors", {"w": jnp.zeros(2)})
 
 
@@ -327,8 +323,8 @@ def test_what_cannot_be_saved(tmp_path):
     path = tmp_path / "a.safetensors"
     one = jnp.ones(1)
     cases = {
-        "int4[1], expected a dtype that safetensors has": {"x": jnp.ones(1, jnp.int4)},
-        "complex128[1], expected a dtype that safetensors has": {"x": np.ones(1, complex)},
+        "int4[1], expected a safetensors dtype": {"x": jnp.ones(1, jnp.int4)},
+        "complex128[1], expected a safetensors dtype": {"x": np.ones(1, complex)},
         "leaf at state['x']: got object": {"x": np.array([None])},
         "got int 3": {"x": 3},
         "without leaves": {},
@@ -366,7 +362,7 @@ def test_paths_that_lead_to_nothing(tmp_path):
     assert "FileNotFoundError" in error_of(lambda: restore_flax(tmp_path / "none"))
     assert "FileNotFoundError" in error_of(lambda: restore_orbax(tmp_path / "none"))
     assert "'safetensors' or 'flax' or 'orbax'" in error_of(
-        lambda: exchange.restore(tmp_path, format="torch"), WrongTypeError
+        lambda: exchange.restore(tmp_path, format="torch"), HyperparameterError
     )
 
 
@@ -643,9 +639,7 @@ def test_orbax_directories(orbax_dirs, name):
 def test_other_directories_are_no_orbax_checkpoints(orbax_dirs, tmp_path):
     for path in (orbax_dirs[0] / "manager", tmp_path):
         text = error_of(lambda path=path: restore_orbax(path))
-        assert text.startswith(f"orbax checkpoint at {path}: got ") and text.endswith(
-            "Give the directory of one step, with _CHECKPOINT_METADATA in it."
-        )
+        assert text.startswith(f"orbax directory of one step at {path}: got ")
 
 
 def test_a_pipe_in_an_orbax_directory_is_refused_at_once(orbax_dirs, tmp_path):
@@ -718,16 +712,6 @@ def test_a_file_of_the_other_format_is_named(tmp_path):
     assert "got a safetensors file" in error_of(lambda: restore_flax(tmp_path / "a.safetensors"))
     (tmp_path / "b.safetensors").write_bytes(flax.serialization.to_bytes(PARAMS))
     assert "format='flax'" in error_of(lambda: exchange.restore(tmp_path / "b.safetensors"))
-
-
-def test_directories_of_other_kinds_are_named(orbax_dirs, tmp_path):
-    with ts.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(PARAMS, step=1)
-    cases = {"run": "a run's directory", "run/1": "one step of a run", "hub": "pytorch_model.bin"}
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "pytorch_model.bin").write_bytes(b"")
-    for name, kind in {**{tmp_path / x: y for x, y in cases.items()}, orbax_dirs[0] / "v1": "format='orbax'"}.items():
-        assert kind in error_of(lambda name=name: exchange.restore(name))
 
 
 def test_save_below_a_file_is_told(tmp_path):

@@ -352,21 +352,9 @@ def test_no_labels_overlap(name):
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("history", "arguments", "error", "text"),
-    [
-        (History(), {}, RowError, "got no rows, expected at least one"),
-        (made(), dict(names=["acuracy"]), RowError, "Did you mean 'accuracy'?"),
-    ],
-    ids=["empty", "a name"],
-)
-def test_wrong_arguments(history, arguments, error, text):
-    with pytest.raises(error) as caught:
-        history.plot(**arguments)
-    assert text in str(caught.value)
-
-
-def test_wrong_axes():
+def test_wrong_names():
+    with pytest.raises(RowError, match="Did you mean 'accuracy'"):
+        made().plot(names=["acuracy"])
     with pytest.raises(RowError, match="Did you mean 'epoch'"):
         made().plot(x="epochs")
 

@@ -61,11 +61,11 @@ SAYS = {
     "goal": "processes differ at fit(): options['goal']: got 'epochs=3' on process 1 (",
     "callbacks": "processes differ at fit(): options['intervals'][0]: got 3 on process 1 (",
     "local": "StateError state at fit(): got on devices of this process alone, and of the data only its part,",
-    "part": "DataError data at fit(): got the part of process ",
+    "part": "DataError data at fit(): got batches(process=(",
     "own batches": "processes differ at fit(): data['batches']: got 5 on process 1 (",
     "iterate": "processes differ at iterate(): data['seed']: got 1 on process 1 (",
     "run_epoch": "processes differ at step 2 of run_epoch(): batches: got '3 of float32[",
-    "parts": "DataError data at fit(): got batches(process=) of 4 processes, expected of 2, or of one",
+    "parts": "DataError data at fit(): got batches(process=(",
     "init": "processes differ at shard(): state['w']: got int64[3] ",
     "key": "processes differ at shard(): state.key: got key<fry>[] ",
     "adjusted": "processes differ at fit(): state.numbers.values: got float32[4,5] ",
@@ -95,7 +95,7 @@ SAYS = {
     "evaluated loss": "processes differ at evaluate(): eval_step['loss_fn']: got 'problem.<locals>.<lambda> ",
     "evaluated number": "processes differ at the first call of evaluate(): program of loss_fn and what it refers to",
     "population": "StateError population at fit(): got members on devices of several processes, expected of one.",
-    "spread": "StateError leaf at tree['w']: got float32[64,64], of which other processes have a part, expected",
+    "spread": "StateError leaf at w: got float32[64,64], of which other processes have a part, expected",
 }
 
 

@@ -191,26 +191,21 @@ def test_an_unavailable_preference_warns_and_goes_on(present, everywhere, monkey
         (lambda: is_available("gpus"), DeviceError, "Did you mean 'gpu'?"),
         (lambda: is_available("gpus:1"), DeviceError, "got 'gpus', expected one of tpu"),
         (lambda: device(" cpu "), DeviceError, "Did you mean 'cpu'?"),
-        (lambda: device(0), WrongTypeError, "kind at device(0, 0): got 0 (int), expected one of auto"),
-        (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7. There are 8, cpu,"),
+        (lambda: device("cpu", 8), DeviceError, "index at device('cpu', 8): got 8, expected 0 to 7."),
         (lambda: device("cpu", -1), DeviceError, "got -1, expected 0 to 7"),
         (lambda: device("cuba:1"), DeviceError, "kind at device('cuba:1'): got 'cuba', expected one of auto, tpu"),
         (lambda: device("cpu:8"), DeviceError, "index at device('cpu:8'): got 8, expected 0 to 7"),
         (lambda: device("cpu:one"), DeviceError, "kind at device('cpu:one'): got 'cpu:one', expected one of auto"),
         (lambda: device("cpu:1", 2), DeviceError, "kind at device('cpu:1', 2): got 'cpu:1', expected one of auto"),
-        (lambda: device("cpu", True), WrongTypeError, "index at device('cpu', True): got True (bool), expected an int"),
-        (lambda: device("cpu", 1.0), WrongTypeError, "got 1.0 (float), expected an int"),
         (lambda: devices([]), DeviceError, "devices at devices([]): got 0 devices, expected at least one"),
         (lambda: devices([1, 2, 1]), DeviceError, "devices at devices([1, 2, 1]): got 3 devices"),
         (lambda: devices([CPU[3], 3]), DeviceError, "got 2 devices, expected at least one, each once"),
         (lambda: devices([0, -1]), DeviceError, "index at devices([0, -1]): got -1, expected 0 to 7"),
-        (lambda: devices(2), WrongTypeError, "[2] is device number 2, devices()[:2] are two of them."),
         (lambda: devices(["0"]), WrongTypeError, "got '0' (str), expected an int"),
-        (lambda: devices(None), WrongTypeError, "got None, expected a kind or a list"),
         (lambda: to_device(1.0, "tpu"), DeviceError, "device at to_device('tpu'): got no tpu, expected one"),
         (lambda: to_device(1.0, 3), WrongTypeError, "device at to_device(): got 3 (int), expected a kind or a jax.D"),
         (lambda: to_device(1.0, jax.make_mesh((8,), ("data",))), WrongTypeError, "prefetch(data, mesh) spreads"),
-        (lambda: simulate(0), DeviceError, "n at simulate(): got 0, expected an int of 1 or more"),
+        (lambda: simulate(0), DeviceError, "n at simulate(): got 0, expected 1 or more"),
         (lambda: simulate(4), DeviceError, "simulate: got a backend that has started, expected to be called"),
     ],
 )  # fmt: skip
@@ -267,7 +262,7 @@ def test_shard_without_a_mesh_and_with_a_sharding():
     with pytest.raises(WrongTypeError, match=r"arguments at shard\(\): got .*'mesh', expected state, mesh, rules"):
         ts.shard({"w": np.ones(3)})
     sharding = jax.sharding.NamedSharding(ts.mesh(), jax.sharding.PartitionSpec())
-    with pytest.raises(WrongTypeError, match=r"mesh at shard\(\): got NamedSharding, .* Give sharding.mesh, and"):
+    with pytest.raises(WrongTypeError, match=r"mesh at shard\(\): got NamedSharding, .*specs of leaves are rules"):
         ts.shard({"w": np.ones(3)}, sharding)
 
 
@@ -341,10 +336,8 @@ def said(text: str = "", folder=".") -> Path:
 
 
 def quiet_prefer(kind):
-    what = f"prefer({kind!r}) {'deleted' if kind is None else 'wrote'} "
-    with pytest.warns(UserWarning, match="The backend has started.*Restart the process") as caught:
+    with pytest.warns(UserWarning, match=r"\.tsunax-device was changed. It takes effect in new processes"):
         prefer(kind)
-    assert str(caught[0].message).startswith(what) and f"{os.sep}.tsunax-device. The" in str(caught[0].message)
 
 
 def test_the_file_is_written_whole(monkeypatch):
@@ -394,9 +387,7 @@ def test_the_nearest_file_counts(monkeypatch):
 def test_an_unknown_preference_is_not_written():
     with pytest.raises(DeviceError, match="kind at prefer\\(\\): got 'amd', expected one of auto, tpu"):
         prefer("amd")
-    with pytest.raises(WrongTypeError, match=r"got 3 \(int\)"):
-        prefer(3)
-    with pytest.raises(DeviceError, match=r"got 'cpu:1', .* Did you mean 'cpu'\? It takes a kind, without a number\."):
+    with pytest.raises(DeviceError, match=r"got 'cpu:1', .* Did you mean 'cpu'\?"):
         prefer("cpu:1")
     assert not Path(".tsunax-device").exists()
 
@@ -584,7 +575,9 @@ def test_under_jit_and_with_a_sharding():
     spread = to_device(np.arange(8.0), rows)
     assert spread.sharding == rows and to_device(spread, rows) is spread
     np.testing.assert_array_equal(to_host(spread), np.arange(8))
-    with pytest.raises(DeviceError, match=r"array at tree\['x'\]: got 8 devices, expected one device"):
+    with pytest.raises(
+        DeviceError, match=r"tree at device_of\(\): got tree\['x'\] on .* and 6 more, expected one device"
+    ):
         device_of({"x": spread})
 
 
@@ -594,8 +587,9 @@ def test_device_of():
     mixed = {"a": to_device(jnp.ones(2), CPU[5]), "b": [to_device(jnp.ones(2), CPU[6])]}
     with pytest.raises(DeviceError) as error:
         device_of(mixed)
-    where = f"{CPU[5]}, where tree['a'] is. to_device(tree, device) brings them together."
-    assert str(error.value) == f"array at tree['b'][0]: got {CPU[6]}, expected {where}"
+    places = f"tree['a'] on {CPU[5]}, tree['b'][0] on {CPU[6]}"
+    fix = "to_device(tree, device) brings them together."
+    assert str(error.value) == f"tree at device_of(): got {places}, expected one device. {fix}"
     assert device_of(to_device(mixed, CPU[6])) == CPU[6]
 
 
@@ -619,8 +613,6 @@ def on(place):
 
 
 AT_TWO_DEVICES = {  # with a state on a device and a batch on another one
-    "step": lambda state, batch: STEP(state, batch),
-    "eval_step": lambda state, batch: SCORE(state, batch),
     "evaluate": lambda state, batch: ts.evaluate(SCORE, state, [batch]),
     "fit, one batch": lambda state, batch: ts.fit(STEP, state, [batch], steps=1, progress=False),
     "fit": lambda state, batch: ts.fit(STEP, state, iter([batch]), steps=1, progress=False),
@@ -636,7 +628,6 @@ AT_TWO_DEVICES = {  # with a state on a device and a batch on another one
     ),
     "iterate": lambda state, batch: next(ts.loop.iterate(STEP, state, [batch], steps=1)),
     "run_epoch": lambda state, batch: ts.loop.run_epoch(STEP, state, [batch]),
-    "run_steps": lambda state, batch: ts.loop.run_steps(STEP, state, jax.tree.map(lambda x: x[None], batch)),
 }
 STEP = ts.train_step(lambda params, batch, scale=1.0: jnp.mean((batch["x"] @ params["w"]) ** 2) * scale)
 SCORE = ts.eval_step(STEP.loss_fn)
@@ -652,19 +643,6 @@ def test_a_state_and_a_batch_on_two_devices_are_one_error(name):
     expected = f"leaf at batch['x']: got an array on {CPU[3]}, expected {CPU[1]}, as the state. {fix}"
     assert str(raised.value) == expected
     call(on(CPU[3]), to_device(ROWS, CPU[3]))
-
-
-def test_other_arrays_on_two_devices():
-    spread = jax.device_put(ROWS, jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(None, None)))
-    with pytest.raises(DeviceError, match=rf"leaf at batch\['x'\]: got an array on 8 devices, expected {CPU[1]}"):
-        STEP(on(CPU[1]), spread)
-    scale = to_device(np.float32(2) * np.ones(()), CPU[3])
-    with pytest.raises(DeviceError, match=r"leaf at scale: got an array on .*Move it: ts.to_device\(scale, device\)\."):
-        STEP(on(CPU[1]), ROWS, scale=scale)
-    state = on(CPU[1])
-    mixed = dataclasses.replace(state, params=to_device(state.params, CPU[2]))
-    with pytest.raises(DeviceError, match=rf"state.params\['w'\]: .* expected {CPU[1]}, as the rest of the state"):
-        STEP(mixed, ROWS)
 
 
 def test_a_state_on_a_mesh_takes_batches_from_anywhere():

@@ -4,12 +4,11 @@ import itertools
 import json
 import time
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tsunax.errors import RowError, TsunaxError, WrongTypeError
+from tsunax.errors import RowError
 from tsunax.run import history as history_module
 from tsunax.run.history import History, check_names, check_row
 
@@ -56,44 +55,37 @@ def test_nan_is_a_number():
 
 
 @pytest.mark.parametrize(
-    ("row", "error", "text"),
+    ("row", "text"),
     [
-        ({"m": np.ones((2, 2))}, RowError, "'m' at evaluate: got float64[2,2], expected one number"),
-        ({"m": jnp.ones(1)}, RowError, "float32[1], expected one number"),
-        ({"m": "0.5"}, WrongTypeError, "got '0.5' (str), expected a number"),
-        ({"m": None}, WrongTypeError, "got None, expected a number"),
-        ({"m": [1.0, [2.0]]}, WrongTypeError, "got list of 2, expected a number"),
-        ({"m": 1j}, WrongTypeError, "expected a number"),
-        ({"m": np.array("x")}, WrongTypeError, "expected a number"),
-        ([("m", 1.0)], WrongTypeError, "row at evaluate: got list of 1, expected a dict of numbers by name"),
-        ({3: 1.0}, WrongTypeError, "name of a number at evaluate: got 3 (int), expected a str"),
-        ({"": 1.0}, RowError, "got '', expected a printable name like 'loss' or 'val/loss'"),
-        ({"a\0b": 1.0}, RowError, r"got 'a\x00b', expected a printable name"),
-        ({"a\nb": 1.0}, RowError, r"got 'a\nb'"),
-        ({"\ud800": 1.0}, RowError, r"got '\ud800'"),
-        ({"step": 1.0}, RowError, "got 'step', expected a printable name"),
+        ({"m": np.ones((2, 2))}, "'m' at evaluate: got float64[2,2], expected one real number"),
+        ({"m": jnp.ones(1)}, "float32[1], expected one real number"),
+        ({"m": "0.5"}, "got '0.5' (str), expected one real number"),
+        ({"m": None}, "got None, expected one real number"),
+        ({"m": 1j}, "expected one real number"),
+        ({"m": np.array("x")}, "expected one real number"),
+        ({3: 1.0}, "name of a number at evaluate: got 3, expected a printable name"),
+        ({"": 1.0}, "got '', expected a printable name like 'loss' or 'val/loss'"),
+        ({"a\0b": 1.0}, r"got 'a\x00b', expected a printable name"),
+        ({"a\nb": 1.0}, r"got 'a\nb'"),
+        ({"\ud800": 1.0}, r"got '\ud800'"),
+        ({"step": 1.0}, "got 'step', expected a printable name"),
     ],
 )
-def test_bad_rows_are_refused(row, error, text):
-    with pytest.raises(error) as caught:
+def test_bad_rows_are_refused(row, text):
+    with pytest.raises(RowError) as caught:
         check_row(row, "evaluate")
-    assert text in str(caught.value) and isinstance(caught.value, TsunaxError)
+    assert text in str(caught.value)
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("sign", "digits"), [(1, 400), (-1, 400), (1, 5000)])
 def test_an_int_that_no_column_can_hold_is_refused(sign, digits):
-    with pytest.raises(WrongTypeError, match=r"'x' at row: got an int of [\d,]+ bits, expected a number that float64"):
+    with pytest.raises(RowError, match=r"'x' at row: got an int of [\d,]+ bits, expected one real number"):
         check_row({"x": sign * 10**digits})
 
 
 def test_names_that_people_use_are_fine():
     check_names(["loss", "val/top-5 accuracy", "learning_rate@encoder/**", "1.max", "损失", "val/a.b", "..."])
-
-
-def test_a_traced_value_is_refused():
-    with pytest.raises(WrongTypeError, match=r"got a traced array, expected a number\. Return it as a metric"):
-        jax.jit(lambda x: check_row({"m": x}))(1.0)
 
 
 # -------------------------------------------------------------------------------------------------------------- history

@@ -22,7 +22,7 @@ from tsunax.checkpoints import _orbax, _orbax_home, leaves
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.checkpoints.state_facts import facts_of
-from tsunax.errors import CheckpointError, MissingLibraryError, SaveError, WrongTypeError
+from tsunax.errors import CheckpointError, HyperparameterError, MissingLibraryError, SaveError
 
 ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
 HOMES, ON_A_DISK = ["files", *ORBAX], ["files", ORBAX[0]]
@@ -359,7 +359,9 @@ def test_the_path_of_one_checkpoint_is_refused_and_stays_as_it_is(tmp_path, stor
         checkpoints.save(make().replace(step=2))
     before = sorted(tmp_path.rglob("*"))
     for path in (tmp_path / "2", *(x for x in (tmp_path / "2").iterdir() if x.is_dir())):
-        with pytest.raises(CheckpointError, match=r"got one checkpoint, or a part of it, expected the directory of a"):
+        with pytest.raises(
+            CheckpointError, match=r"got a part of one checkpoint, expected the directory that has the steps"
+        ):
             Checkpoints(path)
         with pytest.raises(CheckpointError, match="Give the directory that has the steps in it"):
             Checkpoints(path, read_only=True).restore(make())
@@ -448,11 +450,11 @@ def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
     assert Checkpoints(tmp_path / "orbax", read_only=True).restore(make()).step == 0
     for one, other in ("orbax", "files"), ("files", "orbax"):
         assert error_of(lambda one=one, other=other: Checkpoints(tmp_path / one, store=other)) == (
-            f"store at Checkpoints(): got store='{other}' in {tmp_path / one}, expected store='{one}', "
+            f"store at Checkpoints(): got '{other}' in {tmp_path / one}, expected '{one}', "
             "as what is there. Or give another path."
         )
-    assert "got 'zarr' (str), expected 'files', 'orbax' or None" in error_of(
-        lambda: Checkpoints(tmp_path, store="zarr"), WrongTypeError
+    assert "got 'zarr' (str), expected 'files' or 'orbax'" in error_of(
+        lambda: Checkpoints(tmp_path, store="zarr"), HyperparameterError
     )
 
 
@@ -470,7 +472,9 @@ def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     ]
     for f in asked:
         assert works in error_of(f, CheckpointError)
-    assert "expected store='orbax' in a bucket" in error_of(lambda: Checkpoints("gs://bucket/run", store="files"))
+    assert "got 'files' in a bucket, expected 'orbax', or none" in error_of(
+        lambda: Checkpoints("gs://bucket/run", store="files")
+    )
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     error = error_of(lambda: Checkpoints("gs://bucket/run"), MissingLibraryError)
     assert error.endswith("expected gcsfs. pip install 'etils[epath-gcs]' (the extra 'gcs' of tsunax)")

@@ -519,7 +519,7 @@ def test_a_schedule_can_be_overridden_and_given_back():
     assert_trees_equal(rates(state), rates_of(ew=0.7, eb=0.7, hw=0.5, hb=0.5))
     state = ts.adjust(state, "**/b", learning_rate=None)
     assert_trees_equal(rates(state), rates_of(ew=0.7, eb=0.7, hw=0.5, hb=0.7))
-    with pytest.raises(ts.errors.HyperparameterError, match="schedule"):
+    with pytest.raises(WrongTypeError, match="got None, expected a number"):
         ts.adjust(ts.setup(rules.sgd(0.1), PARAMS), learning_rate=None)
 
 
@@ -545,7 +545,7 @@ def test_copying_hyperparameters_copies_them_exactly():
 )
 def test_hyperparameters_of_a_cut_are_copied_into_the_same_cut(rule):
     a, b = ts.setup(rule(), PARAMS), ts.adjust(ts.setup(rule(), PARAMS), "**/b", learning_rate=3.0)
-    with pytest.raises(ts.errors.HyperparameterError, match=r"@\*\*/b'.*Cut it first: ts\.adjust\(state, '\*\*/b'\)"):
+    with pytest.raises(ts.errors.HyperparameterError, match=r"@\*\*/b'.*Cut it first: ts\.adjust\(state, pattern\)"):
         ts.adjust(a, **ts.hyperparams(b))
     copy = ts.hyperparams(ts.adjust(ts.adjust(a, "**/b"), **ts.hyperparams(b)))
     assert {name: copy[name] for name in ts.hyperparams(b)} == ts.hyperparams(b)
@@ -967,20 +967,6 @@ def test_rules_leave_the_interpreter_in_silence():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert out.stderr == ""
-
-
-class Unhashable:
-    __hash__ = None  # type: ignore[assignment]
-
-    def __call__(self, updates, state=None, params=None):
-        return updates, state
-
-
-@pytest.mark.parametrize("make", [ts.setup, lambda rule, _: rules.chain(rule)], ids=["setup", "chain"])
-def test_a_rule_that_cannot_be_hashed_is_refused(make):
-    for halves in ((Unhashable(), optax.identity().update), (optax.identity().init, Unhashable())):
-        with pytest.raises(ts.errors.RuleError, match=r"Unhashable.*expected one that can be hashed"):
-            make(optax.GradientTransformation(*halves), PARAMS)
 
 
 def test_states_compare_without_looking_at_their_arrays():

@@ -16,7 +16,7 @@ import pytest
 import tsunax as ts
 from jax.sharding import PartitionSpec as P
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import WrongTypeError
 from tsunax.insight import _cost
 from tsunax.insight.description import describe
 
@@ -353,7 +353,7 @@ def test_populations_and_what_of_them_is_frozen():
     fresh = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
     alone = describe(fresh, one, x).flops
     assert describe(fresh, runs, x).flops == 3 * alone
-    assert describe(fresh, one, x).recompiles[-1] == "step: the state is a population of 3, was one run"
+    assert describe(fresh, one, x).recompiles[-1] == "step: the number of members is another one"
 
 
 # ---------------------------------------------------------------------------------------------------- why it recompiled
@@ -393,10 +393,10 @@ def test_why_it_recompiled():
         "step: batch['y'] is float32[], was float32[] (a Python number)",
         "step: the rule, apart from its numbers, is another one",
         "step: the choice of trainable= is another one",
-        "step: precision is bfloat16, was none",
+        "step: precision is another one",
         "step: state.frozen is new",
         "step: the cut of the hyperparameters (adjust) is another one",
-        "step: the mesh is data=8 auto, fsdp=1 auto, tensor=1 auto, was none",
+        "step: the mesh is another one",
         "loop: batches.batches['x'] is float32[4,8,4], was float32[3,8,4]",
     ]
     assert reasons() == expected
@@ -408,7 +408,7 @@ def test_a_precision_says_nothing_of_what_follows_from_it():
     step, low = ts.train_step(square), ts.precision.Policy(param="bfloat16", compute="bfloat16")
     step(state_of(params), x)
     about = describe(step, state_of(params, precision=low), x)
-    assert about.recompiles == ("step: precision is bfloat16, was none",)
+    assert about.recompiles == ("step: precision is another one",)
 
 
 def test_a_call_that_failed_compiled_nothing():
@@ -431,11 +431,10 @@ def test_a_mesh_of_one_device_is_told_from_none():
     step(spread, x)
     about = describe(step, spread, x)
     assert about.traces == 2  # describing asks for the program that the step has run
-    one = "data=1 auto, fsdp=1 auto, tensor=1 auto"
-    assert about.recompiles == (f"step: the mesh is {one}, was none",)
+    assert about.recompiles == ("step: the mesh is another one",)
     assert describe(step, state, x).traces == 2
     typed = ts.shard(state, ts.mesh(devices=jax.devices()[:1], explicit=True))
-    assert describe(step, typed, x).recompiles[1] == f"step: the mesh is {one.replace('auto', 'explicit')}, was {one}"
+    assert describe(step, typed, x).recompiles[1] == "step: the mesh is another one"
 
 
 @pytest.mark.medium
@@ -467,14 +466,8 @@ def test_fit_and_new_arguments_are_in_the_count():
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        (lambda: describe(square, state_of(), BATCH), WrongTypeError, "a train_step"),
+        (lambda: describe(square, state_of(), BATCH), WrongTypeError, "a ts.train_step"),
         (lambda: describe(ts.train_step(mlp), PARAMS, BATCH), WrongTypeError, "state at describe()"),
-        (lambda: describe(ts.train_step(mlp), state_of(), ["a"]), ts.errors.TsunaxError, "batch"),
-        (
-            lambda: jax.jit(lambda s: describe(ts.train_step(mlp), s, BATCH))(state_of()),
-            StateError,
-            "got a traced one, expected a concrete one. Call it outside of jit",
-        ),
     ],
 )
 def test_wrong_arguments(wrong, kind, text):

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import pytest
 from tests.helpers import need
-from tsunax.errors import MissingLibraryError, SaveError, WrongTypeError
+from tsunax.errors import CheckpointError, MissingLibraryError, SaveError
 from tsunax.run import loggers
 
 NAN, INF = math.nan, math.inf
@@ -42,7 +42,8 @@ def csv_rows(path):
     with open(path, encoding="utf-8", newline="") as file:
         header, *rows = list(csv.reader(file))
     assert all(len(row) == len(header) for row in rows)
-    return {int(row[0]): {n: float(x) for n, x in zip(header[1:], row[1:], strict=True) if x} for row in rows}, header
+    cells = [{n: x for n, x in zip(header, row, strict=True) if x and n != "run_id"} for row in rows]
+    return {int(row.pop("step")): {n: float(x) for n, x in row.items()} for row in cells}, header
 
 
 def jsonl_rows(path):
@@ -98,15 +99,15 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path, kind, r
     rows = {**ROWS, 60: {"loss": 0.5, "new": 1.0}, 70: {"loss": 0.25}}
     lost = {step: {**row, "loss": 99.0} for step, row in rows.items() if step <= 50}
     make = getattr(loggers, kind)
-    write(make(whole), rows, rows)
+    write(make(whole), rows, rows, run_id="a")
     killed = make(path)
-    killed.start(SETTINGS)
+    killed.start({**SETTINGS, "run_id": "a"})
     for step in lost:
         killed((rows if step < resumed_at else lost)[step], step=step)
     killed._file.close()
     with open(path, "a") as file:
         file.write(torn)
-    write(make(path), [step for step in rows if step >= resumed_at], rows, rows_from=resumed_at)
+    write(make(path), [step for step in rows if step >= resumed_at], rows, run_id="a", rows_from=resumed_at)
     if kind == "csv":
         same(csv_rows(path)[0], rows)
     else:
@@ -369,13 +370,11 @@ def test_a_cut_line_is_not_joined_with_the_next_row(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_rows_without_a_run_id_are_those_of_the_newest_run(tmp_path, kind):
+def test_rows_without_a_run_id_are_never_deleted(tmp_path, kind):
     log = Lines(kind, tmp_path)
-    for steps, more in (([2, 4, 6, 8, 10, 12], {}), ([2, 4, 6, 8], {}), ([6, 8], {"rows_from": 6})):
+    for steps, more in (([2, 4], {}), ([2, 4, 6], {}), ([6, 8], {"rows_from": 6})):
         write(log.make(), steps, {step: {"loss": 0.5} for step in steps}, **more)
-    assert [step for _, step, _ in log.rows()] == [2, 4, 6, 8, 10, 12, 2, 4, 6, 8]
-    write(log.make(), [1], {1: {"loss": 0.5}}, rows_from=0)  # all of the newest one, and no row more
-    assert [step for _, step, _ in log.rows()] == [2, 4, 6, 8, 10, 12, 1]
+    assert [step for _, step, _ in log.rows()] == [2, 4, 2, 4, 6, 6, 8]
 
 
 FOREIGN = {
@@ -457,7 +456,7 @@ def test_a_full_disk_leaves_no_half_row(tmp_path):
             return file.write(content[:10])
 
     logger._file = Full()
-    with pytest.raises(SaveError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):
         logger({"loss": 0.25}, step=2)
     logger({"loss": 0.125}, step=3)
     logger.close()
@@ -517,10 +516,10 @@ def test_tensorboard_reads_what_was_written_over_a_resume(tmp_path):
     need("tensorboardX")
     rows = {s: {"loss": 1 / s, "val/top-5": s + 0.5, "rate@a/**": 3} for s in (10, 20, 30, 40)}
     killed = loggers.tensorboard(tmp_path / "run")
-    killed.start(SETTINGS)
+    killed.start({**SETTINGS, "run_id": "a"})
     for step in (10, 20, 30):
         killed(rows[step] if step < 20 else {"loss": 99.0}, step=step)
-    write(loggers.tensorboard(tmp_path / "run"), [20, 30, 40], rows, rows_from=20)
+    write(loggers.tensorboard(tmp_path / "run"), [20, 30, 40], rows, run_id="a", rows_from=20)
     killed.close()
     found, texts = scalars(tmp_path / "run")
     assert found["loss"] == [(s, float(np.float32(1 / s))) for s in rows]
@@ -586,16 +585,16 @@ def test_wandb_log_is_a_logger(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("make", "text"),
     [
-        (lambda: loggers.csv(None), WrongTypeError, "path at csv(): got None, expected a str or Path"),
-        (lambda: loggers.csv(""), WrongTypeError, "path at csv(): got '' (str)"),
-        (lambda: loggers.jsonl(3), WrongTypeError, "path at jsonl(): got 3 (int)"),
-        (lambda: loggers.tensorboard(None), WrongTypeError, "path at tensorboard(): got None"),
+        (lambda: loggers.csv(None), "path at csv(): got None, expected a path"),
+        (lambda: loggers.csv(""), "path at csv(): got '' (str)"),
+        (lambda: loggers.jsonl(3), "path at jsonl(): got 3 (int)"),
+        (lambda: loggers.tensorboard(None), "path at tensorboard(): got None"),
     ],
 )
-def test_wrong_arguments(make, error, text):
-    with pytest.raises(error) as caught:
+def test_wrong_arguments(make, text):
+    with pytest.raises(CheckpointError) as caught:
         make()
     assert text in str(caught.value)
 
@@ -608,7 +607,5 @@ def test_a_path_that_cannot_be_written_is_known_before_the_first_row(tmp_path, k
     wrong = tmp_path / "file" if kind == "tensorboard" else tmp_path  # a file in place of a directory, or the reverse
     for path in (wrong, tmp_path / "file" / "log"):
         named = re.escape(str(path.parent if path != wrong and kind != "tensorboard" else path))
-        with pytest.raises(
-            SaveError, match=rf"path at {kind}\(\): got .*{named}', expected a path that can be written"
-        ):
+        with pytest.raises(OSError, match=named):
             getattr(loggers, kind)(path).start(SETTINGS)

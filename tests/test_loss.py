@@ -268,14 +268,9 @@ def test_the_weights_of_terms_cost_no_second_pass():
     [
         (
             lambda a: a.merge(a + ts.Loss.mean(jnp.ones(3))),
-            r"other at Loss.merge\(\): got 2 weights, expected 1 weights. Merge losses that are sums of as many",
+            r"other at Loss.merge\(\): got 2 weights, metrics \['m'\], expected 1 weights, metrics \['m'\]",
         ),
         (lambda a: a + dataclasses.replace(a), r"metric 'm' at Loss \+ Loss"),
-        (lambda a: a + jnp.ones(2), r"operand at Loss \+ ...: got float32\[2\], expected one real number"),
-        (lambda a: a * a, r"operand at Loss \* \.\.\.: got Loss, .*take the mean: loss.compute\(\)"),
-        (lambda a: 1.0 / 2.0 * a / "x", r"operand at Loss / ...: got 'x' \(str\)"),
-        (lambda a: ts.Loss(3.0) + 1.0, r"loss at Loss \+ ...: got a Loss without a weight"),
-        (lambda a: float(ts.Loss(3.0)), r"loss at Loss.compute\(\): got a Loss without a weight.*Give ts.Loss\("),
     ],
 )
 def test_what_has_no_meaning_says_what_to_do(make, says):

@@ -345,11 +345,6 @@ ERRORS: dict[str, tuple] = {
         StateError,
         r"state at migrate\(\): got a population, expected one state. Migrate each member: ts.populations.member",
     ),
-    "traced": (
-        lambda rule: jax.jit(lambda s: migrate(s, rule)[0])(ts.setup(rule, init())),
-        StateError,
-        r"state at migrate\(\): got a traced state, .*outside of jit",
-    ),
     "another library's": (
         lambda rule: migrate(nnx.Optimizer(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), rule),
         WrongTypeError,

@@ -807,7 +807,7 @@ class Silent(nnx.Module):
 WRONG = {
     "nnx gets a class": (lambda: models.nnx(NNXNet), WrongTypeError,
                          r"model at models.nnx\(\): got the class NNXNet, expected an instance of nnx.Module that can "
-                         r"be called. Make one: NNXNet\(...\)."),
+                         r"be called"),
     "nnx gets linen": (lambda: models.nnx(LinenNet()), WrongTypeError, r"LinenNet.*, expected an instance of nnx"),
     "nnx gets a number": (lambda: models.nnx(3.0), WrongTypeError, r"got 3.0 \(float\), expected an instance of nnx"),
     "nnx without params": (lambda: models.nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), ParamsError, "no parameters"),
@@ -815,19 +815,12 @@ WRONG = {
                                     "Silent.*, expected an instance of nnx.Module that can be called"),
     "linen gets a class": (lambda: models.linen(LinenNet, {"params": {}}), WrongTypeError, "got the class LinenNet"),
     "linen gets nnx": (lambda: models.linen(NNXNet(nnx.Rngs(0)), {}), WrongTypeError, r"expected an instance of linen"),
-    "linen gets the inside of variables": (lambda: models.linen(LinenNet(), of_raw().params), ParamsError,
-                                           r"variables at models.linen\(\): got dict with first, last, expected a dict "
-                                           r"with 'params'. Give all of net.init\(key, x\)"),
-    "linen gets no variables": (lambda: models.linen(LinenNet(), None), WrongTypeError, "got None, expected a dict"),
     "linen with empty params": (lambda: models.linen(LinenNet(), {"params": {}}), ParamsError, "no parameters"),
     "equinox gets nnx": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), WrongTypeError,
                          r"expected an instance of equinox.Module"),
-    "equinox gets a class": (lambda: models.equinox(type(equinox_net())), WrongTypeError, r"Make one: Net\(...\)"),
-    "equinox gets another state": (lambda: models.equinox(equinox_net(), {}), WrongTypeError,
-                                   r"state at models.equinox\(\): got an empty dict.*make_with_state"),
+    "equinox gets a class": (lambda: models.equinox(type(equinox_net())), WrongTypeError, "got the class Net"),
     "equinox is absent": (lambda: models.equinox(NNXNet(nnx.Rngs(0))), errors.MissingLibraryError,
                           r"equinox at models.equinox\(\): got no such package.*pip install equinox"),
-    "raw gets params first": (lambda: models.raw({"w": 1.0}, lambda p, x: x), WrongTypeError, "order is raw"),
     "raw without params": (lambda: models.raw(lambda p, x: x, {}), ParamsError, "no parameters"),
 }  # fmt: skip
 
@@ -848,13 +841,10 @@ def test_an_absent_library_is_an_import_error():
     assert issubclass(errors.MissingLibraryError, ImportError)
 
 
-def test_build_refuses_what_is_no_state_of_the_model():
+def test_build_refuses_what_is_no_state():
     model = of_nnx()
     with pytest.raises(TsunaxError, match="TrainState"):
         model.build(model.params)
-    other = ts.setup(rule(), {"first": model.params["first"]})
-    with pytest.raises(StateError, match=r"another model at state.params\['last'\]: got nothing"):
-        model.build(other)
 
 
 def test_a_model_prints_its_numbers():

@@ -137,9 +137,7 @@ def test_it_costs_nothing_if_nobody_asks(monkeypatch):
 
 
 def test_wrong_uses_are_told():
-    with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got accumulate=1, expected accumulate=2"):
+    with pytest.raises(WrongTypeError, match=r"options at train_step\(\): got noise_scale without accumulate=2"):
         ts.train_step(loss_fn, noise_scale=True)
-    with pytest.raises(WrongTypeError, match=r"noise_scale at value_and_grad\(\): got per_example"):
+    with pytest.raises(WrongTypeError, match=r"options at value_and_grad\(\): got noise_scale .*with per_example"):
         ts.value_and_grad(loss_fn, accumulate=2, noise_scale=True, per_example=True)
-    with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got 2 \(int\), expected True or False"):
-        ts.train_step(loss_fn, accumulate=2, noise_scale=2)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from tests import gpu_facts
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax._core import trees
-from tsunax.checkpoints import _host_copies
+from tsunax.checkpoints import _writing
 from tsunax.devices import meshes
 from tsunax.errors import DeviceError, DoesNotFitError, StateError
 from tsunax.precision import Policy
@@ -297,7 +297,7 @@ def test_a_saved_block_of_host_memory_is_a_copy():
     array = jax.device_put(np.arange(4096, dtype=np.float32), place)
     gpu = SimpleNamespace(platform="gpu")
     shard = SimpleNamespace(device=gpu, data=array, replica_id=0)
-    block = _host_copies._on_host(array, [shard])
+    block = _writing._on_host(array, [shard])
     assert block.ctypes.data != array.unsafe_buffer_pointer()
     np.testing.assert_array_equal(block, np.arange(4096))
-    assert _host_copies._is_host_memory(shard)
+    assert _writing._is_host_memory(shard)

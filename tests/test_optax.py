@@ -220,9 +220,7 @@ CASES = [pytest.param(name, marks=SPEED[name]) for name in sorted(ALL)]
 @pytest.mark.parametrize("name", CASES)
 def test_every_transformation_is_a_rule_or_says_why_not(name):
     if name in CANNOT:
-        with pytest.raises(
-            RuleError, match=r"rule \w+ at setup\(\): got|[Tt]he rule monitor changes it from call to call"
-        ):
+        with pytest.raises(RuleError, match=r"rule \w+ at setup\(\): got"):
             ts.setup(make(name), PARAMS)
         return
     with jax.numpy_rank_promotion("allow"):  # scale_by_distance_over_gradients
@@ -287,7 +285,7 @@ def test_an_update_is_traced_once_for_rules_that_differ_in_numbers(monkeypatch):
         ts.setup(rules.chain(rules.clip_by_global_norm(rate), rules.adamw(rate)), params)
     assert len(traced) == 1
     for _ in range(2):  # what is refused once is refused again
-        with pytest.raises(RuleError, match="scale_by_sm3"):
+        with pytest.raises(RuleError, match="rule sm3 at setup"):
             ts.setup(rules.sm3(1e-3), {"w": jnp.float32(1)})
 
 

@@ -151,7 +151,7 @@ def test_the_leaves_that_are_sequences_are_named_where_lengths_do_not_tell():
     assert {name: x.shape for name, x in part.values.items()} == {"tokens": (2, 4), "features": (2, 4), "label": (2,)}
     named = ts.data.pad([*records, {"tokens": np.arange(2), "features": np.ones(3), "label": 0}], [2, 4])
     assert named[4].values["features"].shape == (2, 3)
-    text = r"arrays of 3 in every record: \['features'\], \['tokens'\], expected where=. Name the leaves"
+    text = r"got dict with tokens, features, label, expected arrays of different lengths. Name the leaves"
     with pytest.raises(DataError, match=text):
         ts.data.pad(records, [4])
     assert ts.data.pad([(np.arange(3), 7)], [4])[4].values[0].tolist() == [[0, 1, 2, 0]]
@@ -216,18 +216,16 @@ def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
     ("call", "text"),
     [
         (lambda: ts.data.pack([], 4), r"^sequences at pack\(\): got none, expected one at least"),
-        (lambda: ts.data.pack([[1], [1, 2, 3]], 2), r"^sequences\[1\] at pack\(\): got a length of 3, expected 1 to 2"),
-        (lambda: ts.data.pack([[1], []], 2), r"got float64\[0\], expected int64\[1\] but for its length"),
+        (lambda: ts.data.pack([[1], [1, 2, 3]], 2), r"^sequences\[1\] at pack\(\): got int64\[3\], expected arrays as in sequences\[0\], of one length from 1 to 2"),
+        (lambda: ts.data.pack([[1], []], 2), r"got float64\[0\], expected arrays as in sequences"),
         (lambda: ts.data.pack([[1], [1.0]], 2), r"^sequences\[1\] at pack\(\): got float64"),
-        (lambda: ts.data.pad([[1, 2]], [1]), r"^sequences\[0\] at pad\(\): got a length of 2, expected 1 to 1"),
-        (lambda: ts.data.pad([[1, 2]], []), r"a length of 2, expected 1 to 0"),
-        (lambda: ts.data.pad([{"a": [1], "b": 2}, {"a": [1]}], [2]), r"^sequences\[1\] at pad\(\): got dict with a, expected dict with a, b"),
-        (lambda: ts.data.pad([([1], [1, 2]), ([1, 2], [1])], [2]), r"^sequences\[0\] at pad\(\): got a length of 1 at sequences\[0\]\[0\], a length of 2 at"),
-        (lambda: ts.data.pad([([1], 2), ([1, 2], 2.0)], [2]), r"^sequences\[1\]\[1\] at pad\(\): got float64\[\], expected int64\[\], as the first"),
-        (lambda: ts.data.pad([[[1, 2], 3]], [2]), r"^sequences\[0\] at pad\(\): got ValueError .*expected arrays. Give several arrays"),
-        (lambda: ts.data.pad([(1, np.float32(2)), 3], [2]), r"^sequences\[1\] at pad\(\): got int64\[\], expected float64\[2\]"),
+        (lambda: ts.data.pad([[1, 2]], [1]), r"^sequences\[0\] at pad\(\): got int64\[2\], expected .* from 1 to 1"),
+        (lambda: ts.data.pad([[1, 2]], []), r"got int64\[2\], expected .* from 1 to 0"),
+        (lambda: ts.data.pad([([1], [1, 2]), ([1, 2], [1])], [2]), r"^sequences\[0\] at pad\(\): got tuple of 2, expected arrays .* of one length"),
+        (lambda: ts.data.pad([([1], 2), ([1, 2], 2.0)], [2]), r"^sequences\[1\] at pad\(\): got tuple of 2, expected arrays as in"),
+        (lambda: ts.data.pad([(1, np.float32(2)), 3], [2]), r"^sequences\[1\] at pad\(\): got int64\[\], expected arrays as in"),
         (lambda: ts.data.pad([3, [1, 2]], [2]), r"^sequences\[0\] at pad\(\): got int64\[\], expected"),
-        (lambda: ts.data.pack([([1, 2], 0), ([1], 1)], 4), r"^sequences\[0\]\[1\] at pack\(\): got one for a record, expected one for each token. Repeat"),
+        (lambda: ts.data.pack([([1, 2], 0), ([1], 1)], 4), r"^sequences\[0\] at pack\(\): got tuple of 2, expected one value for each token."),
         (lambda: ts.data.interleave([]), r"^parts at interleave\(\): got none"),
         (lambda: ts.data.interleave([[np.ones(2)]]), r"^parts\[0\] at interleave\(\): got list of 1"),
     ],

@@ -206,11 +206,6 @@ def test_a_part_needs_a_number_of_steps(every, error):
         fit(callbacks=Told(every=every))
 
 
-def test_a_part_is_no_logger():
-    with pytest.raises(ts.errors.WrongTypeError, match=r"logger at fit.*Give it to callbacks="):
-        fit(logger=Told())
-
-
 def test_a_callback_may_have_an_attribute_of_any_name():
     class Callback:
         watches, calls = "x", 0

@@ -219,7 +219,7 @@ def test_inside_shard_map_they_are_averaged():
     state, _ = jax.jit(put(step, out_specs=PartitionSpec()))(setup(), BATCH)
     alone, _ = ts.train_step(loss_fn, per_example=clip)(setup(), BATCH)
     assert_trees_close(state.params, alone.params, rtol=1e-6, atol=1e-7)
-    with pytest.raises(WrongTypeError, match=r"per_example at train_step\(\): got True over axis \('data',\)"):
+    with pytest.raises(WrongTypeError, match=r"options at train_step\(\): got per_example=True over an axis"):
         step = ts.train_step(loss_fn, per_example=True, axis_name="data")
         put(step, out_specs=PartitionSpec())(setup(), BATCH)
 
@@ -240,14 +240,14 @@ def test_memory_is_that_of_one_micro_batch():
 # --------------------------------------------------------------------------------------------------- what it says
 
 
-def test_a_rule_for_rows_without_rows_and_the_reverse():
-    with pytest.raises(RuleError, match=r"gradient at update\(\): got that of the batch.*per_example=True"):
-        ts.train_step(loss_fn)(setup(private(ts.rules)), BATCH)
-    with pytest.raises(RuleError, match=r"update at params\['scale'\]: got shape \(12,\).*this rule keeps it"):
+def test_rows_for_a_rule_that_does_not_take_them():
+    with pytest.raises(
+        RuleError, match=r"result of the rule at updates\['scale'\]: got \(12,\).*take the gradients of rows"
+    ):
         ts.train_step(loss_fn, per_example=True)(setup(), BATCH)
     aggregate = ts.rules.live(optax.contrib.differentially_private_aggregate)(0.5, 1.1, key=0)
     window = ts.rules.accumulate(aggregate, every=2)
-    rows_first = r"optimizer state at .*got shape \(12,.*rows first: chain\(it, accumulate"
+    rows_first = r"result of the rule at .*got \(12,.*take the gradients of rows"
     with jax.numpy_rank_promotion("allow"), pytest.raises(RuleError, match=rows_first):
         ts.train_step(loss_fn, per_example=True)(setup(window), BATCH)
     _, grads = gradient(loss_fn, per_example=True)
@@ -261,11 +261,9 @@ def stateful(params, batch, model_state):
 
 
 BAD = {
-    "no function": (WrongTypeError, r"per_example at train_step\(\): got 3 \(int\), expected True, or", 3, loss_fn),
-    "a string": (WrongTypeError, r"per_example at train_step\(\): got 'yes'", "yes", loss_fn),
     "another tree": (StateError, r"leaf at grads: got float32.*per_example changes", lambda g: g["w"], loss_fn),
     "a number": (StateError, r"leaf at grads\['scale'\]", lambda g: g | {"scale": g["w"]}, loss_fn),
-    "a vector": (LossError, r"result at loss_fn: got an array of shape \(1,\)", True, values),
+    "a vector": (LossError, r"result at loss_fn: got float32\[1\]", True, values),
     "a model state": (LossError, r"model_state at loss_fn: got one, expected none under per_example", True, stateful),
 }  # fmt: skip
 
@@ -312,7 +310,5 @@ def test_values_that_gradients_replace_are_the_maximum_of_all_rows():
 @pytest.mark.parametrize("batch", [None, {}])
 def test_without_a_batch_there_is_no_row(batch):
     step = ts.value_and_grad(lambda params, batch: jnp.sum(params["w"] ** 2), per_example=True)
-    with pytest.raises(
-        LossError, match=r"got no arrays, expected some with rows\. Without a batch leave out .*per_example"
-    ):
+    with pytest.raises(LossError, match=r"got no arrays, expected the same number in every leaf"):
         step(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), batch)

@@ -18,7 +18,6 @@ from tsunax.errors import (
     HyperparameterError,
     LossError,
     NonFiniteError,
-    RowError,
     StateError,
     WrongTypeError,
 )
@@ -115,9 +114,6 @@ def test_moments_stay_in_host_memory_when_a_run_migrates():
 
 
 SAID = {
-    "host of lists": (lambda: ts.shard(state(), ts.mesh(), host=[["moments"]]), WrongTypeError, "host at shard"),
-    "host of bytes": (lambda: ts.shard(state(), ts.mesh(), host=b"moments"), WrongTypeError, "host at shard"),
-    "pack by a float": (lambda: ts.data.pack([np.ones(2)], 3.5), (WrongTypeError, HyperparameterError), "length at pack"),
     "pack a text": (lambda: ts.data.pack(["abc"], 8), DataError, "an array with a first axis"),
     "unit axes": (lambda: exchange.rearrange("() a -> a ()"), HyperparameterError, "pattern at rearrange"),
     "a number for an axis": (lambda: exchange.rearrange("1 a -> a 1"), HyperparameterError, "pattern at rearrange"),
@@ -125,7 +121,6 @@ SAID = {
     "no batch to size": (lambda: ts.find_batch_size(ts.train_step(drawn), with_key(), None), WrongTypeError, "got None, expected a batch with rows"),
     "no batch to cut": (lambda: ts.insight.find_accumulation(ts.train_step(drawn), with_key(), None, 64), WrongTypeError, "with rows"),
     "a key for an evaluation": (lambda: ts.evaluate(ts.eval_step(noisy), state(), [X]), LossError, "pass key=jax.random.key(0) to evaluate"),
-    "a history of nothing": (lambda: ts.loop.History()["loss"], RowError, "It has no row: no step was applied and logged"),
     "no data": (lambda: ts.fit(ts.train_step(loss_fn), state(), steps=3, progress=False), TypeError, ""),
 }  # fmt: skip
 

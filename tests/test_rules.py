@@ -655,24 +655,15 @@ def _with(change):
 @pytest.mark.parametrize(
     "arguments, error, text",
     [
-        ((rules.sgd(0.1), None), WrongTypeError, r"update at wrap\(\): got None, expected a function"),
+        ((rules.sgd(0.1), None), RuleError, r"rule \w+ at setup\(\): got TypeError"),
         ((3, noisy), WrongTypeError, r"rule at wrap\(\): got 3 \(int\)"),
+        ((rules.sgd(0.1), _with(lambda u, s: u)), RuleError, r"at setup\(\): got .*expected updates like the params"),
+        ((rules.sgd(0.1), _with(lambda u, s: (u, s, 1))), RuleError, r"at setup\(\): got ValueError too many values"),
         (
-            (rules.sgd(0.1), noisy, {"eta": 0.5}),
-            WrongTypeError,
-            r"init at wrap\(\): got dict with eta, expected a function",
-        ),
-        (
-            (rules.sgd(0.1), _with(lambda u, s: u)),
+            (rules.sgd(0.1), _with(lambda u, s: (u, s.inner))),
             RuleError,
-            r"^result at around\(\): got dict.*expected updates and a",
+            r"changes from call to call \(at opt_state: got LiveState",
         ),
-        (
-            (rules.sgd(0.1), _with(lambda u, s: (u, s, 1))),
-            RuleError,
-            r"^result at around\(\): got \(dict.*, Wrapped, 1 ",
-        ),
-        ((rules.sgd(0.1), _with(lambda u, s: (u, s.inner))), RuleError, r"Return updates, dataclasses\.replace\(state"),
         ((rules.sgd(0.1), _with(lambda u, s: ([u], s))), RuleError, r"other updates \(at updates: got list"),
         ((rules.sgd(0.1), _with(lambda u, s: (jax.tree.map(lambda x: x[:1], u), s))), RuleError, r"got float32\[1\]"),
         (
@@ -682,7 +673,7 @@ def _with(change):
                 lambda params: jnp.zeros(3),
             ),
             RuleError,
-            r"opt_state\.own: got float32\[7\], expected float32\[3\]\. The rule ",
+            r"opt_state\.own: got float32\[7\], expected float32\[3\]\), ",
         ),
     ],
 )
@@ -969,31 +960,17 @@ def test_update_takes_a_value_fn_of_ones_own(rule):
     assert max(ends) < 1e-9
 
 
-LACKS = [
-    (rules.lbfgs(), {}, r"loss at update\(\): got None.*update\(state, grads, loss=loss, value_fn=...\). train_step"),
-    (rules.lbfgs(), {"loss": 1.0}, r"value_fn at update\(\): got None.*update\(state, grads, value_fn=...\)"),
-    (rules.sophia(0.1), {}, r"obj_fn at update\(\): got None, expected the obj_fn, which this rule asks for"),
-]
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("rule, given, told", LACKS)
-def test_an_argument_that_a_rule_lacks_is_named(rule, given, told):
-    with pytest.raises(RuleError, match=told):
-        ts.update(ts.setup(rule, FAR), FAR, **given)
-
-
 ahead = lambda tx: optax.lookahead(tx, 2, 0.5, reset_state=True)
 CANNOT = {
     "lookahead": (lambda: ahead(optax.sgd(0.1)), r"rule lookahead at setup\(\).*'fast'"),
-    "in a chain": (lambda: rules.chain(rules.clip(1.0), ahead(rules.sgd(0.1))), "rule lookahead at"),
+    "in a chain": (lambda: rules.chain(rules.clip(1.0), ahead(rules.sgd(0.1))), "rule chain at"),
     "sam in optax.chain": (
         lambda: optax.chain(ASKS["sam, opaque"](optax)),
-        r"got an unexpected keyword argument 'step'.*join them with ts.rules.chain",
+        r"got an unexpected keyword argument 'step'.*with ts.rules.chain",
     ),
     "another tree": (
         lambda: optax.GradientTransformation(lambda p: (), lambda g, s, p: (g["w"], s)),
-        r"rule at setup\(\): got other updates \(at updates",
+        r"rule <lambda> at setup\(\): got other updates \(at updates",
     ),
     "another shape": (
         lambda: optax.stateless(lambda g, p: jax.tree.map(jnp.sum, g)),
@@ -1010,9 +987,7 @@ def test_what_cannot_be_a_rule_says_so_at_setup(name):
 
 
 def test_multi_steps_itself_is_no_rule():
-    with pytest.raises(
-        WrongTypeError, match=r"gradient_transformation\(\), or use ts.rules.accumulate\(rule, every=n\)"
-    ):
+    with pytest.raises(WrongTypeError, match=r"rule at setup\(\): got MultiSteps"):
         ts.setup(optax.MultiSteps(optax.sgd(0.1), 2), FAR)
 
 

@@ -102,7 +102,6 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
         )
         assert zero["members"][i] == text and one["members"][i].endswith(text.removeprefix("StateError"))
     assert zero["given away"] and one["given away"]
-    assert "got an array of which other processes have a part" in zero["a part given away"]
     for each in zero, one:
         read, whole, right = each["a transposed part"]
         assert 2 * read == whole and right
@@ -118,8 +117,8 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
     with pytest.raises(CheckpointError) as refused:
         alone.restore(saving.blank(), step=2)
     assert str(refused.value) == (
-        f"places of the data at {alone.path / '2'}: got those of 2 processes, each at its own, expected 1. Go on with "
-        "as many; or take the state, restore(like, params_only=True), and start the data anew."
+        f"positions of the data at {alone.path}: got one of each of 2 processes, expected 1. Go on with "
+        "as many; or restore(like, params_only=True), and start the data anew."
     )
     assert alone.restore(saving.blank().params, step=2, params_only=True).step == 2
     assert "got nothing after 3 s" in one["hangs"] and zero["after"] < 10 > one["after"]

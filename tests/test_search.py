@@ -100,7 +100,7 @@ def test_maximum_and_multiples_hold_in_both_modes(mode):
 def test_three_compiles_where_memory_is_affine(fixed, per_row, limit, unit):
     largest = (limit - fixed) // per_row // unit * unit
     if largest < unit:
-        with pytest.raises(DoesNotFitError, match=f"got {unit} that needs"):
+        with pytest.raises(DoesNotFitError, match=f"smallest batch size {unit} at"):
             by_analysis(lambda n: fixed + per_row * n, limit, mode="binsearch", multiple_of=unit)
         return
     size, report = by_analysis(lambda n: fixed + per_row * n, limit, mode="binsearch", multiple_of=unit)
@@ -280,7 +280,7 @@ def test_accumulation_is_the_least_that_fits(state):
     assert needs[n] <= limit < needs[n // 2]
     assert report.trials[0].size == rows  # uncut first
     assert find_accumulation(step, state, X, rows, memory=2 << 30)[0] == 1
-    with pytest.raises(DoesNotFitError, match=r"find_accumulation.*got 512 that needs"):
+    with pytest.raises(DoesNotFitError, match=r"smallest batch size 512 at find_accumulation"):
         find_accumulation(step, state, X, rows, memory=100 << 20, multiple_of=512)
 
 
@@ -312,9 +312,7 @@ ANY = lambda **options: find_batch_size(Fake(lambda n: 60 * MIB + n), TINY, ROW,
         (lambda: ANY(memory="0.2 B"), HyperparameterError, ["memory", "0"]),
         (lambda: ANY(memory=-1), HyperparameterError, ["memory", "-1"]),
         (lambda: ANY(memory=1.5), WrongTypeError, ["memory", "1.5"]),
-        (lambda: find_batch_size(3, TINY, ROW), WrongTypeError, ["step", "3 (int)"]),
-        (lambda: find_batch_size(lambda s, b: s, TINY, ROW), WrongTypeError, ["step", "jax.jit it"]),
-        (lambda: ANY(memory=MIB), DoesNotFitError, ["got 1 that needs 60.0 MiB", "at most 972.8 KiB"]),
+        (lambda: ANY(memory=MIB), DoesNotFitError, ["batch size 1 at", "got 60.0 MiB", "at most 972.8 KiB"]),
         (lambda: find_accumulation(lambda s, b: s, TINY, ROW, 8), WrongTypeError, ["step", "train_step"]),
         (lambda: find_accumulation(STEP, TINY, X, 10, multiple_of=16), HyperparameterError, ["got 10", "of 16"]),
     ],
@@ -489,7 +487,7 @@ def test_the_plot_shows_the_curve_and_both_rates():
         (dict(data=iter([1])), WrongTypeError, ["data", "read again"]),
         (dict(step=3), WrongTypeError, ["step", "3 (int)"]),
         (dict(state=3), WrongTypeError, ["state", "3 (int)"]),
-        (dict(low=1e3, high=1e9, points=10), HyperparameterError, ["learning_rate", "diverges"]),
+        (dict(low=1e3, high=1e9, points=10), HyperparameterError, ["learning_rate", "a loss that does not fall"]),
     ],
 )  # fmt: skip
 def test_errors_of_the_range_test(options, kind, parts):

@@ -468,13 +468,12 @@ def test_a_refresh_leaves_everything_in_its_place():
     [
         (
             {"data": 3},
-            r"mesh: got data=3 x fsdp=1 x tensor=1, expected sizes that multiply to 8 devices.*devices=jax.devices\(\)\[:3\]",
+            r"mesh: got data=3 x fsdp=1 x tensor=1, expected sizes that multiply to 8 devices.*devices=jax.devices\(\)\[:n\]",
         ),
-        ({"data": -1, "fsdp": 3}, r"got data=-1 x fsdp=3 x tensor=1, expected sizes that multiply to 8.*\[:6\]"),
-        ({"data": -1, "fsdp": -1}, "-1 for data and fsdp, expected -1 for one axis at most"),
+        ({"data": -1, "fsdp": 3}, r"got data=-1 x fsdp=3 x tensor=1, expected sizes that multiply to 8"),
+        ({"data": -1, "fsdp": -1}, "got data=-1 x fsdp=-1 x tensor=1, expected .*, -1 for one at most"),
         ({"data": 16}, "expected sizes that multiply to 8 devices"),
-        ({"tensor": 0}, "tensor at mesh"),
-        ({"fsdp": 2.0}, "fsdp at mesh"),
+        ({"tensor": 0}, "tensor=0, expected sizes"),
         ({"devices": [0, 0]}, "got 2 devices, expected at least one, each once"),
         ({"devices": []}, "got 0 devices"),
         ({"devices": [99]}, "99"),
@@ -497,7 +496,6 @@ def test_meshes_that_cannot_be(sizes, text):
         ),
         ({"odd": P("tensor")}, DeviceError, r"odd: got .*, expected .* divide the shape \(3,\)"),
         ({"uo/kernel": P()}, PatternError, "no match among 5 leaves.*up/kernel"),
-        ({"up/kernel": 3}, WrongTypeError, "rule at shard.*up/kernel"),
     ],
 )
 def test_rules_that_cannot_be_followed(rules, kind, text):

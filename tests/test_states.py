@@ -11,7 +11,7 @@ import optax
 import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_equal, count_compiles
-from tsunax.errors import HyperparameterError, LossError, NonFiniteError, StateError, WrongTypeError
+from tsunax.errors import LossError, NonFiniteError, StateError, WrongTypeError
 
 X = (np.random.default_rng(0).normal(size=(64, 3)) + 2).astype(np.float32)
 RATE = ts.schedules.cosine_decay_schedule(0.02, 100)
@@ -362,33 +362,25 @@ def test_a_loss_scale_on_its_way_down_is_no_failure():
 STATE = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
 twice = lambda run, x: (run.advance().advance(), {})
 REFUSED = {
-    "empty": (lambda: ts.States(), StateError, "got none, expected a training state by name"),
-    "only a carry": (lambda: ts.States(carry=jnp.ones(2)), StateError, "got none"),
     "no state": (lambda: ts.States(a=jnp.ones(2)), WrongTypeError, "'a' at States: got float32[2]"),
-    "a pair": (lambda: ts.States(a=(STATE(), 1)), WrongTypeError, "A step returns two things"),
+    "a pair": (lambda: ts.States(a=(STATE(), 1)), WrongTypeError, "got tuple of 2, expected a TrainState"),
     "a slash": (lambda: ts.States(**{"a/b": STATE()}), StateError, "got 'a/b', expected a name that can be"),
     "a taken name": (lambda: ts.States(step=STATE()), StateError, "got 'step'"),
-    "sizes": (lambda: ts.States(a=STATE(), b=ts.population(lambda key: STATE(), 2)), StateError, "of one size"),
-    "another size": (
-        lambda: gan().advance(critic=ts.population(lambda key: STATE(), 2)), StateError,
-        "members at States.replace(): got 'critic' of (2,), the first of one, expected populations of one size",
-    ),
     "unknown": (lambda: gan().critc, AttributeError, "Did you mean 'critic'?"),
     "assigned": (lambda: setattr(gan(), "critic", 1), AttributeError, "run.replace(critic=...)"),
     "replaced": (lambda: gan().replace(critc=STATE()), StateError, "expected one of generator, critic, carry"),
     "advanced": (lambda: gan().advance(critic=3), WrongTypeError, "member 'critic' at States: got 3 (int)"),
-    "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), HyperparameterError, "ts.adjust(run, 'generator', ...)"),
+    "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), StateError, "expected one of generator, critic"),
     "of nobody": (lambda: ts.adjust(gan(), "head", learning_rate=0.1), StateError, "expected one of generator, critic"),
     "frozen": (lambda: ts.freeze(gan(), ["w"]), StateError, "Give a member, or 'member/pattern'."),
-    "averaged": (lambda: ts.averaged(gan()), WrongTypeError, "Give one of its members: run.generator."),
-    "called": (lambda: critic_step(gan(), X), WrongTypeError, "Give one of its members"),
-    "migrated": (lambda: ts.migrate(gan(), ts.rules.sgd(0.1)), WrongTypeError, "ts.migrate(run, {'generator': rule})"),
-    "described": (lambda: ts.describe(critic_step, gan(), X), WrongTypeError, "Give one of its members"),
+    "averaged": (lambda: ts.averaged(gan()), WrongTypeError, "expected a TrainState of tsunax"),
+    "called": (lambda: critic_step(gan(), X), WrongTypeError, "expected a TrainState of tsunax"),
+    "described": (lambda: ts.describe(critic_step, gan(), X), WrongTypeError, "expected a TrainState of tsunax"),
     "not counted": (lambda: fits(gan(), step=lambda run, x: (run, {})), StateError, "return run.advance(...), info"),
     "counted twice": (lambda: fits(gan(), step=twice), StateError, "one run.advance() a call"),
     "a member": (lambda: fits(gan(), step=lambda run, x: (run.critic, {})), StateError, "expected a run"),
-    "epochs of nothing": (lambda: ts.fit(own_draw, STATE(), epochs=3), WrongTypeError, "expected steps="),
-    "no goal": (lambda: ts.fit(own_draw, STATE()), WrongTypeError, "got no data, expected steps="),
+    "epochs of nothing": (lambda: ts.fit(own_draw, STATE(), epochs=3), WrongTypeError, "and steps= without data"),
+    "no goal": (lambda: ts.fit(own_draw, STATE()), WrongTypeError, "expected one of them, and steps= without data"),
     "a batch for none": (lambda: own_draw(drawing(), X), LossError, "got a batch, expected none"),
 }  # fmt: skip
 

@@ -643,31 +643,6 @@ def test_flax_nnx_and_linen_and_equinox_params_train_as_they_are():
         assert bool(info.applied) and len(jax.tree.leaves(ts.trainable(half))) == 1
 
 
-def test_losses_that_no_program_has_seen_say_so_where_they_cannot_merge():
-    """`train_step` and `eval_step` return losses with weights and metrics; one that a user made may have neither."""
-    whole = ts.Loss(3.0, 2.0, {"top": ts.metrics.Mean.of([1.0])})
-    assert float(whole.merge(whole).compute()) == 1.5
-    for other, said in (
-        (ts.Loss(3.0, metrics=whole.metrics), r"other at Loss.merge\(\): got a Loss without a weight"),
-        (ts.Loss(3.0, 2.0, {"top": 0.5}), r"other at Mean.merge\(\): got 0.5 \(float\), expected Mean"),
-    ):
-        with pytest.raises(LossError, match=said):
-            whole.merge(other)
-    with pytest.raises(LossError, match=r"loss at Loss.merge\(\): got a Loss without a weight"):
-        ts.Loss(3.0, metrics=whole.metrics).merge(whole)
-
-
-def test_a_metric_that_is_no_pytree_is_named():
-    class Count:
-        merge = compute = lambda *_: 0.0
-
-    fn = lambda params, batch: ts.Loss.mean(losses(params, batch), metrics={"n": Count()})
-    state = ts.setup(ts.rules.sgd(0.1), make_params())
-    for run in (ts.train_step(fn), ts.train_step(fn, accumulate=2), ts.eval_step(fn)):
-        with pytest.raises(LossError, match=r"metric 'n' at loss_fn: got Count.*expected .*a pytree"):
-            run(state, make_batch())
-
-
 def test_an_evaluation_reads_the_signature_of_its_loss_function_once(monkeypatch):
     seen, real = [], inspect.signature
     monkeypatch.setattr(inspect, "signature", lambda f, **more: seen.append(f) or real(f, **more))

@@ -293,12 +293,10 @@ def test_data_of_ones_own_are_read_again_from_where_they_were(name):
 
 def test_a_list_can_be_read_again():
     batches = [X[:4], X[4:8]]
-    with pytest.raises(
-        WrongTypeError, match=r"A list is, with fast_forward=True: check_resume\(.*, list\(data\), fast_forward=True"
-    ):
+    with pytest.raises(WrongTypeError, match=r"A list is; fit saves its position by fast_forward=True"):
         testing.check_resume(STEP, make(), iter(batches))
     testing.check_resume(STEP, make(), list(batches), fast_forward=True)
-    with pytest.raises(WrongTypeError, match=r"A list is: list\(data\)"):
+    with pytest.raises(WrongTypeError, match="A list is"):
         testing.check_fused(STEP, make(), iter(batches))
 
 
@@ -393,7 +391,7 @@ ALL = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", [name for name in ALL if name != "population"])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("population", "resume", "fused")])
 def test_no_check_of_a_donated_state(name):
     state = make()
     STEP(state, X)

@@ -159,8 +159,7 @@ def test_arguments_of_other_kinds():
     for size, kind in ((0, HyperparameterError), ("2", WrongTypeError), (2.0, WrongTypeError), (True, WrongTypeError)):
         text = error_of(lambda size=size: rearrange("(h d) i -> i h d", h=size), kind)
         assert text.startswith("h at rearrange(): got ") and text.endswith("expected an int ≥ 1.")
-    assert "pattern at rearrange(): got 3 (int), expected a str" in error_of(lambda: rearrange(3), WrongTypeError)
-    for dtype in ("int8", bool, "complex64", "no dtype", None):  # floats in int8 would lose their fractions
+    for dtype in ("int8", bool, "complex64", None):  # floats in int8 would lose their fractions
         text = error_of(lambda dtype=dtype: cast(dtype), WrongTypeError)
         assert text.startswith("dtype at cast(): got ") and "expected a float dtype" in text
 
@@ -380,8 +379,8 @@ def test_everything_is_compared_before_an_array_is_read(path, monkeypatch):
         "float32[3,6,2,4]\n"
         "  tree['norm']['scale']: 'model.norm.weight' is float32[6], expected float32[5]\n"
         "  'model.layers.3.q.weight' is float32[8,6], expected nothing of that name\n"
-        "  Nearest to 'model.layers.1.q.bias': 'model.layers.0.q.bias', 'model.layers.2.q.bias', "
-        "'model.layers.1.q.weight'. rename= finds other names."
+        "  Nearest to 'model.layers.1.q.bias': 'model.layers.2.q.bias', 'model.layers.0.q.bias', "
+        "'model.layers.1.q.weight'. where= takes a part, rename= finds other names, cast=True takes other dtypes."
     )
 
 
@@ -414,13 +413,6 @@ def test_other_mistakes(path):
     )
     assert "pattern 'v' at save(transform=): got no match" in error_of(
         lambda: exchange.save(path, tree, transform={"v": torch_kernel}), PatternError
-    )
-    for odd in (torch_kernel, {"w": np.transpose}, [("w", torch_kernel)], {"w": [torch_kernel]}):
-        text = error_of(lambda odd=odd: restore(path, tree, transform=odd), WrongTypeError)
-        assert text.startswith("transform at restore(): got ") and "expected {pattern: rearrange(" in text
-    text = error_of(lambda: restore(path, tree, rename={"w": "v"}), WrongTypeError)
-    assert text.startswith(
-        "rename at restore(): got dict with w, expected a function of a name. Of a dict d: lambda name: d.get(name, name)"
     )
     assert "like at restore(): got none" in error_of(
         lambda: restore(path, transform={"w": torch_kernel}), WrongTypeError

@@ -417,27 +417,27 @@ def test_does_a_pattern_match_what_its_definition_says(parts, some_names):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "column", "got"),
+    ("pattern", "part"),
     [
-        ("", 0, "an empty component ('*' matches an empty key)"),
-        ("!", 1, "an empty component ('*' matches an empty key)"),
-        ("/a", 0, "an empty component ('*' matches an empty key)"),
-        ("a/", 2, "an empty component ('*' matches an empty key)"),
-        ("a//b", 2, "an empty component ('*' matches an empty key)"),
-        ("!a//b", 3, "an empty component ('*' matches an empty key)"),
-        ("***", 0, "'**' inside of '***'"),
-        ("a**b", 1, "'**' inside of 'a**b'"),
-        ("x/y/z**", 5, "'**' inside of 'z**'"),
-        ("[", 0, "a '[' that is not closed"),
-        ("ab/c[de", 4, "a '[' that is not closed"),
-        ("[a]/x[]", 5, "a '[' that is not closed"),
-        ("[!]", 0, "a '[' that is not closed"),
-        ("a[/]b", 1, "a '[' that is not closed"),
+        ("", ""),
+        ("!", ""),
+        ("/a", ""),
+        ("a/", ""),
+        ("a//b", ""),
+        ("!a//b", ""),
+        ("***", "***"),
+        ("a**b", "a**b"),
+        ("x/y/z**", "z**"),
+        ("[", "["),
+        ("ab/c[de", "c[de"),
+        ("[a]/x[]", "x[]"),
+        ("[!]", "[!]"),
+        ("a[/]b", "a["),
     ],
 )
-def test_where_is_a_pattern_malformed(pattern, column, got):
+def test_where_is_a_pattern_malformed(pattern, part):
     expected = (
-        f"pattern {pattern!r} at column {column}: got {got}, "
+        f"pattern {pattern!r}: got the component {part!r}, "
         "expected names, '*', '?', '[..]' or a whole '**' between single '/'."
     )
     for where in (pattern, ["**", pattern]):
@@ -687,7 +687,7 @@ def test_is_a_tree_different_from_itself(tree):
         ([1.0], None, "at <root>: got list of 1, expected None"),
         (Pair(1, 2), (1, 2), "at <root>: got Pair with w, b, expected tuple of 2"),
         ({"a": 1}, frozen_dict({"a": 1}), "at <root>: got dict with a, expected FrozenDict with a"),
-        ([Scale(1, axis=1)], [Scale(1, axis=2)], "at 0: got Scale with other static fields"),
+        ([Scale(1, axis=1)], [Scale(1, axis=2)], "at 0: got other static fields of Scale"),
         ({"b": 1, "z": [1]}, {"b": (1,), "z": (1,)}, "at b: got 1 (int), expected tuple of 1"),
         ({str(i): 1 for i in range(9)}, 1, "with 0, 1, 2, 3, 4, 5, and 3 more, expected 1 (int)"),
     ],
@@ -768,7 +768,7 @@ def test_is_a_leaf_that_cannot_be_trained_named(fault):
 def test_is_it_said_where_else_such_a_leaf_can_live(fault):
     bad, text = FAULTS[fault][1], "Leave it out, trainable=['**', '!a/0'], or keep it in model_state."
     if fault in ("str", "object"):
-        text = "Keep it outside of params; for equinox, params, rest = eqx.partition(model, eqx.is_array)."
+        text = "eqx.partition(model, eqx.is_array) for equinox."
     with pytest.raises(ParamsError, match=re.escape(text)):
         checks.check_params({"a": [bad]}, (True,))
     assert patterns.select(["**", "!a/0"], {"a": [bad, 1.0]}) == (False, True)

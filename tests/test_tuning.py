@@ -182,7 +182,7 @@ def test_a_trial_that_fails_fails_alone():
         6: r"float64\[2\]",
         8: "got -inf",
         9: "got True",
-        10: r"got 2 numbers \(a, b\), expected one. Say which: tune\(..., metric=...\)",
+        10: r"expected one of a, b. Say which number counts: tune\(..., metric=...\)",
         11: "result at objective, 'a': got 'x'",
     }
     for i, text in expected.items():
@@ -208,9 +208,7 @@ def test_a_result_that_is_still_computed_is_waited_for():
 def test_no_trial_that_is_done():
     with pytest.warns(UserWarning, match=r"tune\(\): no trial ended with a number. The first: ZeroDivisionError"):
         result = tune(lambda rate: 1 / 0, {"rate": SPACE["rate"]}, trials=2)
-    with pytest.raises(
-        TrialError, match=r"best at Result: got 2 trials, none of them done; the first failed with Zero"
-    ):
+    with pytest.raises(TrialError, match=r"best at Result: got 2 trials, none of them done; the first failure: Zero"):
         _ = result.best
 
 
@@ -577,71 +575,21 @@ def test_what_is_not_finite_is_pruned_and_never_the_best(optuna):
 
 
 def test_workers_of_optunas_own(optuna, tmp_path):
-    """Several threads on one study; `tune` goes on with what they did."""
+    """Several threads on one study; a search in a directory ignores what they add to its study."""
 
     def objective(rate, rule, width, report, momentum=0.0):
         report(1, rate)
         return {"loss": bowl(rate, rule, width, momentum), "rate": rate}
 
-    tune(objective, trials=1, backend="optuna", metric="loss", directory=tmp_path)
+    options = dict(backend="optuna", metric="loss", directory=tmp_path)
+    first = tune(objective, trials=1, **options)
     study = study_in(optuna, tmp_path)
     study.optimize(tuning.as_optuna(objective, SPACE, "loss"), n_trials=6, n_jobs=2)
     assert all(t.user_attrs["rate"] == t.params["rate"] for t in study.trials[1:])
-    result = tune(objective, trials=9, backend="optuna", metric="loss", directory=tmp_path)
-    assert [t.status for t in result.trials] == ["done"] * 9
-    assert [t.value for t in result.trials] == [t.value for t in study_in(optuna, tmp_path).trials]
-
-
-def test_workers_beside_an_interrupted_vectorized_search(optuna, tmp_path):
-    """Its trials end out of order: those of workers take the numbers of those that never ended."""
-    space, calls = {"x": spaces.uniform(0, 1), "k": spaces.choice([(1, 2), 3]), "c": 4}, []
-
-    def objective(x, k, c, trial):
-        calls.append(np.atleast_1d(trial).tolist())
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return np.sum(k) + c + x
-
-    options = dict(space=space, vectorized="x", members=3, directory=tmp_path, seed=3)
-    drawn = [spaces.sample(space, 3, i)["k"] for i in range(6)]
-    first = [i for i in range(6) if drawn[i] == drawn[0]][:3]
-    with pytest.raises(KeyboardInterrupt):
-        tune(objective, trials=6, **options)
-    gaps = sorted({*range(6)} - {*first})
-    assert [t.index for t in tuning.read(tmp_path).trials] == first != [0, 1, 2]
-    worker = lambda x, k, c, trial: {"loss": objective(x, k, c, trial), "x": x}
-    study_in(optuna, tmp_path).optimize(tuning.as_optuna(worker, space, "loss"), n_trials=2)
-    assert calls[2:] == [[gaps[0]], [gaps[1]]]  # no two trials have one folder runs/{trial}
-    ended = {t.index: t for t in tuning.read(tmp_path).trials}
-    assert [*ended] == sorted([*first, *gaps[:2]])
-    for t in map(ended.get, gaps[:2]):  # the values that the objective got, not Optuna's texts of them
-        assert t.values["k"] in space["k"].options and t.values["c"] == 4 and t.metrics["x"] == t.values["x"]
-        assert t.value == np.sum(t.values["k"]) + 4 + t.values["x"]
-    result = tune(objective, trials=6, **options)
-    assert calls[4:] == [gaps[2:]] and told(result) == told(tuning.read(tmp_path))
-    assert [t.index for t in result.trials] == [*range(6)]
-
-
-def test_workers_do_no_point_of_a_grid(optuna, tmp_path):
-    space = {"a": spaces.grid([1, 2, 3])}
-    options = dict(space=space, backend="grid", directory=tmp_path)
-    tune(lambda a: a, trials=1, **options)
-    study_in(optuna, tmp_path).optimize(tuning.as_optuna(lambda a, trial: a + trial, space), n_trials=2)
-    result = tune(lambda a: a, trials=None, **options)
-    assert [t.value for t in result.trials[:3]] == [1, 2, 3]
-    assert [t.index for t in result.trials] == [0, 1, 2, 3, 4] and told(result) == told(tuning.read(tmp_path))
-
-
-def test_workers_that_search_something_else(optuna, tmp_path):
-    """Or fail before they draw: a search of ours goes on beside them."""
-    space = {"x": spaces.uniform(0, 1)}
-    tune(lambda x: x, space, trials=1, backend="optuna", directory=tmp_path)
-    study = study_in(optuna, tmp_path)
-    study.optimize(lambda trial: trial.suggest_float("y", 0, 1), n_trials=1)
-    study.optimize(lambda trial: 1 / 0, n_trials=1, catch=ZeroDivisionError)
-    result = tune(lambda x: x, space, trials=5, backend="optuna", directory=tmp_path)
-    assert [t.status for t in result.trials] == ["done", "done", "failed", "done", "done"]
-    worker = tuning.as_optuna(lambda x, trial: x + trial, space)
+    assert told(tuning.read(tmp_path)) == told(first)
+    expected = tune(objective, trials=4, backend="optuna", metric="loss")
+    assert told(tune(objective, trials=4, **options)) == told(expected)
+    worker = tuning.as_optuna(lambda x, trial: x + trial, {"x": spaces.uniform(0, 1)})
     assert worker(optuna.trial.FixedTrial({"x": 0.5}, number=2)) == 2.5
 
 
@@ -802,25 +750,18 @@ U = spaces.uniform(0, 1)
     ("call", "kind", "text"),
     [
         # the space
-        (lambda: tune(space={}), WrongTypeError, r"space at tune\(\): .*A dict"),
-        (lambda: ts.tune(lambda x: x, trials=3), WrongTypeError, r"space at tune\(\): got None.*A dict"),
-        (lambda: tune(space=[U]), WrongTypeError, r"space at tune\(\): .*A dict"),
-        (lambda: spaces.choice([]), HyperparameterError, r"options at choice\(\): got \(\)"),
-        (lambda: spaces.grid([]), HyperparameterError, r"options at grid\(\): got \(\)"),
-        (lambda: spaces.choice("adam"), WrongTypeError, r"options at choice\(\): got .*expected a list of values"),
+        (lambda: spaces.choice([]), HyperparameterError, r"options at choice\(\): got \[\]"),
+        (lambda: spaces.grid([]), HyperparameterError, r"options at grid\(\): got \[\]"),
+        (lambda: spaces.choice("adam"), HyperparameterError, r"options at choice\(\): got .*expected a list of one value"),
         (lambda: spaces.choice([1, 2, 1]), HyperparameterError, r"options at choice\(\): .*each once"),
-        (lambda: spaces.choice([jnp.tanh]), WrongTypeError, r"value at choice\(\), option 0: .*Bind"),
-        (lambda: spaces.choice([math.nan]), HyperparameterError, r"value at choice\(\), option 0: got nan"),
-        (lambda: tune(space={**SPACE, "rates": U}), HyperparameterError, r"objective at tune\(\): got bowl\(rate, .*, rates \(the names of the space"),
-        (lambda: tune(space={k: v for k, v in SPACE.items() if k != "rate"}), HyperparameterError, r"objective at tune\(\): got bowl\(rate, .*one of rule, momentum, width \("),
-        (lambda: tune(lambda trial: 0, {"trial": U}), HyperparameterError, "got 'trial', expected another name"),
+        (lambda: spaces.choice([jnp.tanh]), WrongTypeError, r"value at choice\(\): .*Bind"),
+        (lambda: spaces.choice([math.nan]), HyperparameterError, r"value at choice\(\): got nan"),
+        (lambda: tune(lambda trial: 0, {"trial": U}), HyperparameterError, "got trial, expected other names"),
         *[(functools.partial(spaces.uniform, *x), HyperparameterError, r"bounds at uniform\(\): got low=.*expected low < high, both finite")
           for x in ((1, 0), (1, 1), (0, math.inf), (math.nan, 1))],
-        (lambda: spaces.uniform("0", 1), WrongTypeError, r"low at uniform\(\)"),
         (lambda: spaces.log_uniform(0, 1), HyperparameterError, r"bounds at log_uniform\(\): got low=0, .*expected 0 < low"),
         (lambda: spaces.log_uniform(-1, 1), HyperparameterError, r"bounds at log_uniform\(\): got low=-1"),
         (lambda: spaces.integer(0, 5, log=True), HyperparameterError, r"bounds at integer\(\): got low=0"),
-        (lambda: spaces.integer(0.5, 5), WrongTypeError, r"low at integer\(\): got 0.5"),
         (lambda: spaces.integer(5, 2), HyperparameterError, r"bounds at integer\(\): got low=5, high=2"),
         (lambda: tune(space={**SPACE, "rate": spaces.uniform}), WrongTypeError, r"value at space\['rate'\]"),
         (lambda: tune(space={**SPACE, "rate": [1e-3, 1e-2]}), WrongTypeError, r"value at space\['rate'\]: .*choice\(\["),
@@ -828,17 +769,15 @@ U = spaces.uniform(0, 1)
         # backends
         (lambda: tune(backend="grid"), HyperparameterError, r"space at tune\(\): got no grid"),
         (lambda: tune(backend="bayes"), HyperparameterError, r"backend at tune\(\): got 'bayes'"),
-        (lambda: tune(sampler=1), HyperparameterError, r"backend at tune\(\): got backend='random', expected 'optuna'"),
+        (lambda: tune(sampler=1), HyperparameterError, r"backend at tune\(\): got random, expected 'optuna'"),
         (lambda: tune(pruner="median"), HyperparameterError, r"backend at tune\(\)"),
         (lambda: tune(vectorized="rate", backend="optuna"), HyperparameterError, r"backend at tune\(\)"),
         # the call
         (lambda: tune(trials=0), HyperparameterError, r"trials at tune\(\): got 0, expected an int ≥ 1"),
         (lambda: tune(trials=2.5), WrongTypeError, r"trials at tune\(\): got 2.5"),
         (lambda: tune(trials=None), WrongTypeError, r"trials at tune\(\): got None"),
-        (lambda: tune(None), WrongTypeError, r"objective at tune\(\): got None"),
         (lambda: tune(seed=-1), HyperparameterError, r"seed at tune\(\): got -1"),
         (lambda: tune(mode="best"), HyperparameterError, r"mode at tune\(\): got 'best' .*, expected 'min' or 'max'"),
-        (lambda: tune(vectorized="rates"), HyperparameterError, r"vectorized at tune\(\): got 'rates'.*Did you mean 'rate'"),
         (lambda: tune(vectorized="rate", members=0), HyperparameterError, r"members at tune\(\): got 0"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tsunax._step.certainty import certainty
+from tsunax._step.finite_state import certainty
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 # The rules whose steps loss and gradient alone judge, with the defaults of their numbers.

@@ -337,8 +337,8 @@ def test_it_is_a_value():
 BAD = {
     "scalars": (lambda p, x: jnp.float32(1) * p["scale"], clip, LossError, r"leaf at embeddings: got float32\[\]"),
     "a mean": (lambda p, x: {"a": x["image"].mean(0) @ p["image"]}, clip, LossError, r"embeddings\['a'\]: got"),
-    "a vector": (embed, lambda z, b: z["a"].sum(1), LossError, r"result at loss_fn: got an array of shape \(24,\)"),
-    "a tuple": (embed, lambda z, b: (z["a"].mean(), {}), LossError, r"result at loss_fn: got a tuple of 2"),
+    "a vector": (embed, lambda z, b: z["a"].sum(1), LossError, r"result at loss_fn: got float32\[24\]"),
+    "a tuple": (embed, lambda z, b: (z["a"].mean(), {}), LossError, r"result at loss_fn: got tuple of 2"),
     "nothing": (embed, lambda z, b: None, LossError, r"result at loss_fn: got None"),
     "no embeddings": (lambda p, x: None, clip, LossError, r"leaf at embeddings: got None, expected an array with"),
     "stopped": (lambda p, x: jax.lax.stop_gradient(embed(p, x)), lambda z, b: z["a"].mean(), LossError, "not depend"),
@@ -355,22 +355,18 @@ def test_wrong_parts_are_told(name, n):
 
 
 def test_wrong_arguments_are_told_before_anything_is_compiled():
-    with pytest.raises(
-        WrongTypeError, match=r"loss at whole_batch\(\): got None, not callable, expected a function loss"
-    ):
-        ts.whole_batch(embed, None)
-    with pytest.raises(
-        LossError, match=r"signature at whole_batch\(\): got <lambda>\(params\), expected embed\(params, rows"
-    ):
-        ts.whole_batch(lambda params: params, clip)
     for first, second in ((embed, composed), (lambda params, rows, batch: rows, clip), (embed, lambda params, z, b: z)):
         with pytest.raises(
             LossError, match=r"signatures at whole_batch\(\): got .*, expected embed\(params, rows, ...\), loss"
         ):
             ts.whole_batch(first, second)
-    with pytest.raises(WrongTypeError, match=r"per_example at train_step\(\): got a whole_batch loss"):
+    with pytest.raises(
+        WrongTypeError, match=r"options at train_step\(\): got per_example or noise_scale of a whole_batch"
+    ):
         ts.train_step(CLIP, per_example=True)
-    with pytest.raises(WrongTypeError, match=r"noise_scale at train_step\(\): got a whole_batch loss"):
+    with pytest.raises(
+        WrongTypeError, match=r"options at train_step\(\): got per_example or noise_scale of a whole_batch"
+    ):
         ts.train_step(CLIP, accumulate=2, noise_scale=True)
     with pytest.raises(LossError, match=r"leaf at batch\['t'\]: got a scalar"):
         gradient(CLIP, 2, batch=BATCH | {"t": np.float32(1)})
@@ -385,7 +381,7 @@ def test_wrong_arguments_are_told_before_anything_is_compiled():
 def test_an_embed_that_mixes_rows_is_warned_of():
     centered = lambda params, rows: embed(params, rows | {"image": rows["image"] - rows["image"].mean(0)[None]})
     fn = ts.whole_batch(centered, clip)
-    with pytest.warns(UserWarning, match=r"embed at whole_batch.*: mix them in loss\(embeddings, batch\)"):
+    with pytest.warns(UserWarning, match=r"loss at whole_batch.*expected a mean over rows"):
         jax.eval_shape(ts.value_and_grad(fn, accumulate=4), setup(), BATCH)
 
 

@@ -80,5 +80,5 @@ def test_shapes_do_selections_and_other_setups_share_a_program():
 
 
 def test_a_leaf_without_a_counterpart_is_told():
-    with pytest.raises(RuleError, match=r"leaf 2/b at scale_by_width\(\): got nothing in narrow, expected 1 axes"):
+    with pytest.raises(RuleError, match=r"leaf 2/b at scale_by_width\(\): got no axes in narrow, expected 1 axes"):
         ts.setup(ts.rules.scale_by_width([*mlp(64)[:2], {"w": mlp(64)[2]["w"]}]), mlp(128))

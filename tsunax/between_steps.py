@@ -10,7 +10,6 @@ from tsunax import guard
 from tsunax._core import Function, placement
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax._step.members import over_members
-from tsunax.errors import LossError
 from tsunax.loss import check_model_state
 from tsunax.program import call_on_mesh
 from tsunax.rules import accumulation
@@ -23,21 +22,14 @@ def update_batch_stats(loss_fn: Function) -> Function:
 
     It runs the forward pass in training mode. For batch statistics that belong to averaged
     parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
-    Raises LossError for a loss_fn that returns no model state.
+    Raises StateError unless `loss_fn` returns a model state like that of the state.
     """
-    fn = LossFn.of(loss_fn, "update_batch_stats()")
+    fn = LossFn.of(loss_fn)
 
     @jax.jit
     def run(state: TrainState, batch, extra) -> TrainState:
         keywords = fn.keywords(state, extra, train=True)
         loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords)
-        if loss.model_state is None:
-            raise LossError(
-                "model_state",
-                "update_batch_stats()",
-                got="None",
-                expected="ts.Loss.mean(values, model_state=...)",
-            )
         check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 

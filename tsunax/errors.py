@@ -7,7 +7,6 @@ messages, in one form: `<what> at <where>: got <got>, expected <expected>. <fix>
 
 import contextlib
 import difflib
-import heapq
 import os
 import re
 import sys
@@ -144,19 +143,18 @@ def told(error: BaseException) -> str:
     >>> told(KeyError("kernel"))
     "KeyError 'kernel'"
     """
-    if _is_conversion(error):
-        return "a Python or NumPy operation (if, float, np) on a traced value"
-    kind = type(error).__name__
     text = re.sub(r"(?s) \[(tensorstore_spec|source locations|os_error_code)=.*", "", str(error))
     text = re.sub(r"\w*Tracer\b", "a traced array", re.sub(r"<class '([\w.]+)'>", r"\1", text))
     line = " ".join(text.split())
     line = f"{line[:80]} … {line[-76:]}" if len(line) > 160 else line  # the cause often comes last
-    return f"{kind} {line}".rstrip(" .")
+    return f"{type(error).__name__} {line}".rstrip(" .")
 
 
 def remedy(error: BaseException) -> str:
-    """How to avoid a Python operation on a traced value, if `error` is JAX's exception for one."""
-    return "For if use jnp.where or jax.lax.cond, for np use jnp." if _is_conversion(error) else ""
+    """How to avoid `if`, `float` or NumPy on a traced value, if `error` is JAX's error for it."""
+    kind = type(error).__name__
+    is_conversion = "Concret" in kind or ("Tracer" in kind and kind.endswith("ConversionError"))
+    return "For if use jnp.where or jax.lax.cond, for np use jnp." if is_conversion else ""
 
 
 _PACKAGES = (os.path.join(os.path.dirname(file), "") for file in (__file__, jax.__file__))
@@ -171,12 +169,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def _is_conversion(error: BaseException) -> bool:
-    """Whether a traced array was converted: by `if`, `float`, NumPy, or as an index."""
-    kind = type(error).__name__
-    return "Concret" in kind or (kind.startswith("Tracer") and kind.endswith("ConversionError"))
-
-
 # ----------------------------------------------------------------------------------- nearest names
 
 
@@ -186,20 +178,8 @@ def listed(items: Sequence[str], limit: int, joint: str = ", ") -> str:
 
 
 def nearest(name: str, known_names: Iterable[str], n: int = 3) -> list[str]:
-    """The `n` of `known_names` that `name` was most likely meant to be, best first.
-
-    First come names with components like the components of `name`, except wildcards; of equal
-    ones, first the name that is more like `name` as a whole.
-    """
-    likeness = lambda a, b: difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
-    components = [part for part in name.split("/") if part.strip("!*")]
-
-    def closeness(known_name: str) -> tuple[float, float]:
-        parts = known_name.split("/")
-        closest = [max(likeness(component, part) for part in parts) for component in components]
-        return sum(closest), likeness(name, known_name)
-
-    return heapq.nlargest(n, known_names, key=closeness)
+    """The `n` of `known_names` most like `name`, best first."""
+    return difflib.get_close_matches(name, list(known_names), n, cutoff=0)
 
 
 def unknown(kind: str, where: str, name: str, known_names: Iterable[str], fix: str = "") -> str:
@@ -226,16 +206,12 @@ def hint(name: str, known_names: Sequence[str]) -> str:
     from tsunax._core.other_words import elsewhere, synonyms
 
     name = name.strip()
-    initials = [
-        word for word in known_names if "".join(part[:1] for part in word.split("_")) == name
-    ]
     lower = {word.lower(): word for word in known_names}
     like = lambda cutoff: difflib.get_close_matches(name.lower(), lower, 1, cutoff)
-    words = initials + synonyms(name, known_names) + [lower[word] for word in like(0.85)]
+    words = synonyms(name, known_names) + [lower[word] for word in like(0.8)]
     if not words and (advice := elsewhere(name)):
         return advice
     # Most typing errors keep the first letter. Three of four letters agree by chance: temp, step.
-    words += [lower[word] for word in like(0.8)]
     words += [lower[word] for word in like(0.65) if word[:1] == name[:1].lower()]
     return "".join(f"Did you mean {word!r}?" for word in words[:1])
 

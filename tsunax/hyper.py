@@ -15,11 +15,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from tsunax._core import Extra, Where, checks, patterns, trees
+from tsunax._core import Extra, Where, patterns, trees
 from tsunax._core.placement import put_on_devices_of
 from tsunax._state.state_fields import frozen_words
 from tsunax._step.members import chosen_members
-from tsunax.errors import HyperparameterError, PatternError, RuleError, WrongTypeError, unknown
+from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Live, LiveState
 from tsunax.rules.number_table import Numbers
@@ -67,8 +67,8 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     the names do, `adjust(run, **hyperparams(other))`.
 
     Raises HyperparameterError for an unknown name (with the known ones), a value out of range, or a
-    name that a chain repeats; PatternError if `where` matches nothing; WrongTypeError for a number
-    as `where` and a function as a value.
+    name that a chain repeats; PatternError if `where` matches nothing; WrongTypeError for a value
+    that is no number. For a schedule, `ts.migrate(state, rule)` to a rule that has it.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"body": jnp.ones(2), "head": jnp.ones(2)})
@@ -76,24 +76,13 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     >>> {k: v for k, v in hyperparams(state).items() if "rate" in k}
     {'learning_rate': 0.001, 'learning_rate@head': 0.01}
     """
-    if checks.is_real(where):
-        raise WrongTypeError(
-            "where",
-            "adjust()",
-            got=trees.describe(where),
-            expected="a pattern",
-            fix=f"Name the value: learning_rate={where}.",
-        )
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
     check_values(state, "adjust()", where)
     if state.numbers is None:
+        fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
         raise HyperparameterError(
-            "rule",
-            "adjust()",
-            got="one without live numbers",
-            expected="a live rule",
-            fix="Use one of tsunax.rules, or ts.rules.live(optax_factory).",
+            "rule", "adjust()", "one without live numbers", "a live rule", fix
         )
     is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
     if isinstance(where, str) and where == "**" and is_flat:
@@ -111,11 +100,6 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
         return run.replace(**{name: adjust(run.members[name], rest_of_name, **values)})
     values_by_member: dict[str, dict[str, Any]] = {}
     for name_of_value, x in values.items():
-        if "/" not in name_of_value:
-            fix = f"Say whose: ts.adjust(run, {next(iter(run.members))!r}, ...)."
-            raise HyperparameterError(
-                unknown("hyperparameter", "adjust()", name_of_value, hyperparams(run), fix)
-            )
         name, rest_of_name = run.member_at(name_of_value, "adjust()")
         values_by_member.setdefault(name, {})[rest_of_name] = x
     members = {name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
@@ -177,38 +161,26 @@ def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike |
     pairs = list(zip(flags, selected, strict=True))
     trained = [flag for flag, is_trained in pairs if is_trained]
     if (True, False) in pairs and not everything and (not freezes or not any(trained)):
-        fix = "It never trains anyway." if freezes else "Only ts.migrate can add it to a run."
-        raise _left_out(state, pairs.index((True, False)), fix)
+        raise _left_out(state, pairs.index((True, False)))
     is_lbfgs = lambda x: isinstance(x, optax.ScaleByLBFGSState)
     mixes_leaves = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
     if freezes and mixes_leaves and not all(trained):
-        raise RuleError(
-            "rule",
-            "freeze()",
-            got="lbfgs",
-            expected="one that treats leaves apart",
-            fix="Its memory mixes all leaves. Leave them out with setup(..., trainable=...).",
-        )
+        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
+        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
     is_chosen = chosen_members(state, members, caller)
     words = frozen_words(trained) * is_chosen[..., None].astype(np.uint32)
     if state.frozen is None and not freezes:
         return state
-    if state.frozen is None:
-        state = dataclasses.replace(
-            state, frozen=put_on_devices_of(trainable(state), jnp.zeros(words.shape, words.dtype))
-        )
     old_words: Any = state.frozen
+    if old_words is None:
+        old_words = put_on_devices_of(trainable(state), jnp.zeros_like(words))
     return dataclasses.replace(state, frozen=old_words | words if freezes else old_words & ~words)
 
 
-def _left_out(state: TrainState, i: int, fix: str) -> PatternError:
-    return PatternError(
-        "leaf",
-        trees.access_str("params", trees.paths(state.params)[i]),
-        got="one that setup(trainable=...) left out",
-        expected="a trained leaf",
-        fix=fix,
-    )
+def _left_out(state: TrainState, i: int) -> PatternError:
+    place = trees.access_str("params", trees.paths(state.params)[i])
+    expected = "a trained leaf, as which ts.migrate can add it to a run"
+    return PatternError("leaf", place, "one that setup(trainable=...) left out", expected)
 
 
 # Hyperparameters
@@ -218,7 +190,7 @@ def _matched(state: TrainState, where: Where) -> frozenset[Any]:
     """Key paths of the leaves that `where` matches; if it matches all, also leaves of wrappers."""
     flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
-        raise _left_out(state, flags.index(True), "It has no hyperparameters.")
+        raise _left_out(state, flags.index(True))
     pairs = zip(trees.paths(state.params), flags, strict=True)
     matched = frozenset(path for path, flag in pairs if flag)
     if not matched.issuperset(trees.paths(trained_part(state))):
@@ -262,17 +234,9 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
         if leaves and visible.issuperset(s.paths):
             hits.append(_Hit(live_index, indices[live_index], s.live.names, leaves))
     if not hits:
-        are_visible = all(visible.issuperset(s.paths) for _, s in lives)
+        fix = "If a wrapper hides its leaves, adjust(state, ...) sets them all."
         raise HyperparameterError(
-            "rule",
-            "adjust()",
-            got="none with live numbers for these leaves",
-            expected="a live rule",
-            fix=(
-                ""
-                if are_visible
-                else "A wrapper hides its leaves: adjust(state, ...) sets them all."
-            ),
+            "rule", "adjust()", "none with live numbers for these leaves", "a live rule", fix
         )
     targets: dict[int, dict[str, str]] = {} if values else {hit.live_index: {} for hit in hits}
     for value_name in values:
@@ -285,18 +249,12 @@ def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, 
             targets.setdefault(hit.live_index, {})[value_name] = name
         for hit, second_hit in itertools.combinations(named_hits, 2):
             if hit.leaves & second_hit.leaves:
-                first_name = repr(f"{hit.rule}.{name}")
-                raise HyperparameterError(
-                    "hyperparameter",
-                    "adjust()",
-                    got=f"{value_name!r}, which two rules of a chain have",
-                    expected=f"{first_name} or {second_hit.rule + '.' + name!r}",
-                    fix=f"Write adjust(state, **{{{first_name}: ...}}).",
-                )
+                got = f"{value_name!r}, which two rules of a chain have"
+                expected = f"'{hit.rule}.{name}' or '{second_hit.rule}.{name}'"
+                raise HyperparameterError("hyperparameter", "adjust()", got, expected)
         if not named_hits:
             names = sorted({name for hit in hits for name in hit.names})
-            fix = "" if len(hits) == len(lives) else "It may be of the rule of other leaves."
-            raise HyperparameterError(unknown("hyperparameter", "adjust()", value_name, names, fix))
+            raise HyperparameterError(unknown("hyperparameter", "adjust()", value_name, names))
     return targets
 
 
@@ -360,8 +318,7 @@ def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tup
             columns[name] = start + i, s.live, i
     for name in values:
         if name not in columns:
-            cut = f"ts.adjust(state, {name.rpartition('@')[2]!r})"
-            fix = f"Cut it first: {cut}." if "@" in name else ""
+            fix = "Cut it first: ts.adjust(state, pattern)." if "@" in name else ""
             raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns, fix))
     return {columns[name][0]: (*columns[name][1:], value) for name, value in values.items()}
 
@@ -375,32 +332,11 @@ def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
 
 def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> None:
     name, where = live.names[i], f"{live.title}()"
-    if value is None:
-        if live.schedules[i] is None:
-            raise HyperparameterError(
-                name, where, got="None", expected="a number: it has no schedule to go back to"
-            )
-        return
-    if callable(value):
-        raise WrongTypeError(
-            name,
-            where,
-            got=f"{trees.describe(value)}, a function of the step",
-            expected="a number",
-            fix=(
-                "Give it to the rule, of some leaves in rules.partition({pattern: rule, ...}), and "
-                "go on with its moments: state, report = ts.migrate(state, rule)."
-            ),
-        )
     each = [value]
     if np.ndim(value) and members:  # a population takes one value per member
         if np.shape(value) != members:
-            raise HyperparameterError(
-                name,
-                where,
-                got=f"shape {np.shape(value)}",
-                expected=f"one number, or shape {members}: one for each member",
-            )
+            expected = f"one number, or shape {members}: one for each member"
+            raise HyperparameterError(name, where, f"shape {np.shape(value)}", expected)
         if not trees.is_traced(value):
             each = np.ravel(np.asarray(value)).tolist()
     for number in each:
@@ -411,7 +347,8 @@ def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> T
     """Write values into columns, on the devices of `old`, without waiting for a step."""
     values: Any = _table(state).values
     for live, i, value in cells.values():
-        _check_value(live, i, value, np.shape(values)[:-2])
+        if value is not None or live.schedules[i] is None:
+            _check_value(live, i, value, np.shape(values)[:-2])
     is_concrete = not any(
         map(trees.is_traced, [values, *(value for _, _, value in cells.values())])
     )

@@ -15,7 +15,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Scalar, checks, trees
-from tsunax._core.checks import as_array
 from tsunax.errors import LossError, message
 
 
@@ -98,34 +97,20 @@ class Loss:
         >>> float(loss.compute()), float(loss.weight)
         (2.0, 2.0)
         """
-        if isinstance(where, Mapping):
-            raise LossError(
-                "where",
-                "Loss.mean()",
-                got=trees.describe(where),
-                expected="a mask or weights",
-                fix="Write metrics={...}.",
-            )
-        values = as_array("values", values, "Loss.mean()")
+        values = jnp.asarray(values)
+        metrics = dict(metrics or {})
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise LossError("values", "Loss.mean()", f"dtype {values.dtype}", "real floats")
         if values.size == 0:
-            raise LossError(
-                "values",
-                "Loss.mean()",
-                got=f"shape {values.shape}",
-                expected="at least one element",
-                fix="A mean over nothing is NaN: leave empty batches out.",
-            )
-        _check_metrics(metrics or {}, "Loss.mean()")
+            raise LossError("values", "Loss.mean()", f"shape {values.shape}", "an element at least")
         if values.ndim == 0 and where is None:
-            return cls(values, None, dict(metrics or {}), model_state, mean_value=values)
-        from tsunax.metrics import Mean, weighted_sum
+            return cls(values, None, metrics, model_state, mean_value=values)
+        from tsunax.metrics.means import Mean
 
-        total, weight = weighted_sum(values, where)
+        mean = Mean.of(values, where)
         is_like = lambda m: trees.is_array(m) and jnp.shape(m) == values.shape != ()
-        metrics = {k: Mean.of(m, where) if is_like(m) else m for k, m in (metrics or {}).items()}
-        loss = cls(total, weight, metrics, model_state)
+        metrics = {name: Mean.of(m, where) if is_like(m) else m for name, m in metrics.items()}
+        loss = cls(mean.total, mean.weight, metrics, model_state)
         return loss if where is None else loss._with_fields(_where=(where, values.size))
 
     def _with_fields(self, **fields: Any) -> Loss:
@@ -138,23 +123,12 @@ class Loss:
     def merge(self, other: Loss) -> Loss:
         """The loss of this batch and of `other` together, with the model state of `other`.
 
-        `a.merge(b).compute()` is the mean over the rows of both. Raises LossError if they have
-        metrics of different names, or if one has no weight.
+        `a.merge(b).compute()` is the mean over the rows of both. Both need a weight. Raises
+        LossError for metrics of different names, and for sums of different numbers of means.
         """
-        if self.metrics.keys() != other.metrics.keys():
-            names_of = lambda loss: f"metrics {', '.join(loss.metrics) or 'none'}"
-            raise LossError("other", "Loss.merge()", names_of(other), names_of(self))
-        if len(self.terms) != len(other.terms):
-            raise LossError(
-                "other",
-                "Loss.merge()",
-                got=f"{len(other.terms) or 1} weights",
-                expected=f"{len(self.terms) or 1} weights",
-                fix="Merge losses that are sums of as many means: each is merged with its like.",
-            )
-        for name, loss in {"loss": self, "other": other}.items():
-            if loss.weight is None:
-                raise LossError(name, "Loss.merge()", *_NO_WEIGHT)
+        parts_of = lambda loss: f"{len(loss.terms) or 1} weights, metrics {sorted(loss.metrics)}"
+        if parts_of(self) != parts_of(other):
+            raise LossError("other", "Loss.merge()", parts_of(other), parts_of(self))
         metrics = {name: m.merge(other.metrics[name]) for name, m in self.metrics.items()}
         total, weight = self.total + other.total, self.weight + other.weight
         pairs = zip(self.terms, other.terms, strict=True)
@@ -162,11 +136,9 @@ class Loss:
         return Loss(total, weight, metrics, other.model_state, terms=terms)
 
     def compute(self) -> jax.Array:
-        """The mean loss `total / weight`, an f32 scalar; LossError if there is no weight."""
+        """The mean loss `total / weight`, an f32 scalar."""
         if self.mean_value is not None:
             return self.mean_value
-        if self.weight is None:
-            raise LossError("loss", "Loss.compute()", *_NO_WEIGHT)
         return self.mean_in(self) if self.terms else self.total / self.weight
 
     def mean_in(self, whole: Loss) -> jax.Array:
@@ -203,7 +175,6 @@ class Loss:
     def __add__(self, addend: Loss | ArrayLike) -> Loss:
         """The sum of two means; a scalar is a penalty, and weighs as much as the loss."""
         if not isinstance(addend, Loss):
-            _check_number(addend, "+")
             return self._plus(addend)
         metrics = {**self.metrics, **addend.metrics}
         if addend.weight is None:
@@ -238,22 +209,10 @@ class Loss:
                 mean_value=None,
                 terms=(*first, *second),
             )
-        if twice := [name for name in self.metrics if name in addend.metrics]:
-            raise LossError(
-                f"metric {twice[0]!r}",
-                "Loss + Loss",
-                got="two of this name",
-                expected="one",
-                fix="Rename one of them.",
-            )
+        for name in self.metrics.keys() & addend.metrics.keys():
+            raise LossError(f"metric {name!r}", "Loss + Loss", "two of this name", "one")
         if self.model_state is not None and addend.model_state is not None:
-            raise LossError(
-                "model_state",
-                "Loss + Loss",
-                got="two",
-                expected="one",
-                fix="Give it to the second one alone, which was computed from the first one's.",
-            )
+            raise LossError("model_state", "Loss + Loss", "two", "one: that of the last call")
         state = addend.model_state if self.model_state is None else self.model_state
         return new._with_fields(metrics=metrics, model_state=state)
 
@@ -261,8 +220,6 @@ class Loss:
 
     def _plus(self, x: Scalar) -> Loss:
         mean = None if self.mean_value is None else self.mean_value + x
-        if self.weight is None and mean is None:
-            raise LossError("loss", "Loss + ...", *_NO_WEIGHT)
         if self.weight is None:
             return self._with_fields(total=mean, mean_value=mean)
         term = Term(x * self.weight, self.weight)
@@ -271,7 +228,6 @@ class Loss:
 
     def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""
-        _check_number(x, "*")
         mean = None if self.mean_value is None else self.mean_value * x
         terms = tuple(Term(term.total * x, term.weight) for term in self.terms)
         return self._with_fields(total=self.total * x, mean_value=mean, terms=terms)
@@ -279,7 +235,6 @@ class Loss:
     __rmul__ = __mul__
 
     def __truediv__(self, x: Scalar) -> Loss:
-        _check_number(x, "/")
         return self * (1 / x)
 
     def __neg__(self) -> Loss:
@@ -290,20 +245,6 @@ class Loss:
 
     def __rsub__(self, minuend: Loss | ArrayLike) -> Loss:
         return -self + minuend
-
-
-_NO_WEIGHT = "a Loss without a weight", "one with", "Give ts.Loss(total, weight)."
-
-
-def _check_number(x: Any, sign: str) -> None:
-    if isinstance(x, Loss) or np.shape(x) != () or not checks.is_real(x):
-        raise LossError(
-            "operand",
-            f"Loss {sign} ...",
-            got=trees.describe(x),
-            expected="one real number",
-            fix="Of a Loss take the mean: loss.compute()." if isinstance(x, Loss) else "",
-        )
 
 
 def number_text(x: Any) -> str:
@@ -319,16 +260,12 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     out = loss_of(out)
     _check_scalar("total", "loss_fn", out.total)
     if out.weight is None and out.mean_value is None:
-        raise LossError(
-            "weight",
-            "loss_fn",
-            got="a total alone",
-            expected="the number of its values",
-            fix="Return ts.Loss.mean(values), or ts.Loss(total, weight).",
-        )
+        fix = "Return ts.Loss.mean(values), or ts.Loss(total, weight)."
+        raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
-    _check_metrics(out.metrics, "loss_fn")
+    if not all(type(name) is str for name in out.metrics):  # a run would write them as columns
+        raise LossError("metrics", "loss_fn", trees.describe(out.metrics), "a dict with str names")
     # A weight that follows from shapes is a NumPy scalar, which no program has to return. In
     # `jax.export` shapes may be symbols.
     as_weight = np.float32 if type(rows) is int else jnp.float32
@@ -343,20 +280,14 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
 
 def _float_weight(weight: Scalar) -> Scalar:
     """The weight of a loss as a constant of its gradient in float32, or LossError."""
-    if np.shape(weight) != () or not checks.is_real(weight):
-        raise LossError("weight", "loss_fn", trees.describe(weight), "one number")
-    if isinstance(weight, jax.Array):
-        weight = weight.astype(np.float32)
-        return jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
-    if not 0 < weight < float("inf"):
-        raise LossError(
-            "weight",
-            "loss_fn",
-            got=weight,
-            expected="a finite number > 0",
-            fix="The loss is total / weight.",
-        )
-    return np.float32(weight)
+    is_array = isinstance(weight, jax.Array)
+    is_number = checks.is_real(weight) and np.shape(weight) == ()
+    if not is_number or not (is_array or 0 < weight < np.inf):
+        raise LossError("weight", "loss_fn", trees.describe(weight), "one finite number > 0")
+    if not is_array:
+        return np.float32(weight)
+    weight = weight.astype(np.float32)
+    return jax.lax.stop_gradient(weight) if trees.is_traced(weight) else weight
 
 
 def loss_of(out: Loss | ArrayLike, title: str = "result", where: str = "loss_fn") -> Loss:
@@ -368,45 +299,11 @@ def loss_of(out: Loss | ArrayLike, title: str = "result", where: str = "loss_fn"
 
 
 def _check_scalar(title: str, where: str, x: Any) -> None:
-    """Raise LossError unless `x` is one float, with a way to make it one."""
-    dtype, expected = trees.dtype_of(x), "a scalar or a ts.Loss"
-    if isinstance(x, tuple):
-        raise LossError(
-            title,
-            where,
-            got=f"a tuple of {len(x)}",
-            expected=expected,
-            fix="There is no has_aux: return ts.Loss.mean(values, metrics={...}, model_state=...).",
-        )
-    if dtype is None:
-        raise LossError(
-            title,
-            where,
-            got=trees.describe(x),
-            expected=expected,
-            fix="Is there no return?" if x is None else "",
-        )
-    if np.shape(x) != ():
-        raise LossError(
-            title,
-            where,
-            got=f"an array of shape {np.shape(x)}",
-            expected=expected,
-            fix="Average it: values.mean(), or ts.Loss.mean(values).",
-        )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise LossError(
-            title,
-            where,
-            got=f"dtype {dtype}" if trees.is_array(x) else trees.describe(x),
-            expected="a real float",
-            fix="Only floats have gradients.",
-        )
-
-
-def _check_metrics(metrics: object, where: str) -> None:
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise LossError("metrics", where, trees.describe(metrics), "{name: value}, with str names")
+    """Raise LossError unless `x` is one real float. `jax.grad` checks this only in training."""
+    dtype = trees.dtype_of(x)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or np.shape(x) != ():
+        fix = "Return values.mean(), or ts.Loss.mean(values, metrics={...}): there is no has_aux."
+        raise LossError(title, where, trees.describe(x), "a real float, or a ts.Loss", fix)
 
 
 def _is_metric(m: object) -> bool:
@@ -415,25 +312,12 @@ def _is_metric(m: object) -> bool:
 
 def _as_metric(name: str, m: Any, weight: Scalar) -> PyTree:
     if _is_metric(m):
-        if jax.tree_util.all_leaves([m]):
-            raise LossError(
-                f"metric {name!r}",
-                "loss_fn",
-                got=trees.describe(m),
-                expected="an object that is a pytree",
-                fix="Register its class: jax.tree_util.register_dataclass.",
-            )
         return jax.lax.stop_gradient(m)
     if not trees.is_a(m, np.number, np.bool_) or np.shape(m) != ():
-        raise LossError(
-            f"metric {name!r}",
-            "loss_fn",
-            got=trees.describe(m),
-            expected="a scalar, or an object with merge and compute",
-            fix="Arrays of the loss's shape are averaged by ts.Loss.mean(values, metrics={...}).",
-        )
+        expected = "a scalar, an object with merge and compute, or values like those of Loss.mean"
+        raise LossError(f"metric {name!r}", "loss_fn", trees.describe(m), expected)
     m = jnp.asarray(m, jnp.float32)
-    from tsunax.metrics import Mean
+    from tsunax.metrics.means import Mean
 
     return jax.lax.stop_gradient(Mean(_share(m, weight), weight))
 
@@ -450,35 +334,20 @@ def uneven(batch: PyTree) -> str:
     arrays = [(path, np.shape(x)) for path, x in leaves if np.shape(x)]
     if len({shape[0] for _, shape in arrays}) == 1:
         return ""
-    if not arrays:
-        return message(
-            "rows",
-            "batch",
-            got="no arrays",
-            expected="some with rows",
-            fix="Without a batch leave out what cuts it by row: accumulate, per_example, a mask.",
-        )
-    return message(
-        "rows",
-        "batch",
-        got=", ".join(f"{path} {shape}" for path, shape in arrays[:4]),
-        expected="the same number in every leaf",
-    )
+    got = ", ".join(f"{path} {shape}" for path, shape in arrays[:4]) or "no arrays"
+    return message("rows", "batch", got, "the same number in every leaf, to cut the batch by row")
 
 
 def rows_of(batch: PyTree) -> int:
     """The length of the first axis of the first array that has one; 1 if none has."""
-    shapes = (jnp.shape(x) for x in jax.tree.leaves(batch))
-    return next((shape[0] for shape in shapes if shape), 1)
+    return next((shape[0] for shape in map(jnp.shape, jax.tree.leaves(batch)) if shape), 1)
 
 
 def as_update_loss(loss: Loss | Maybe) -> Loss:
     """The loss given to `update`, in the form in which `value_and_grad` returns it."""
     if not isinstance(loss, Loss):
         return Loss(None) if loss is None else loss_of(loss, "loss", "update()")
-    if loss.weight is None and loss.mean_value is None:
-        raise LossError("loss", "update()", *_NO_WEIGHT)
-    is_traceable = loss.weight is None or trees.is_array(loss.weight)
+    is_traceable = trees.is_array(loss.mean_value if loss.weight is None else loss.weight)
     if is_traceable and all(hasattr(m, "compute") for m in loss.metrics.values()):
         return loss
     no_weight = {"weight": None} if loss.weight is None else {}

@@ -52,7 +52,7 @@ def absolute_error(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     >>> absolute_error([1.0, 2.0, 4.5], [1.0, 3.0, 4.0]).tolist()
     [0.0, 1.0, 0.5]
     """
-    predictions, targets = _pair("absolute_error", predictions=predictions, targets=targets)
+    predictions, targets = _pair(predictions, targets)
     errors = predictions - targets
     return jnp.abs(jnp.where(errors == 0, 0, errors))  # JAX's own slope of |0| is 1
 
@@ -68,8 +68,8 @@ def squared_logarithmic_error(
     >>> squared_logarithmic_error([0.0, 3.0], [0.0, 1.0], epsilon=1).tolist()  # log(2)²
     [0.0, 0.480...]
     """
-    epsilon, loss = _epsilon(epsilon, predictions), "squared_logarithmic_error"
-    predictions, targets = _pair(loss, predictions=predictions, targets=targets)
+    epsilon = _epsilon(epsilon, predictions)
+    predictions, targets = _pair(predictions, targets)
     return jnp.square(jnp.log(predictions + epsilon) - jnp.log(targets + epsilon))
 
 
@@ -82,7 +82,7 @@ def poisson_loss(predictions: ArrayLike, targets: ArrayLike) -> jax.Array:
     >>> poisson_loss([1.0, 2.0, 0.0], [5, 0, 0]).tolist()
     [1.0, 2.0, 0.0]
     """
-    predictions, targets = _pair("poisson_loss", predictions=predictions, targets=targets)
+    predictions, targets = _pair(predictions, targets)
     return predictions - _x_log_y(targets, predictions)
 
 
@@ -94,7 +94,7 @@ def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis
     >>> euclidean_distance([[3.0, 4.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]).tolist()
     [5.0, 0.0]
     """
-    predictions, targets = _pair("euclidean_distance", predictions=predictions, targets=targets)
+    predictions, targets = _pair(predictions, targets)
     squares = jnp.sum(jnp.square(predictions - targets), axis)
     return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
@@ -137,7 +137,7 @@ def siamese_contrastive_loss(
     >>> siamese_contrastive_loss([0.5, 0.5, 2.0], [0, 1, 1]).tolist()
     [0.25, 0.25, 0.0]
     """
-    distances, labels = _pair("siamese_contrastive_loss", distances=distances, labels=labels)
+    distances, labels = _pair(distances, labels)
     near = jnp.where(labels == 1, 0, distances)  # 0·∞
     far = jnp.where(labels == 0, 0, jnp.maximum(margin - distances, 0))
     return (1 - labels) * jnp.square(near) + labels * jnp.square(far)
@@ -154,8 +154,7 @@ def squared_hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike) -> jax.
     >>> squared_hinge_loss([0.5, 0.5, 2.0], [1, -1, 1]).tolist()
     [0.25, 2.25, 0.0]
     """
-    arrays_by_name = {"predictor_outputs": predictor_outputs, "targets": targets}
-    outputs, targets = _pair("squared_hinge_loss", **arrays_by_name)
+    outputs, targets = _pair(predictor_outputs, targets)
     return jnp.square(jnp.maximum(1 - outputs * targets, 0))
 
 
@@ -172,7 +171,7 @@ def binary_cross_entropy(
     >>> binary_cross_entropy([0.5, 0.75, 0.25], [1, 1, 0]).tolist()
     [0.693..., 0.287..., 0.287...]
     """
-    p, y = _pair("binary_cross_entropy", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     epsilon = _epsilon(epsilon, probabilities)
     return -_x_log_y(y, p + epsilon) - _x_log_y(1 - y, 1 - p + epsilon)
 
@@ -189,7 +188,7 @@ def binary_focal_loss(
     >>> binary_focal_loss([0.5, 0.75], [1, 1]).tolist()  # log(2) / 4; log(4/3) / 16
     [0.173..., 0.0179...]
     """
-    p, y = _pair("binary_focal_loss", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     entropy = binary_cross_entropy(p, y, epsilon=_epsilon(epsilon, probabilities))
     return _power(y * (1 - p) + (1 - y) * p, gamma) * entropy
 
@@ -223,7 +222,7 @@ def cross_entropy(
     >>> cross_entropy([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()
     [0.693..., 0.287...]
     """
-    p, y = _pair("cross_entropy", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     return -jnp.sum(_x_log_y(y, p + _epsilon(epsilon, probabilities)), axis)
 
 
@@ -239,8 +238,7 @@ def kl_divergence_with_probabilities(
     >>> kl_divergence_with_probabilities([[0.5, 0.5]], [[1.0, 0.0]]).tolist()  # log(2)
     [0.693...]
     """
-    loss = "kl_divergence_with_probabilities"
-    p, y = _pair(loss, predictions=predictions, targets=targets)
+    p, y = _pair(predictions, targets)
     return jnp.sum(_x_log_y(y, y) - _x_log_y(y, p + _epsilon(epsilon, predictions)), axis)
 
 
@@ -261,7 +259,7 @@ def focal_loss(
     >>> focal_loss([[0.5, 0.5], [0.25, 0.75]], [[1, 0], [0, 1]]).tolist()  # log(2)/4, log(4/3)/16
     [0.173..., 0.0179...]
     """
-    p, y = _pair("focal_loss", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     entropy = _x_log_y(y, p + _epsilon(epsilon, probabilities))
     return -jnp.sum(_power(1 - p, gamma) * entropy, axis)
 
@@ -278,7 +276,7 @@ def softmax_focal_loss(
     >>> softmax_focal_loss([[1.0, 1.0], [jnp.log(3), 0.0]], [[1, 0], [1, 0]]).tolist()
     [0.173..., 0.0179...]
     """
-    x, y = _pair("softmax_focal_loss", logits=logits, labels=labels)
+    x, y = _pair(logits, labels)
     certain = jnp.isposinf(x)
     x = jnp.where(jnp.any(certain, axis, keepdims=True), jnp.where(certain, 0, x - jnp.inf), x)
     log_p = jax.nn.log_softmax(x, axis)
@@ -310,7 +308,7 @@ def tversky_loss(
     >>> tversky_loss(p, y, beta=0.75, smooth=0).tolist()  # one false positive, one false negative
     [0.199..., 0.428...]
     """
-    p, y = _pair("tversky_loss", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     axis = tuple(range(1, p.ndim)) if axis is None else axis
     hits = jnp.sum(p * y, axis)
     misses = (1 - beta) * jnp.sum(p * (1 - y), axis) + beta * jnp.sum((1 - p) * y, axis)
@@ -329,7 +327,7 @@ def squared_dice_loss(
     >>> squared_dice_loss([[1.0, 0.5, 0.0]], [[1, 0, 0]], smooth=0).tolist()  # 1 - 2 / 2.25
     [0.111...]
     """
-    p, y = _pair("squared_dice_loss", probabilities=probabilities, labels=labels)
+    p, y = _pair(probabilities, labels)
     axis = tuple(range(1, p.ndim)) if axis is None else axis
     return _one_minus(2 * jnp.sum(p * y, axis) + smooth, jnp.sum(p * p + y * y, axis) + smooth)
 
@@ -358,18 +356,12 @@ def _one_minus(part: jax.Array, whole: jax.Array) -> jax.Array:
 # -------------------------------------------------------------------------------------- arguments
 
 
-def _pair(loss: str, **named: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def _pair(predictions: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Predictions and targets in one shape and one dtype, float32 or wider. Raises LossError."""
-    (x_name, x), (y_name, y) = ((name, jnp.asarray(x)) for name, x in named.items())
-    for name, array in ((x_name, x), (y_name, y)):
-        if jnp.issubdtype(array.dtype, np.complexfloating):
-            raise LossError(name, f"{loss}()", f"dtype {array.dtype}", "real numbers")
+    x, y = jnp.asarray(predictions), jnp.asarray(targets)
     if x.shape != y.shape:
-        got, expected = f"{y.dtype} of shape {y.shape}", f"shape {x.shape}, that of {x_name}"
-        fix = "Nothing is broadcast."
-        if jnp.issubdtype(y.dtype, np.integer) and y.ndim == x.ndim - 1:
-            fix = f"For class indices: jax.nn.one_hot({y_name}, classes)."
-        raise LossError(y_name, f"{loss}()", got, expected, fix)
+        fix = "Nothing is broadcast. For class indices: jax.nn.one_hot(labels, classes)."
+        raise LossError("targets", "", f"shape {y.shape}", f"{x.shape}, as predictions", fix)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(dtype), y.astype(dtype)
 

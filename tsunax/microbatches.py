@@ -59,30 +59,20 @@ def check_rows(batch: PyTree) -> None:
     """Raise LossError for leaves without rows, or with another number of rows."""
     for where, leaf in trees.leaves_at("batch", batch):
         if not np.shape(leaf):
-            raise LossError(
-                "leaf",
-                where,
-                got="a scalar",
-                expected="an array of rows",
-                fix="Give it as an extra argument: step(state, batch, name=...).",
-            )
+            fix = "Give it as an extra argument: step(state, batch, name=...)."
+            raise LossError("leaf", where, "a scalar", "an array of rows", fix)
     if fault := uneven(batch):
         raise LossError(fault)
 
 
 def indivisible(rows: int, n: int, note: str = "") -> LossError:
     """The error for rows that cannot be cut into n equal micro-batches."""
-    return LossError(
-        "batch",
-        "train_step()",
-        got=f"{rows} rows{note}",
-        expected=f"a multiple of accumulate={n}",
-        fix=(
-            "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. "
-            "Or name `mask` in loss_fn and return ts.Loss.mean(values, mask), or mask times your "
-            "own in its place: the batch is then padded."
-        ),
+    fix = (
+        "Choose such a batch_size, and drop_remainder=True if only the last batch is shorter. Or "
+        "name `mask` in loss_fn and return ts.Loss.mean(values, mask): the batch is then padded."
     )
+    expected = f"a multiple of accumulate={n}"
+    return LossError("batch", "train_step()", f"{rows} rows{note}", expected, fix)
 
 
 def strided_micro_batches(

@@ -27,10 +27,10 @@ from tsunax._step.finite_state import warn_if_not_finite
 from tsunax._step.members import refuse_population
 from tsunax.averages import Average
 from tsunax.checkpoints import state_facts
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
-from tsunax.rules import live_rules, number_table
+from tsunax.rules import number_table
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
@@ -112,8 +112,7 @@ def migrate(
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
 
     The old state is not consumed. Raises the errors of `setup`, and StateError for populations,
-    traced and donated states, and for new leaves without `trainable=` if the old state trains only
-    a part.
+    donated states, and for new leaves without `trainable=` if the old state trains only a part.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(2)})
@@ -130,23 +129,18 @@ def migrate(
     options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
     if isinstance(state, States):
-        first_name = next(iter(state.members))
-        if not isinstance(rule, Mapping) or not rule:
-            got, fix = trees.describe(rule), f"Give ts.migrate(run, {{{first_name!r}: rule}})."
-            raise WrongTypeError("rule", where, got, "a rule by member", fix)
         new: dict[str, Any] = {}
-        report_lists: dict[str, tuple[str, ...]] = {f.name: () for f in dataclasses.fields(Report)}
-        for name, member_rule in rule.items():
+        reports: dict[str, Report] = {}
+        for name, member_rule in cast(Mapping, rule).items():
             member = state.members[state.member_at(name, where)[0]]
-            new[name], report = migrate(member, member_rule, params=params, **options)
-            for kind in report_lists:
-                report_lists[kind] += tuple(f"{name}/{x}" for x in getattr(report, kind))
-        return cast(_State, state.replace(**new)), Report(**report_lists)
+            new[name], reports[name] = migrate(member, member_rule, params=params, **options)
+        names_by_kind = {
+            f.name: tuple(f"{name}/{x}" for name, r in reports.items() for x in getattr(r, f.name))
+            for f in dataclasses.fields(Report)
+        }
+        return cast(_State, state.replace(**new)), Report(**names_by_kind)
     check_state(state, where)
     refuse_population(state, where, "Migrate each member: ts.populations.member(runs, i).")
-    if any(map(trees.is_traced, jax.tree.leaves(state))):
-        fix = "Call it outside of jit."
-        raise StateError("state", where, "a traced state", "a concrete one", fix)
     new_params, plan = state.params if params is KEEP else params, state.plan
     average, loss_scale = jax.tree.map(own, (state.average, state.loss_scale))
     old_options = {"model_state": state.model_state, "key": state.key, "ema": average}
@@ -192,7 +186,7 @@ def _slots(state: TrainState) -> dict[int, _Slot]:
 def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
     node, title, parent = opt_state, "state", ()
     for i, entry in enumerate(path):
-        if live_rules.is_live(node):
+        if number_table.is_live(node):
             if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
                 return None
             if entry.name == "count":
@@ -313,21 +307,16 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
             values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
             got = "values for the leaves of the old params"
-            fix = f"Make it anew: {type(old).__name__}.of(ts.migration.migrate(...)[0], ...)."
-            raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves", fix)
+            raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves")
     return type(old).of(new, **values)
 
 
 def _compare_fields(old: TrainState, new: TrainState, report: _ReportLists) -> None:
     """Report leaves of params, model state, key and loss scale that came or went."""
-    shapes_by_name = lambda s: {
-        f"leaf {k}": np.shape(x) for k, x in _leaves_by_name(s.params).items()
-    }
-    new_shapes, old_shapes = shapes_by_name(new), shapes_by_name(old)
-    report["new"] += [name for name, shape in new_shapes.items() if old_shapes.get(name) != shape]
-    report["dropped"] += [
-        name for name, shape in old_shapes.items() if new_shapes.get(name) != shape
-    ]
+    shapes_in = lambda s: {k: np.shape(x) for k, x in _leaves_by_name(s.params).items()}.items()
+    new_shapes, old_shapes = shapes_in(new), shapes_in(old)
+    report["new"] += [f"leaf {pair[0]}" for pair in new_shapes if pair not in old_shapes]
+    report["dropped"] += [f"leaf {pair[0]}" for pair in old_shapes if pair not in new_shapes]
     for name in ("model_state", "key", "loss_scale"):
         x = getattr(old, name)
         if (x is None) != (getattr(new, name) is None):
@@ -383,9 +372,8 @@ def _carry_averages(old: TrainState, new: TrainState, report: _ReportLists) -> T
         new_leaves = {} if new_average is None else _trained_by_name_of(new, new_average.params)
         with_field = lambda names, field=field: [f"{field} of {name}" for name in names]
         if old_average and new_average and old_average.uniform != new_average.uniform:
-            report["new"] += with_field(new_leaves)
             report["notes"].append(f"{field}: of another kind, begins anew")
-            continue
+            old_average, old_leaves = None, {}
         carried_names = {
             name
             for name, x in new_leaves.items()
@@ -395,11 +383,11 @@ def _carry_averages(old: TrainState, new: TrainState, report: _ReportLists) -> T
         report["new"] += with_field(name for name in new_leaves if name not in carried_names)
         report["dropped"] += with_field(name for name in old_leaves if name not in new_leaves)
         if old_average and new_average:
-            carried_leaves = [
+            leaves = [
                 _placed_like(old_leaves[name], x) if name in carried_names else x
                 for name, x in new_leaves.items()
             ]
-            params = jax.tree.unflatten(jax.tree.structure(new_average.params), carried_leaves)
+            params = jax.tree.unflatten(jax.tree.structure(new_average.params), leaves)
             count = _placed_like(old_average.count, new_average.count)
             new_averages[field] = dataclasses.replace(new_average, params=params, count=count)
     return dataclasses.replace(new, **new_averages)
@@ -408,15 +396,13 @@ def _carry_averages(old: TrainState, new: TrainState, report: _ReportLists) -> T
 def _carry_frozen(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     if old.frozen is None:
         return new
-    was_frozen = dict(
-        zip(_trained_by_name_of(old, trained_part(old)), frozen_flags(old), strict=True)
-    )
-    new_leaves = _trained_by_name_of(new, trained_part(new))
-    untrained_names = [
-        name for name, is_frozen in was_frozen.items() if is_frozen and name not in new_leaves
-    ]
-    report["notes"] += [f"{name}: frozen then, not trained now" for name in untrained_names]
-    words = frozen_words([bool(was_frozen.get(name)) for name in new_leaves])
+    names_of = lambda state: _trained_by_name_of(state, trained_part(state))
+    flags = zip(names_of(old), frozen_flags(old), strict=True)
+    frozen_names = {name for name, is_frozen in flags if is_frozen}
+    new_names = names_of(new)
+    lost_names = sorted(frozen_names.difference(new_names))
+    report["notes"] += [f"{name}: frozen then, not trained now" for name in lost_names]
+    words = frozen_words([name in frozen_names for name in new_names])
     return dataclasses.replace(new, frozen=put_on_devices_of(new.params, words))
 
 

@@ -12,7 +12,7 @@ loss function (`_core/stable_text.py`): another name would warn of an edited los
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, checks, training_call, trees
+from tsunax._core import Function, PyTree, checks, trees
 from tsunax._core.libraries import library
-from tsunax.errors import LossError, ParamsError, StateError, WrongTypeError
+from tsunax._step.loss_fn import current_call
+from tsunax.errors import LossError, StateError, WrongTypeError
 from tsunax.state import TrainState, check_state, own
 
 __all__ = ["Model", "equinox", "linen", "nnx", "raw"]
@@ -56,38 +57,24 @@ def _model(
     """A model from `call(params, model_state, key, train, x, named)` and `assemble(*parts)`."""
     if not jax.tree.leaves(params):
         raise trees.no_parameters("params", params)
-    structure = jax.tree.map(lambda x: 0, params)
     nothing = None if jax.tree.leaves(model_state) else model_state
 
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            raise StateError(
-                "model_state",
-                where,
-                got="None",
-                expected="the state that the model carries",
-                fix=(
-                    "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
-                ),
-            )
+            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
+            raise StateError("model_state", where, "None", "the state that the model carries", fix)
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
-        training_step = training_call.current.get()
+        training_step = current_call.get()
         is_mode_unnamed = (
             train is None and has_modes and named.keys().isdisjoint(_TRAIN_FLAGS + _EVAL_FLAGS)
         )
         if is_mode_unnamed and (training_step or key is not None):
+            fix = "Name `train` in loss_fn and hand it on: else dropout is off."
             raise LossError(
-                "train",
-                "Model.apply()",
-                got="a key without it" if training_step is None else "none in a training step",
-                expected="True or False",
-                fix=(
-                    "Name `train` in loss_fn and hand it on: without it dropout is off, and batch "
-                    "statistics stay."
-                ),
+                "train", "Model.apply()", "none in a training step, or with a key", "a bool", fix
             )
         out, new_model_state = call(
             params, carried(model_state, "Model.apply()"), key, bool(train), x, named
@@ -98,10 +85,6 @@ def _model(
 
     def build(state: TrainState):
         check_state(state, "Model.build()")
-        difference = trees.first_difference(state.params, structure, "state.params", "an array")
-        if difference:
-            fix = "Give a state of this model's params."
-            raise StateError(f"params of another model {difference}. {fix}")
         parts = state.params, carried(state.model_state, "Model.build()")
         return assemble(*jax.tree.map(own, parts))
 
@@ -113,15 +96,10 @@ _TRAIN_FLAGS = ("train", "training", "is_training")
 _EVAL_FLAGS = ("deterministic", "use_running_average", "inference")
 
 
-def _check_model(x: Any, kind: type, adapter: str, expected: str) -> None:
+def _check_model(x: Any, kind: type, adapter: str) -> None:
     if not isinstance(x, kind) or not callable(x):
-        raise WrongTypeError(
-            "model",
-            f"models.{adapter}()",
-            got=trees.describe(x),
-            expected=expected,
-            fix=f"Make one: {x.__name__}(...)." if isinstance(x, type) else "",
-        )
+        expected = f"an instance of {adapter}.Module that can be called"
+        raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected)
 
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
@@ -152,7 +130,7 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
     {'bias': (2,), 'kernel': (3, 2)}
     """
     lib = library("flax.nnx", "models.nnx()")
-    _check_model(module, lib.Module, "nnx", "an instance of nnx.Module that can be called")
+    _check_model(module, lib.Module, "nnx")
     wrt = lib.Param if wrt is None else wrt
     modes, signature = _modes(module.__call__), inspect.signature(module.__call__)
     takes_rngs = "rngs" in signature.parameters
@@ -195,16 +173,8 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
             *map(jax.tree.leaves, (lib.to_pure_dict(streams_after), rngs)), strict=True
         )
         if train and key is None and any(a is not b for a, b in stream_pairs):
-            raise StateError(
-                "key",
-                "Model.apply()",
-                got="None",
-                expected="a key for the model's random streams",
-                fix=(
-                    "Add a key parameter to loss_fn for model.apply(..., key=key): "
-                    "setup(..., key=0)."
-                ),
-            )
+            fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
+            raise StateError("key", "Model.apply()", "None", "one for its random streams", fix)
         return out, lib.to_pure_dict(other_variables)
 
     def assemble(params, model_state):
@@ -224,7 +194,7 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     from `key`: a single stream gets the key itself, several get parts of it. The mode is passed to
     the module by the flags that its call names: `train`, `training`, `is_training`,
     `deterministic`, `use_running_average`. `build(state)` returns the bound module. Raises
-    WrongTypeError for a class in place of a module, ParamsError for variables without "params".
+    WrongTypeError for a class in place of a module.
 
     >>> import tsunax as ts
     >>> from flax import linen
@@ -235,11 +205,7 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     """
     where = "models.linen()"
     linen_module = library("flax.linen", where).Module
-    _check_model(module, linen_module, "linen", "an instance of linen.Module that can be called")
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        error_type = ParamsError if isinstance(variables, Mapping) else WrongTypeError
-        got, fix = trees.describe(variables), "Give all of net.init(key, x)."
-        raise error_type("variables", where, got, "a dict with 'params'", fix)
+    _check_model(module, linen_module, "linen")
     modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     # Plain dicts, because calls return plain dicts.
@@ -273,16 +239,8 @@ def equinox(
     Raises MissingLibraryError without equinox.
     """
     eqx = library("equinox", "models.equinox()")
-    _check_model(module, eqx.Module, "equinox", "an instance of equinox.Module that can be called")
+    _check_model(module, eqx.Module, "equinox")
     stateful = state is not None
-    if stateful and not isinstance(state, eqx.nn.State):
-        raise WrongTypeError(
-            "state",
-            "models.equinox()",
-            got=trees.describe(state),
-            expected="an equinox.nn.State",
-            fix="module, state = eqx.nn.make_with_state(Net)(...)",
-        )
     params, static = eqx.filter(module, eqx.is_inexact_array), {}
     for train in (True, False):
         net = eqx.nn.inference_mode(module, value=not train)
@@ -319,21 +277,13 @@ def raw(fn: Function, params: PyTree, model_state: PyTree = None) -> Model:
     """The parts of a function `fn(params, *x)` that may name `model_state`, `key` and `train`.
 
     A function that names `model_state` returns `(out, model_state)`, any other returns `out`.
-    `build(state)` returns a function of the inputs. Raises WrongTypeError if `fn` is no function.
+    `build(state)` returns a function of the inputs.
 
     >>> import tsunax as ts
     >>> model = ts.models.raw(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 2))})
     >>> model.apply(model.params, jnp.ones(3))
     (Array([3., 3.], dtype=float32), None)
     """
-    if not callable(fn) or isinstance(fn, type):
-        raise WrongTypeError(
-            "fn",
-            "models.raw()",
-            got=trees.describe(fn),
-            expected="a function fn(params, *x, ...)",
-            fix="The order is raw(fn, params).",
-        )
     names = inspect.signature(fn).parameters
 
     def call(params, model_state, key, train, x, named):

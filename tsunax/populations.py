@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._state.state_setup import as_key
 from tsunax._step.members import each, members_of
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState
 from tsunax.states import COUNTED, States
@@ -55,26 +55,14 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     ((3, 2), [0.1..., 0.2..., 0.3...])
     """
     where = "population()"
-    if not callable(make):
-        raise WrongTypeError("make", where, trees.describe(make), "a function make(key, **values)")
     checks.check_count(n, where, "n")
-    checks.check_takes("make", where, make, f"make({', '.join(['key', *values])})", None, **values)
     is_on_host = lambda x: isinstance(x, list | tuple | np.ndarray)
     values = {k: np.array(x) if is_on_host(x) else x for k, x in values.items()}
     for name, x in values.items():
-        checks.check_arrays(x, name, "Bind values that are no numbers to make.")
         if np.shape(x)[:1] != (n,):
-            raise StateError(
-                repr(name),
-                where,
-                got=trees.describe(x),
-                expected=f"an array with a first axis of {n}",
-                fix="Bind shared values to make.",
-            )
-    parent_key: Any = as_key(key, where)
-    if parent_key is None:
-        raise WrongTypeError("key", where, "None", "an int seed or a key, as jax.random.key(0)")
-    keys = jax.random.split(parent_key, n)
+            expected = f"an array with a first axis of {n}; bind shared values to make"
+            raise StateError(repr(name), where, trees.describe(x), expected)
+    keys = jax.random.split(cast(Any, as_key(key, where)), n)
     # Not vmap: it batches decompositions, as in orthogonal initializers, and on two cores several
     # batched decompositions wait for each other forever (docs/upstream.md).
     make_member: Any = lambda arguments: make(arguments[0], **arguments[1])
@@ -82,13 +70,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
         lambda *arguments: jax.lax.map(make_member, arguments), keys, values
     )
     if not isinstance(runs, COUNTED):
-        raise StateError(
-            "result",
-            "make",
-            got=trees.describe(runs),
-            expected="a TrainState",
-            fix="make returns ts.setup(rule, params, ...), or ts.States of several.",
-        )
+        raise StateError("result", "make", trees.describe(runs), "a TrainState, as of ts.setup()")
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # checks numbers that were tracers inside `make`
     return runs  # pyright: ignore[reportReturnType]
@@ -126,7 +108,7 @@ def member(runs: _State, i: int) -> _State:
     Raises StateError for a bad index; a traced one counts modulo the members. For example
     `member(runs, np.argmin(losses))`.
     """
-    return _members_at(runs, i, 0, "member", "an index")
+    return _members_at(runs, i, 0, "member()", "an index")
 
 
 def select(runs: _State, indices: ArrayLike) -> _State:
@@ -136,34 +118,17 @@ def select(runs: _State, indices: ArrayLike) -> _State:
     by copies of the best. Raises StateError for an index out of range; traced indices count modulo
     the members.
     """
-    return _members_at(runs, indices, 1, "indices", "a list of ints")
+    return _members_at(runs, indices, 1, "select()", "a list of ints")
 
 
-def _members_at(runs: _State, indices: Any, ndim: int, title: str, kind: str) -> _State:
-    where = "member()" if title == "member" else "select()"
+def _members_at(runs: _State, indices: Any, ndim: int, caller: str, kind: str) -> _State:
     if (n := members_of(runs)) is None:
-        raise StateError(
-            "runs",
-            where,
-            got=trees.describe(runs),
-            expected="a population",
-            fix="Make one: ts.population(...).",
-        )
-    if trees.is_gone(runs.clock):
-        raise StateError("runs", where, "a population that a step took", "what the step returned")
+        raise StateError("runs", caller, trees.describe(runs), "a population of ts.population(...)")
     index = indices if trees.is_traced(indices) else np.asarray(indices)
     is_valid = index.ndim == ndim and index.size and jnp.issubdtype(index.dtype, np.integer)
-    if is_valid and trees.is_traced(index):
-        return _gathered(runs, index % n)
-    if not is_valid or index.min() < -n or index.max() >= n:
-        raise StateError(
-            title,
-            where,
-            got=f"{index.min()} ... {index.max()}"
-            if is_valid and ndim
-            else trees.describe(indices),
-            expected=f"{kind} below {n}",
-        )
+    # JAX would take the last member for an index beyond it.
+    if not is_valid or not (trees.is_traced(index) or -n <= index.min() <= index.max() < n):
+        raise StateError("indices", caller, trees.describe(indices), f"{kind} below {n}")
     return _gathered(runs, (index % n).astype(np.int32))
 
 

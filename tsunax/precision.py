@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from tsunax._core import Function, PyTree, Scalar, Where, checks, patterns, trees
-from tsunax.errors import StateError, WrongTypeError, hint
+from tsunax.errors import StateError, WrongTypeError, unknown
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -57,28 +57,14 @@ class Policy:
             value = getattr(self, name)
             if name == "evaluate" and value is None:
                 value = self.compute if jnp.dtype(self.compute).itemsize >= 4 else "float32"
-            try:
-                is_dtype = value is not None and jnp.dtype(value).name in DTYPES
-            except TypeError:
-                is_dtype = False
-            if not is_dtype:
-                raise WrongTypeError(
-                    name,
-                    "Policy()",
-                    got=trees.describe(value),
-                    expected=f"one of {', '.join(DTYPES)}",
-                )
-            object.__setattr__(self, name, jnp.dtype(value).name)
+            dtype = jnp.dtype(value).name  # NumPy reads None as float64
+            if value is None or dtype not in DTYPES:
+                raise WrongTypeError(name, "Policy()", trees.describe(value), " or ".join(DTYPES))
+            object.__setattr__(self, name, dtype)
         checks.check_choice(self.rounding, "Policy()", "rounding", ("nearest", "stochastic"))
         checks.check_choice(self.moments, "Policy()", "moments", ("float32", "bfloat16"))
         if self.stochastic and self.param != "bfloat16":
-            raise WrongTypeError(
-                "param",
-                "Policy(rounding='stochastic')",
-                got=self.param,
-                expected="'bfloat16'",
-                fix="Stochastic rounding cuts float32 to bfloat16.",
-            )
+            raise WrongTypeError("param", "Policy()", self.param, "'bfloat16', to round to it")
         if isinstance(self.batch, list):  # policies are compared and hashed
             object.__setattr__(self, "batch", tuple(self.batch))
         if self.batch is not None:
@@ -173,23 +159,14 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
         return precision
     if isinstance(precision, str) and precision in DTYPES:
         return Policy(compute=precision)
-    raise WrongTypeError(
-        "precision",
-        where,
-        got=trees.describe(precision),
-        expected=f"{', '.join(map(repr, DTYPES))}, or a Policy",
-        fix=hint(str(precision), DTYPES),
-    )
+    raise WrongTypeError(unknown("precision", where, str(precision), DTYPES, "Or give a Policy."))
 
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The tree with its real float leaves in another dtype; other leaves are unchanged."""
-
-    def cast_leaf(x: Any):
-        is_shape = isinstance(x, jax.ShapeDtypeStruct)
-        return jnp.asarray(x, dtype) if trees.is_a(x, np.floating) and not is_shape else x
-
-    return jax.tree.map(cast_leaf, tree)
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    is_castable = lambda x: trees.is_a(x, np.floating) and not is_shape(x)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_castable(x) else x, tree)
 
 
 def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
@@ -265,45 +242,22 @@ def as_loss_scale(
 
     float16 gets a dynamic scale by default, because small float16 gradients become zero silently.
     """
-    if loss_scale is None:
-        if precision is None or precision.compute != "float16":
-            return None
-        loss_scale = "dynamic"
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+    if loss_scale is None and (precision is None or precision.compute != "float16"):
+        return None
+    if loss_scale is None or (isinstance(loss_scale, str) and loss_scale == "dynamic"):
         loss_scale = LossScale()
-    elif checks.is_real(loss_scale):
-        loss_scale = LossScale(loss_scale, dynamic=False)
     if not isinstance(loss_scale, LossScale):
-        raise WrongTypeError(
-            "loss_scale",
-            where,
-            got=trees.describe(loss_scale),
-            expected="'dynamic', a number or a LossScale",
-        )
-    smallest = float(jnp.finfo(jnp.float32).tiny)
-    largest = float(jnp.finfo(jnp.float32).max)
-    low, high = smallest, largest
-    if loss_scale.dynamic:
-        low, high = loss_scale.floor, loss_scale.ceiling
+        loss_scale = LossScale(loss_scale, dynamic=False)
+    scale = loss_scale.scale
+    smallest, largest = float(jnp.finfo("float32").tiny), float(jnp.finfo("float32").max)
+    is_dynamic = loss_scale.dynamic
+    low, high = (loss_scale.floor, loss_scale.ceiling) if is_dynamic else (smallest, largest)
     # A scalar, or an array with a scale per member of a population.
-    is_in_range = trees.is_traced(loss_scale.scale) or np.all(
-        (low <= loss_scale.scale) & (loss_scale.scale <= high)
-    )
-    if (
-        not is_in_range
-        or not smallest <= low <= high <= largest
-        or loss_scale.factor <= 1
-        or loss_scale.interval < 1
-    ):
-        raise StateError(
-            "loss_scale",
-            where,
-            got=loss_scale,
-            expected=(
-                f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}, "
-                "factor > 1, interval ≥ 1"
-            ),
-        )
+    is_in_range = trees.is_traced(scale) or np.all((low <= scale) & (scale <= high))
+    is_growing = loss_scale.factor > 1 and loss_scale.interval >= 1
+    if not (is_in_range and is_growing and smallest <= low <= high <= largest):
+        bounds = f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}"
+        raise StateError("loss_scale", where, loss_scale, f"{bounds}, factor > 1, interval ≥ 1")
     return dataclasses.replace(
         loss_scale,
         scale=jnp.asarray(loss_scale.scale, jnp.float32),

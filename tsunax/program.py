@@ -13,74 +13,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.finite_state import FirstLook
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, inputs_of_loss_fn
-from tsunax.errors import StateError, WrongTypeError
+from tsunax._step.programs import Programs, Traced, call_on_mesh, check_byte_order, place_state
+from tsunax.errors import WrongTypeError
 from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
-from tsunax.state import Plan, TrainState, assemble, check_state, donated, split
+from tsunax.state import Plan, TrainState, assemble, check_state, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
-
-
-def place_state(moving: PyTree, fixed: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
-    """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
-    arrays = (x for x in jax.tree.leaves((moving, fixed)) if not trees.is_traced(x))
-    shardings = filter(None, (getattr(x, "sharding", None) for x in arrays))
-    if not any(len(sharding.device_set) > 1 for sharding in shardings):
-        return None, moving, fixed
-    from tsunax._core.placement import mesh_shardings, resharded
-
-    first, second = mesh_shardings(moving, fixed), mesh_shardings(fixed, moving)
-    if first is None or second is None:
-        return None, moving, fixed
-    return first, resharded(moving, first.of_leaves), resharded(fixed, second.of_leaves)
-
-
-def raise_if_faulty(error: Exception, state: TrainState, batch: PyTree, extra: Extra) -> None:
-    """Raise the error in the arguments that made a program fail, if there is one."""
-    from tsunax._step import step_errors
-
-    if fault := step_errors.argument_error(error, state, batch, extra):
-        raise fault from None
-
-
-def check_byte_order(batch: PyTree, extra: Extra) -> None:
-    """Raise for a NumPy array with another byte order than the machine's.
-
-    jit raises for such an array when it compiles, but a program that is compiled already reads its
-    bytes in the wrong order.
-    """
-    for x in jax.tree.leaves((batch, extra)):  # at each step: a loop takes half of `any`'s time
-        if isinstance(x, np.ndarray) and not x.dtype.isnative:
-            raise TypeError("swapped bytes")  # `raise_if_faulty` names the leaf
-
-
-def call_on_mesh(
-    run: Function, state: TrainState, batch: PyTree, extra: Extra, where: str, *, whole: bool
-) -> PyTree:
-    """`run(state, batch, extra)` on the mesh of the state; errors name its arguments."""
-    check_state(state, where, batch)
-    shardings = place_state(state.params)[0]
-    try:
-        check_byte_order(batch, extra)
-        if shardings is not None and not trees.is_tracing():
-            from tsunax._step import on_mesh
-
-            batch, extra = on_mesh.place_as_it_is(state, shardings, batch, extra, whole=whole)
-        return run(state, batch, extra)
-    except Exception as error:
-        raise_if_faulty(error, state, batch, extra)
-        raise
 
 
 def _over_members(
@@ -92,58 +40,6 @@ def _over_members(
     from tsunax._step.members import over_members
 
     return over_members(f, state, *arguments, group_size=group_size)
-
-
-class Traced(NamedTuple):
-    """The arguments of one trace of a step: shapes and types, no values."""
-
-    kind: str  # "step", or "loop" for a trace in a fused loop
-    shardings: PyTree  # on a mesh the sharding of each array that the step changes
-    state: PyTree  # with a `jax.typeof` for each array
-    arguments: dict[str, Any]  # {name: tree}, with a `jax.typeof` for each array
-
-    @classmethod
-    def from_arguments(
-        cls, kind: str, shardings: Any, state: TrainState, arguments: Extra
-    ) -> Traced:
-        of_leaves = None if shardings is None else shardings.of_leaves
-        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, arguments)))
-
-
-class Programs(dict[Any, Any]):
-    """The compiled functions of a step by the placement of its arguments, built at first use."""
-
-    def __init__(self, build: Function) -> None:
-        super().__init__()
-        self._build = build
-        self.traced: int = 0  # how often a loop was traced
-        self._sharding: Any = None  # the sharding of the last clock, if it was on one device
-
-    def __missing__(self, shardings: Hashable) -> Function:
-        self[shardings] = self._build(shardings)
-        return self[shardings]
-
-    def place_state(self, state: TrainState, moving: PyTree, fixed: PyTree) -> tuple[Any, Any, Any]:
-        """`place_state`, without a look at every leaf if the state is placed like the last one.
-
-        Then its clock has the same sharding object: all arrays that a program returns share one.
-        Raises StateError for a state that was donated.
-        """
-        clock = state.clock
-        if self._sharding is not None and getattr(clock, "sharding", None) is self._sharding:
-            if clock.is_deleted():
-                raise StateError(donated("step()"))
-            return None, moving, fixed
-        if any(map(trees.is_gone, jax.tree.leaves((moving, fixed)))):
-            raise StateError(donated("step()"))
-        if not all(map(trees.is_placed, jax.tree.leaves((moving, fixed)))):
-            checks.check_arrays(state, "state")
-        shardings, moving, fixed = place_state(moving, fixed)
-        is_on_one_device = (
-            shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
-        )
-        self._sharding = clock.sharding if is_on_one_device else None
-        return shardings, moving, fixed
 
 
 @dataclass(frozen=True)
@@ -262,10 +158,10 @@ class TrainStep(GradientOptions):
         return on_mesh.place_batch(self, state, shardings, batch, extra)
 
     def __call__(
-        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
+        self, state: TrainState, batch: PyTree = None, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
-        if surplus or not isinstance(state, TrainState):
-            check_state(state, "step()", batch, surplus)
+        if not isinstance(state, TrainState):
+            check_state(state, "step()", batch)
         try:
             check_byte_order(batch, extra)
             # Eager grad and vmap trace only some arrays. A call would donate the other arrays.
@@ -288,7 +184,9 @@ class TrainStep(GradientOptions):
             program = self.programs[shardings]
             moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:
-            raise_if_faulty(error, state, batch, extra)
+            from tsunax._core.source_lines import hide_own_frames
+
+            hide_own_frames(error)
             raise
         state = assemble(kind, moving, fixed)
         weight = weight.value if type(weight) is StaticWeight else weight
@@ -416,8 +314,7 @@ def train_step(
 
 def check_is_train_step(step: Any, where: str) -> None:
     if not isinstance(step, TrainStep):
-        fix = "Make one: ts.train_step(loss_fn)."
-        raise WrongTypeError("step", where, trees.describe(step), "a train_step", fix)
+        raise WrongTypeError("step", where, trees.describe(step), "a ts.train_step(loss_fn)")
 
 
 @dataclass(frozen=True)
@@ -429,12 +326,11 @@ class EvalStep:
     carry: bool = False
 
     def __post_init__(self) -> None:
-        checks.check_flags("eval_step()", carry=self.carry)
-        _ = self._fn, checks.as_axes(self.axis_name, "eval_step()")
+        _ = self._fn  # raises its errors here, not in the first call
 
     @functools.cached_property
     def _fn(self) -> LossFn:
-        return LossFn.of(self.loss_fn, "eval_step()")
+        return LossFn.of(self.loss_fn)
 
     def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         """The evaluation without compilation; for a population, the evaluation of each member.
@@ -480,11 +376,7 @@ class EvalStep:
         none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
         return dataclasses.replace(state, **{**none, "plan": plan})
 
-    def __call__(
-        self, state: TrainState, batch: PyTree = None, *surplus: Never, **extra: Any
-    ) -> Loss:
-        if surplus:
-            check_state(state, "eval_step()", batch, surplus)
+    def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
         run = lambda state, *args: self._compiled(self._read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsunax._core import PyTree, Scalar, Where, checks, patterns, trees
+from tsunax._core import PyTree, Scalar, Where, patterns, trees
 from tsunax.errors import PatternError
 from tsunax.guard import square_sums
 
@@ -25,14 +25,8 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     selected = trees.take(params, patterns.select(where, params, place))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
-        raise PatternError(
-            "where",
-            place,
-            got=f"{patterns.where_text(where)}, which selects no floats",
-            expected="at least one",
-        )
-    for leaf in leaves:
-        checks.check_alive(leaf, place)
+        got = f"{patterns.where_text(where)}, which selects no floats"
+        raise PatternError("where", place, got, "at least one")
     # Only arrays are compared by identity: equal Python floats may be one object.
     return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
-from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, tables, trees
+from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
-from tsunax.errors import StateError, WrongTypeError, message, missing_name, unknown
+from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.rules.number_table import Numbers
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ class TrainState(Clocked):
     _parts: ClassVar[tuple[str, ...]]  # the names of the values that `assemble` joins
     _get_moving: ClassVar[Function]  # the dict of fields -> the values of `_moving`, as a tuple
     _get_fixed: ClassVar[Function]  # the dict of fields -> the values that a step only reads
-    _repr_html_ = tables.folded
 
     @classmethod
     def of(cls, state: TrainState, **own_fields: Any) -> TrainState:
@@ -105,20 +104,12 @@ class TrainState(Clocked):
         from tsunax._state import state_setup
 
         where = f"{cls.__name__}.of()"
-        own_names = [f.name for f in cls._fields if not hasattr(state, f.name)]
-        for name in [*own_names, *own_fields]:
-            if name not in own_fields or name not in own_names:
-                raise StateError(
-                    "field",
-                    where,
-                    got=f"none for {name!r}" if name in own_names else repr(name),
-                    expected=", ".join(own_names) or "no more",
-                )
-        roles = {f.name: f.metadata["like"] for f in cls._fields}
+        roles = {f.name: f.metadata["like"] for f in cls._fields if not hasattr(state, f.name)}
+        if roles.keys() != own_fields.keys():
+            raise StateError("fields", where, ", ".join(own_fields), ", ".join(roles) or "none")
         own_fields = state_setup.first_values(own_fields, roles, master_params(state), where)
-        return cls(
-            **state.__dict__, **{name: jax.tree.map(own, x) for name, x in own_fields.items()}
-        )
+        copies = {name: jax.tree.map(own, x) for name, x in own_fields.items()}
+        return cls(**state.__dict__, **copies)
 
     def replace(self, **fields: Any) -> TrainState:
         """The state with some fields replaced, by copies: `state.replace(params=params, step=0)`.
@@ -129,16 +120,11 @@ class TrainState(Clocked):
         from tsunax._core import placement
         from tsunax._state import state_setup
 
-        names = [*COUNTS, *(f.name for f in self._fields if f.name != "clock")]
         for name, value in fields.items():
-            if name not in names:
-                raise StateError(unknown("field", "replace()", name, names))
             state_setup.check_field(self, name, value)
         check_state(self, "replace()")
         if "key" in fields:
-            members = np.shape(self.clock)[:-1]
-            fields["key"] = state_setup.as_keys(fields["key"], "replace()", members)
-            state_setup.check_rounding(self.plan.precision, fields["key"], "replace()")
+            fields["key"] = state_setup.new_keys(self, fields["key"], "replace()")
         clock = self.clock
         if self.masters is not None and "masters" in fields:
             rounded = trees.cast_like(fields["masters"], trained_part(self))
@@ -153,23 +139,19 @@ class TrainState(Clocked):
                 clock = jnp.where(np.arange(len(COUNTS)) == index, value, clock)
         fields = {k: state_setup.copied_like(x, getattr(self, k)) for k, x in fields.items()}
         if "params" in fields:  # a step reads from the clock on which devices a state is
-            clock = placement.put_on_devices_of(
-                _selected_part(fields["params"], self.plan.selected), clock
-            )
+            trained = _selected_part(fields["params"], self.plan.selected)
+            clock = placement.put_on_devices_of(trained, clock)
         return dataclasses.replace(self, clock=clock, **fields)
-
-    if not TYPE_CHECKING:  # With a __getattr__, type checkers accept every name.
-
-        def __getattr__(self, name: str) -> Never:
-            names = [
-                word for word in [*self.__dataclass_fields__, *dir(type(self))] if word[0] != "_"
-            ]
-            missing_name(type(self).__name__, names)(name)
 
     def __repr__(self) -> str:
         from tsunax._state.state_text import state_text
 
         return state_text(self)
+
+    def _repr_html_(self) -> str:
+        from tsunax._core import tables
+
+        return tables.folded(self)
 
 
 def count_in(clock: Any, i: int) -> Any:
@@ -296,9 +278,8 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
 
 def averaged_params(state: TrainState, where: str) -> PyTree:
     """The full tree with the average in it, in the dtypes of the params."""
-    return params_with_trained(
-        state, trees.rounded_like(_average_of(state, where), trained_part(state))
-    )
+    average = trees.rounded_like(_average_of(state, where), trained_part(state))
+    return params_with_trained(state, average)
 
 
 def in_float32(state: TrainState) -> TrainState:
@@ -312,13 +293,8 @@ def in_float32(state: TrainState) -> TrainState:
 def _average_of(state: TrainState, where: str, name: str = "average") -> PyTree:
     averages = averages_of(state)
     if name not in averages:
-        raise StateError(
-            "average",
-            where,
-            got="a state without one" if name == "average" else f"{name!r}",
-            expected=" or ".join(map(repr, averages)) or "one",
-            fix="" if averages else "Give setup(..., ema=0.999).",
-        )
+        expected = " or ".join(map(repr, averages)) or "setup(..., ema=0.999)"
+        raise StateError("average", where, repr(name), expected)
     return trees.on_device(averages[name].params)
 
 
@@ -376,8 +352,7 @@ def setup(
     from tsunax.precision import as_loss_scale, as_policy
     from tsunax.rules import extra_arguments, inspecting, number_table
 
-    swapped = isinstance(params, optax.GradientTransformation)
-    inspecting.check_rule(rule, "setup()", "The order is setup(rule, params)." if swapped else "")
+    inspecting.check_rule(rule, "setup()")
     rule = extra_arguments.with_extra(rule)
     key = state_setup.as_key(key, "setup()")
     flags = state_setup.check_setup(params, model_state, trainable, copy, freezable)
@@ -422,13 +397,9 @@ def setup(
 
 
 def donated(where: str) -> str:
-    return message(
-        "state",
-        where,
-        got="one that was donated to an earlier step",
-        expected="one whose buffers are there",
-        fix="Go on with what that step returned, or keep it with train_step(..., donate=False).",
-    )
+    got, expected = "one that was donated to an earlier step", "one whose buffers are there"
+    fix = "Go on with what that step returned, or keep it with train_step(..., donate=False)."
+    return message("state", where, got, expected, fix)
 
 
 def check_values(state: object, where: str, second: object = None) -> None:
@@ -438,36 +409,12 @@ def check_values(state: object, where: str, second: object = None) -> None:
         checks.check_arrays(state.clock, "state.clock")
 
 
-def check_state(
-    state: object, where: str, second: object = None, further_arguments: Any = ()
-) -> None:
-    """Raise unless `state` is a TrainState and not donated.
-
-    `second` and `further_arguments`, which came after the state, show the mistake of the user.
-    """
+def check_state(state: object, where: str, second: object = None) -> None:
+    """Raise unless `state` is a TrainState and not donated; `second` came after it."""
     if isinstance(state, TrainState):
         if trees.is_gone(state.clock):
             raise StateError(donated(where))
-        if further_arguments:
-            raise WrongTypeError(
-                "batch",
-                where,
-                got=f"{1 + len(further_arguments)} arguments",
-                expected="one pytree",
-                fix="Write step(state, (x, y)).",
-            )
         return
-    got, expected = trees.describe(state), "a TrainState"
-    fix = "Make one: ts.setup(rule, params)."
-    if isinstance(second, TrainState):
-        fix = "The state comes first."
-    elif isinstance(getattr(state, "state", None), TrainState):  # `Restored`, `Run`
-        fix = f"Take its state: {type(state).__name__.lower()}.state."
-    elif type(state).__name__ == "TrainState":
-        got, expected = "flax's TrainState", "a tsunax.TrainState"
-        fix = "Make one: ts.setup(state.tx, state.params)."
-    elif isinstance(getattr(state, "members", None), dict):  # `States`
-        fix = f"Give one of its members: run.{next(iter(state.members))}."  # pyright: ignore
-    elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
-        fix = "A step returns two things: state, info = step(state, batch)."
-    raise WrongTypeError("state", where, got, expected, fix)
+    is_first = isinstance(second, TrainState)
+    fix = "The state comes first." if is_first else "Make one: ts.setup(rule, params)."
+    raise WrongTypeError("state", where, trees.describe(state), "a TrainState of tsunax", fix)

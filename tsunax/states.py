@@ -19,13 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import GetAttrKey
 
 from tsunax import guard
 from tsunax._core import PyTree, placement, tables, trees
 from tsunax._core.trees import own
-from tsunax._state.state_fields import COUNTS
 from tsunax.errors import StateError, WrongTypeError, unknown
 from tsunax.state import Clocked, TrainState, assemble, split
 
@@ -49,8 +47,8 @@ class States(Clocked):
 
     Each member has a clock of its updates: its schedules, averages and keys follow that clock.
 
-    Members of populations make a population of runs. Raises WrongTypeError for a member that is no
-    state, StateError for none, and for a name that cannot be an attribute.
+    Members of populations of one size make a population of runs. Raises WrongTypeError for a member
+    that is no state, StateError for a name that cannot be an attribute.
 
     >>> import tsunax as ts
     >>> state = lambda rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
@@ -69,12 +67,10 @@ class States(Clocked):
 
     def __init__(self, *, carry: PyTree = None, **members: TrainState) -> None:
         _check_members(members)
-        first_member = next(iter(members.values()))
-        shape = jnp.shape(first_member.clock)[:-1]
-        _check_sizes(members, shape, "States()")
-        clock = np.zeros((*shape, len(COUNTS)), np.int32)
-        clock = placement.put_on_devices_of(first_member.params, clock)
         tally = _rejected_counts(members.values())
+        first_member = next(iter(members.values()))
+        clock = jnp.zeros_like(first_member.clock)
+        clock = placement.put_on_devices_of(first_member.params, clock)
         seen_ids: set[int] = set()  # two states may share a key, which must not be donated twice
 
         def copied_if_shared(x: Any) -> Any:
@@ -95,8 +91,7 @@ class States(Clocked):
         return members[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        fix = f"Make another one: run = run.replace({name}=...)."
-        raise AttributeError(f"States are frozen. {fix}")
+        raise AttributeError(f"States are frozen: run = run.replace({name}=...).")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.members]
@@ -106,13 +101,11 @@ class States(Clocked):
 
         Raises StateError for an unknown name, WrongTypeError for a member that is no state.
         """
-        for name, x in new.items():
+        for name in new:
             if name not in (*self.members, "carry"):
                 raise StateError(unknown("member", "States", name, [*self.members, "carry"]))
-            if name != "carry":
-                _check_state(name, x)
         members = {name: new.get(name, x) for name, x in self.members.items()}
-        _check_sizes(members, jnp.shape(self.clock)[:-1], "States.replace()")
+        _check_members(members)
         rejected_counts = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
         rejected_counts |= {name: members[name].rejected for name in members if name in new}
         tally = jnp.stack([*rejected_counts.values()], -1)
@@ -127,23 +120,15 @@ class States(Clocked):
 
         Raises as `replace`.
         """
-        if all_or_none and jnp.ndim(self.clock) > 1:
-            raise StateError(
-                "run",
-                "advance()",
-                got="a population",
-                expected="one run",
-                fix="Map the step: jax.vmap(step, in_axes=(0, None))(runs, batch).",
-            )
         run = self.replace(**new)
         is_rejected = jnp.any(run.tally > self.tally, -1)  # `replace` has counted rejected calls
         clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
-        members = run.members
-        if all_or_none:
-            old = self.members
-            members = {name: _old_if_bad(is_rejected, x, old[name]) for name, x in members.items()}
-        tally = _rejected_counts(members.values()) if all_or_none else run.tally
-        return _assembled_run(clock, tally, run.carry, members)
+        if not all_or_none:
+            return _assembled_run(clock, run.tally, run.carry, run.members)
+        choose = jax.vmap(_old_if_bad) if is_rejected.ndim else _old_if_bad  # in a population
+        pairs = zip(run.members.items(), self.members.values(), strict=True)
+        members = {name: choose(is_rejected, new, old) for (name, new), old in pairs}
+        return _assembled_run(clock, _rejected_counts(members.values()), run.carry, members)
 
     def member_at(self, where: object, caller: str) -> tuple[str, str]:
         """The member that a pattern begins with, and the pattern in it, both strings.
@@ -153,9 +138,8 @@ class States(Clocked):
         """
         name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
-            printed = where if isinstance(where, str) else trees.describe(where)
             fix = "Give a member, or 'member/pattern'."
-            raise StateError(unknown("member", caller, printed, self.members, fix))
+            raise StateError(unknown("member", caller, str(where), self.members, fix))
         return name, inner_pattern or "**"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
@@ -170,8 +154,8 @@ class States(Clocked):
         return _assembled_run(clock, tally, carry, dict(zip(names, members, strict=True)))
 
     def __repr__(self) -> str:
-        is_concrete = trees.is_array(self.clock) and not trees.is_traced(self.clock)
-        is_concrete = is_concrete and jnp.ndim(self.clock) == 1 and not trees.is_gone(self.clock)
+        has_values = trees.is_array(self.clock) and not trees.is_traced(self.clock)
+        is_concrete = has_values and not trees.is_gone(self.clock) and jnp.ndim(self.step) == 0
         counts = f"step={int(self.step)}, calls={int(self.calls)}" if is_concrete else "..."
         parts = [f"{name}: {state!r}" for name, state in self.members.items()]
         if carry_leaves := jax.tree.leaves(self.carry):
@@ -189,50 +173,14 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
     return jnp.stack([state.rejected for state in states], -1)
 
 
-def _check_members(members: Mapping[str, Any]) -> None:
-    if not members:
-        raise StateError(
-            "members",
-            "States()",
-            got="none",
-            expected="a training state by name",
-            fix="For example ts.States(generator=g, critic=c).",
-        )
+def _check_members(members: Mapping[str, object]) -> None:
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in reserved_names:
-            raise StateError(
-                "name",
-                "States()",
-                got=repr(name),
-                expected="a name that can be an attribute, and is none of States'",
-            )
-        _check_state(name, state)
-
-
-def _check_sizes(members: Mapping[str, TrainState], shape: tuple[int, ...], where: str) -> None:
-    for name, state in members.items():
-        if (other_shape := jnp.shape(state.clock)[:-1]) != shape:
-            raise StateError(
-                "members",
-                where,
-                got=f"{name!r} of {other_shape or 'one'}, the first of {shape or 'one'}",
-                expected="populations of one size, or none",
-            )
-
-
-def _check_state(name: str, state: object) -> None:
-    if not isinstance(state, TrainState):
-        fix = "Make one: ts.setup(rule, params). What no rule trains is carry=..."
-        if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
-            fix = "A step returns two things: state, info = step(state, batch)."
-        raise WrongTypeError(
-            f"member {name!r}",
-            "States",
-            got=trees.describe(state),
-            expected="a TrainState",
-            fix=fix,
-        )
+            raise StateError("name", "States()", repr(name), "a name that can be an attribute")
+        if not isinstance(state, TrainState):
+            expected = "a TrainState; what no rule trains is carry="
+            raise WrongTypeError(f"member {name!r}", "States", trees.describe(state), expected)
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:
@@ -281,13 +229,8 @@ def assemble_any(kind: Any, moving: PyTree, fixed: PyTree) -> Any:
     if isinstance(kind[0], type):
         return assemble(kind, moving, fixed)
     clock, tally, carry, parts = moving
-    rows = zip(kind, parts, fixed, strict=True)
-    return _assembled_run(
-        clock,
-        tally,
-        carry,
-        {
-            key_of_member[0]: assemble(key_of_member[1:], new, old)
-            for key_of_member, new, old in rows
-        },
-    )
+    members = {
+        name: assemble((cls, plan), new, old)
+        for (name, cls, plan), new, old in zip(kind, parts, fixed, strict=True)
+    }
+    return _assembled_run(clock, tally, carry, members)

@@ -28,10 +28,18 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import averages_of, thawed_flags
-from tsunax._step.certainty import certainty
+from tsunax._step.applying import (
+    fit_gradients,
+    mean_over_rows,
+    run_rule,
+    with_moved_averages,
+    with_params,
+    with_unmoved,
+    without_frozen,
+)
+from tsunax._step.finite_state import certainty
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
-from tsunax._step.row_probe import RowProbe
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
@@ -94,7 +102,12 @@ def value_and_grad(
         noise_scale=noise_scale,
         check_rows=check_rows,
     )
-    gradient, row_probe = gradient_of(options, "value_and_grad()"), RowProbe(options)
+    gradient = gradient_of(options, "value_and_grad()")
+    if not (options.is_cut and check_rows):
+        return gradient
+    from tsunax._step.row_probe import RowProbe
+
+    row_probe = RowProbe(options)
 
     def f(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
@@ -199,7 +212,9 @@ def update(
     checks.check_choice(on_nonfinite, "update()", "on_nonfinite", guard.POLICIES)
     check_norms(norms, "update()")
     if extra:
-        _errors().check_extra(state, extra)
+        from tsunax._step import step_errors
+
+        step_errors.check_extra(state, extra)
     return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
 
 
@@ -220,22 +235,17 @@ def update_unchecked(
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
-        raise StateError(
-            "on_nonfinite",
-            "update()",
-            got="'ignore'",
-            expected="another policy under a loss scale",
-            fix="A loss scale lives from rejected steps.",
-        )
-    grads, loss = _fitting(state, grads, as_update_loss(loss))
+        expected = "another policy: a loss scale lives from rejected steps"
+        raise StateError("on_nonfinite", "update()", "'ignore'", expected)
+    grads, loss = fit_gradients(state, grads, as_update_loss(loss))
     if model_state is None:
         model_state = state.model_state if loss.model_state is None else loss.model_state
     check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = thawed_flags(state)
-    grads = _without_frozen(grads, thawed)
+    grads = without_frozen(grads, thawed)
     is_judged = on_nonfinite != "ignore"
-    mean, grad_norm = _mean(grads, trained_part(state)), None
+    mean, grad_norm = mean_over_rows(grads, trained_part(state)), None
     # A rule that clips first gets the verdict's norm, and has to clip by the same bits as optax.
     shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)
     if norms or is_judged or any(map(trees.is_offloaded, jax.tree.leaves(state))):
@@ -245,7 +255,7 @@ def update_unchecked(
 
     def attempt() -> Attempt:
         """The result of the step if the verdict applies it."""
-        updates, opt_state = _ruled(
+        updates, opt_state = run_rule(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
         emitted = guard.emitted(opt_state)
@@ -256,14 +266,14 @@ def update_unchecked(
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
         clock = guard.count(state.clock, emitted)
         new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
-        new = _with_params(new, optax.apply_updates(master_params(state), updates))
-        new = _averaged(new)
-        new = _with_unmoved(state, new, thawed, emitted)
+        new = with_params(new, optax.apply_updates(master_params(state), updates))
+        new = with_moved_averages(new)
+        new = with_unmoved(state, new, thawed, emitted)
         if (replaced := loss.overwritten) is not None:
             new = dataclasses.replace(
                 new, params=params_with_trained(new, trained_part(new), replaced)
             )
-        return Attempt(_changed_fields(new, state), emitted, _without_frozen(updates, thawed))
+        return Attempt(_changed_fields(new, state), emitted, without_frozen(updates, thawed))
 
     def judge(make: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
         """The attempt that `make` returns, or the unchanged state; and the verdict on it."""
@@ -391,147 +401,6 @@ def _info(
         step=state.step if numbers is not None and numbers.scheduled else None,
         numbers=numbers,
     )
-
-
-def _fitting(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
-    """The gradients in the structure of `trainable(state)`, also if given for the full tree."""
-    params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
-    if structure != jax.tree.structure(params):
-        if not plan.selected or structure != jax.tree.structure(state.params):
-            raise _errors().other_tree(grads, params)
-        if plan.overwritten is not None:
-            new, old = (trees.partition(x, plan.overwritten)[0] for x in (grads, state.params))
-            checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
-            new = trees.cast_like(jax.tree.map(own, new), old)
-            loss = dataclasses.replace(loss, overwritten=new)
-        grads = trees.partition(grads, plan.selected)[0]
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
-    rows = _rows_in(grads, params)
-    for i, (grad, param) in enumerate(pairs):
-        if not _is_gradient(grad, param, rows):
-            raise _errors().wrong_gradient(grads, i, param)
-    return grads, loss
-
-
-def _is_gradient(grad: Any, param: Any, rows: tuple[int, ...]) -> bool:
-    """Whether an array is the gradient of a parameter, with a first axis of `rows` if not ()."""
-    if not trees.is_inexact(grad) or np.shape(grad) != (*rows, *np.shape(param)):
-        return False
-    is_readable = not trees.is_gone(grad) and checks.dtype_fault(trees.dtype_of(grad)) is None
-    return is_readable and (jnp.iscomplexobj(param) or not jnp.iscomplexobj(grad))
-
-
-def _rows_in(grads: PyTree, params: PyTree) -> tuple[int, ...]:
-    """`(rows,)` for the gradients of rows (`per_example=True`), else ()."""
-    g, p = jax.tree.leaves(grads)[0], jax.tree.leaves(params)[0]
-    return np.shape(g)[:1] if np.ndim(g) == np.ndim(p) + 1 else ()
-
-
-def _mean(grads: PyTree, params: PyTree) -> PyTree:
-    """The mean of the gradients of rows; gradients without an axis of rows are returned."""
-    return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
-
-
-def _errors() -> Any:
-    """The module with the errors of an update, loaded when there is an error."""
-    from tsunax._step import step_errors
-
-    return step_errors
-
-
-def _without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
-    """The gradients with zeros for frozen leaves, which count in no norm."""
-    if thawed is None:
-        return grads
-    return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
-
-
-def _ruled(
-    state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
-) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the rule."""
-    params, policy, opt_state = master_params(state), state.plan.precision, state.opt_state
-    if state.masters is not None or (policy is not None and policy.stochastic):
-        grads = trees.cast_like(grads, params)
-    mean = _mean(grads, params)
-    # Complex gradients are as JAX makes them: line searches compare them with the gradient of
-    # `value_fn`.
-    arguments: Extra = {"grad": trees.conjugated(mean), "step": state.step, "weight": weight}
-    arguments |= ({} if value is None else {"value": value}) | extra
-    arguments |= {} if grad_norm is None else {"grad_norm": grad_norm}
-    for name in checks.SEARCHES:
-        if callable(arguments.get(name)):
-            arguments[name] = checks.accepting(arguments[name], arguments)
-    opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
-    opt_state = number_table.join_numbers(opt_state, state.numbers, state.step)
-    update = lambda grads: state.plan.update(grads, opt_state, params, **arguments)
-    trees_of_rule, has_rows, result = (params, opt_state), mean is not grads, None
-    try:
-        result = update(grads)
-        if not all(map(_have_equal_shapes, result, trees_of_rule[: 1 + has_rows])):
-            raise RuleError("updates: got another tree than that of the trained params.")
-    except Exception as error:
-        _errors().raise_of_rule(error, update, arguments, result, trees_of_rule, has_rows)
-        raise
-    return result
-
-
-def _have_equal_shapes(new: PyTree, old: PyTree) -> bool:
-    """Whether the leaves of two trees have the same shapes."""
-    return [*map(np.shape, jax.tree.leaves(new))] == [*map(np.shape, jax.tree.leaves(old))]
-
-
-def _with_params(state: TrainState, params: PyTree) -> TrainState:
-    """The state with new trained params, rounded as it stores them."""
-    policy = state.plan.precision
-    if state.masters is not None:
-        rounded = trees.cast_like(params, trained_part(state))
-        return dataclasses.replace(
-            state, params=params_with_trained(state, rounded), masters=params
-        )
-    if policy is not None and policy.stochastic:
-        params = policy.rounded(params, state.key, state.calls)
-    return dataclasses.replace(state, params=params_with_trained(state, params))
-
-
-def _averaged(state: TrainState) -> TrainState:
-    params = trained_part(state) if state.masters is None else state.masters
-    averages = averages_of(state).items()
-    moved = {name: average.moved(params, state.step) for name, average in averages}
-    return dataclasses.replace(state, **moved)
-
-
-def _with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
-    """`new` without its moves of frozen leaves, and of all params if the call only gathered.
-
-    The declarations of the fields define which leaves belong to params.
-    """
-    if thawed is None and emitted is None:
-        return new
-    from tsunax.rules import accumulation, leaf_owners
-
-    moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
-    flags = [moves & flag for flag in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
-    fields: dict[str, Any] = {}
-    for f in dataclasses.fields(old):
-        new_field, old_field, role = getattr(new, f.name), getattr(old, f.name), f.metadata["like"]
-        if f.metadata["moves"] != "step" or new_field is old_field:
-            continue
-        if role == "params":
-            part = guard.choose(flags, trained_part(new), trained_part(old))
-            fields[f.name] = params_with_trained(old, part)
-        elif role in ("trained", "average"):
-            # An average also has a count, which moves if any leaf may move.
-            counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
-            fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
-        elif role == "rule" and thawed is not None:
-            owners = leaf_owners.owners_of(
-                old.plan.init, old_field, old.numbers, master_params(old)
-            )
-            pairs = zip(owners, accumulation.in_sums(new_field), strict=True)
-            moments = [True if i is None or is_sum else thawed[i] for i, is_sum in pairs]
-            fields[f.name] = guard.choose(moments, new_field, old_field)
-    return dataclasses.replace(new, **fields)
 
 
 def _recorded(

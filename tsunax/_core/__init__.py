@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import re
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,22 +30,6 @@ StrPath: TypeAlias = str | os.PathLike[str]
 Extra: TypeAlias = dict[str, Any]  # arguments by name
 Function: TypeAlias = Callable[..., Any]
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # step(state, batch, **extra) -> (state, info)
-
-
-def _give_hints(title: str, module: Any) -> None:
-    """Make errors for unknown names of a public module suggest its nearest names."""
-    if not isinstance(module, types.ModuleType) or "__getattr__" in vars(module):
-        return
-
-    def fail(name: str) -> None:
-        # `from tsunax.data import batching` looks for an attribute before it imports the module
-        is_folder = name[0] != "_" and "__path__" in vars(module)
-        if is_folder and importlib.util.find_spec(f"{module.__name__}.{name}"):
-            raise AttributeError(name)
-        names = getattr(module, "__all__", ())
-        importlib.import_module("tsunax.errors").missing_name(title, names)(name)
-
-    vars(module)["__getattr__"] = fail
 
 
 def lazy(
@@ -77,9 +60,6 @@ def lazy(
         if value is None:  # a module of a folder
             value = importlib.import_module(f"{module}.{name}")
         package[name] = value
-        # also modules that other code imported
-        for public_name in module_of.keys() & package.keys():
-            _give_hints(f"{title}.{public_name}", package[public_name])
         return value
 
     names = sorted(module_of)

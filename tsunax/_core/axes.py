@@ -1,45 +1,38 @@
 """Named device axes in `jax.shard_map` and `jax.pmap`: without a mean over them states drift."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax._src import core
 
-from tsunax._core import checks
-from tsunax._core.trees import manual_axes
+from tsunax._core import AxisName, checks
 from tsunax.errors import StateError
 
 Axes = tuple[str, ...]
 
 
-def checked_axes(axis_name: Any, where: str) -> Axes:
+def manual_axes() -> tuple:
+    """The axes of devices inside `shard_map` or `pmap`; before JAX 0.8 also named axes of vmap."""
+    axes = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+    if axes or jax.__version_info__ >= (0, 8):
+        return axes
+    # Before JAX 0.8, pmap is no shard_map, and looks like a vmap with a named axis.
+    return tuple(core.get_axis_env().axis_sizes)
+
+
+def checked_axes(axis_name: AxisName, where: str) -> Axes:
     """The axes over which to take means. Raises StateError for a forgotten or an absent axis."""
-    axes = checks.as_axes(axis_name, where)
-    if axes is None:
-        if enclosing_axes := manual_axes():
-            unnamed = not all(
-                isinstance(name, str) and not name.startswith("_") for name in enclosing_axes
-            )
-            names = (
-                "i"
-                if unnamed
-                else enclosing_axes[0]
-                if len(enclosing_axes) == 1
-                else enclosing_axes
-            )
-            place = "jax.pmap, whose axis has no name either" if unnamed else f"axis {names!r}"
-            advice = f"{where[:-1]}..., axis_name={names!r}) for the mean, () for none."
-            fix = f"Each device has rows of its own: {advice}"
-            raise StateError("axis_name", where, f"none inside of {place}", "one", fix)
-        return ()
-    for name in axes:
+    axes = checks.as_axes(axis_name)
+    if axes is None and (enclosing_axes := manual_axes()):
+        got = f"none inside of the axes {enclosing_axes}"
+        fix = "Each device has rows of its own: name the axis for their mean, or give () for none."
+        raise StateError("axis_name", where, got, "one", fix)
+    for name in axes or ():
         try:
             jax.lax.axis_index(name)
         except NameError:
-            expected, fix = "an axis that is around it", "on sharded arrays leave it out."
-            fix = f"Call it inside jax.shard_map or jax.pmap over that axis; {fix}"
-            raise StateError("axis_name", where, repr(name), expected, fix) from None
-    return axes
+            fix = "Call it inside jax.shard_map or jax.pmap; on sharded arrays leave it out."
+            raise StateError("axis_name", where, repr(name), "an axis around it", fix) from None
+    return axes or ()
 
 
 def varying(x):

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tsunax._core import trees
+from tsunax._core import AxisName, trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
-    KeywordError,
     LossError,
     ParamsError,
     StateError,
@@ -40,14 +39,14 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         if not is_numeric(leaf):
             raise WrongTypeError("leaf", where, trees.describe(leaf), "an array of numbers", fix)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-            fix = "Call the function that makes the arrays: ts.shard(make, mesh), or make()."
-            raise WrongTypeError("leaf", where, got, "an array", fix)
+            raise WrongTypeError("leaf", where, "a ShapeDtypeStruct", "an array", fix)
         check_alive(leaf, where)
 
 
-_CONSUMED = "An earlier step consumed (donated) it: use what the step returned."
-_DELETED = "a deleted array", "a live one", _CONSUMED
+_DELETED = (
+    *("a deleted array", "a live one"),
+    "An earlier step consumed (donated) it: use what the step returned.",
+)
 
 
 def check_alive(leaf: Any, where: str) -> None:
@@ -68,13 +67,6 @@ def check_all_alive(tree: Any, root: str) -> None:
         check_alive(leaf, where)
 
 
-def check_movable(tree: Any, root: str) -> None:
-    """Raise StateError for a deleted array, DataError for a dtype that JAX does not have."""
-    for where, leaf in trees.leaves_at(root, tree):
-        check_alive(leaf, where)
-        check_dtype(trees.dtype_of(leaf), where)
-
-
 def is_numeric(leaf: Any) -> bool:
     """Whether it has numbers, bools or keys."""
     return trees.is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
@@ -85,9 +77,7 @@ def dtype_fault(dtype: Any) -> tuple[str, str, str] | None:
     is_refused = lambda: not dtype.isnative or dtype.char in "gGm"  # long doubles, spans of time
     if not (isinstance(dtype, np.dtype) and is_refused() and jnp.issubdtype(dtype, np.number)):
         return None
-    fix = "Cast it: x.astype(np.float32), for example."
-    if not dtype.isnative:
-        fix = "Its bytes are in another order: x.astype(x.dtype.newbyteorder('='))."
+    fix = "Cast it: x.astype(np.float32), or x.dtype.newbyteorder('=') for another byte order."
     return f"dtype {dtype}", "one that JAX has", fix
 
 
@@ -97,42 +87,32 @@ def check_dtype(dtype: Any, where: str) -> None:
         raise DataError("leaf", where, *fault)
 
 
+_MODEL = (
+    "Give the arrays alone: setup(rule, model.params, model_state=model.model_state) with "
+    "model = ts.models.nnx(module) or linen; eqx.partition(model, eqx.is_array) for equinox."
+)
+
+
 def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
     """The parts of an error for a leaf that cannot be trained: `what, got, expected, fix`."""
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
-    fix_for_leaf = (
-        f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
-    )
+    fix = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
     if dtype is None:
-        examples = "what a model's init returns, or nnx.state(model, nnx.Param)"
-        equinox_fix = "for equinox, params, rest = eqx.partition(model, eqx.is_array)"
-        fix = (
-            f"Keep it outside of params; {equinox_fix}."
-            if name
-            else f"Give the tree of arrays: {examples}."
-        )
-        return "leaf that is no number", trees.describe(leaf), floats, fix
+        return "leaf that is no number", trees.describe(leaf), floats, _MODEL
     if not trees.is_inexact(leaf):
-        fix = (
-            "A key belongs to setup(..., key=...)."
-            if trees.is_key(leaf)
-            else fix_for_leaf * bool(name)
-        )
         return "leaf that cannot be trained", f"dtype {dtype}", floats, fix
     # NumPy's longdouble
     shorter_dtype = {"g": "float32", "G": "complex64"}.get(getattr(dtype, "char", ""))
     canonical = jax.dtypes.canonicalize_dtype(shorter_dtype or dtype)
     if canonical != dtype:
-        fix = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
-        return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), fix
+        cast = f"It would be cut to {canonical}: cast it yourself, or set jax_enable_x64."
+        return "leaf too wide for JAX", f"dtype {dtype}", str(canonical), cast
     if fault := dtype_fault(dtype):
         return "leaf", *fault
     if 0 in np.shape(leaf):
-        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", fix_for_leaf
+        return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", fix
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        got = f"a ShapeDtypeStruct, {trees.describe(leaf)}"
-        fix = "For shapes alone: jax.eval_shape(lambda p: ts.setup(rule, p), params)."
-        return "leaf", got, "an array", fix
+        return "leaf", "a ShapeDtypeStruct", "an array", "For shapes use jax.eval_shape."
     return ("leaf without a buffer", *_DELETED) if trees.is_gone(leaf) else None
 
 
@@ -167,18 +147,6 @@ def count_beyond(leaf: Any, limit: float = np.inf) -> Any:
     return np.count_nonzero(~(np.abs(x) < limit))
 
 
-def _model_fix(params: Any) -> str:
-    """The fix for a model in place of its parameters; "" for other trees."""
-    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(params).__mro__]
-    parts = "setup(rule, model.params, model_state=model.model_state)."
-    if "tsunax.models.Model" in kinds:
-        return f"Give its parts: {parts}"
-    flax_suffixes = (".Module", ".State")  # `nnx.split` gives a State
-    is_flax = any(kind.startswith("flax.") and kind.endswith(flax_suffixes) for kind in kinds)
-    is_flax |= isinstance(params, Mapping) and "batch_stats" in params
-    return f"First model = ts.models.nnx(module), or linen, then {parts}" if is_flax else ""
-
-
 def _has_statistics(params: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(params, nnx.Module | nnx.State):  # a State is a Mapping, too
@@ -191,20 +159,19 @@ def check_params(params: Any, flags: trees.Flags) -> None:
     """Raise `ParamsError` for a selected leaf that cannot be trained, or shares its name."""
     if all(flags) and _has_statistics(params):
         expected = "parameters: batch statistics are not trained"
-        raise ParamsError("params", "setup()", trees.describe(params), expected, _model_fix(params))
+        raise ParamsError("params", "setup()", trees.describe(params), expected, _MODEL)
     leaves = trees.leaves_with_names(params)
     places = [trees.access_str("params", path) for _, path, _ in leaves]
     for (name, _, leaf), place, flag in zip(leaves, places, flags, strict=True):
         is_refused = not is_numeric(leaf) or dtype_fault(trees.dtype_of(leaf))
         if (flag or is_refused) and (fault := _leaf_fault(leaf, name)):
-            title, got, expected, fix = fault
-            raise ParamsError(title, place, got, expected, _model_fix(params) or fix)
+            title, *parts = fault
+            raise ParamsError(title, place, *parts)
     for joint in "/.":
         if pair := _repeat([joint.join(name) for name, _, _ in leaves], flags):
             where = " and ".join(places[i] for i in pair)
             got = f"{joint.join(leaves[pair[0]][0])!r} for both"
-            fix = f"Rename one: names are joined with {joint!r}."
-            raise ParamsError("names that collide", where, got, "different names", fix)
+            raise ParamsError("names that collide", where, got, "different names")
     chosen = [i for i, flag in enumerate(flags) if flag]
     counts = jax.device_get([count_beyond(leaves[i][2]) for i in chosen])
     for i, count in zip(chosen, counts, strict=True):
@@ -243,8 +210,7 @@ def is_real(x: Any) -> bool:
 def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
     """Raise WrongTypeError unless `n` is an int, HyperparameterError if it is below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
-        fix = f"Write {name}=int(...)." if trees.is_array(n) and np.ndim(n) == 0 else ""
-        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}", fix)
+        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
         raise HyperparameterError(name, where, n, f"an int ≥ {least}")
 
@@ -269,15 +235,10 @@ def check_flags(where: str, **flags) -> None:
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
 
 
-def as_axes(axis_name: Any, where: str) -> tuple[str, ...] | None:
-    """The given names of axes of devices as a tuple, or WrongTypeError; None if none were given."""
+def as_axes(axis_name: AxisName) -> tuple[str, ...] | None:
+    """The given names of axes of devices as a tuple; None if none were given."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if names is None:
-        return None
-    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    expected = "the name of an axis of devices, a tuple of names, or ()"
-    raise WrongTypeError("axis_name", where, repr(axis_name), expected)
+    return None if names is None else tuple(names)
 
 
 def as_array(title: str, x: object, place: str) -> jax.Array:
@@ -309,12 +270,11 @@ def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, *
         pass
 
 
-def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
+def naming_arguments(f: _F, *, fix: str = "") -> _F:
     """The function, but its errors for wrong arguments name the arguments that it has.
 
-    `fix` is for too many arguments by position. A keyword that the function passes to a loss
-    function without such a parameter is an error of the call. From exceptions of other code our
-    frames are removed, except the frame of the call.
+    `fix` is for arguments that do not fit its signature. From exceptions of other code our frames
+    are removed, except the frame of the call.
     """
     signature = inspect.signature(f)
     where = f"{f.__qualname__.removesuffix('.__init__')}()"
@@ -326,12 +286,6 @@ def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
         except Exception as error:
             from tsunax._core.source_lines import hide_own_frames
 
-            if isinstance(error, KeywordError) and error.name in keywords:
-                known_names = [*_names(signature), *error.known_names]
-                text = "loss_fn does not name it either."
-                raise WrongTypeError(
-                    unknown("argument", where, error.name, known_names, text)
-                ) from None
             is_of_this_call = cast(types.TracebackType, error.__traceback__).tb_next is None
             if isinstance(error, TypeError) and is_of_this_call:
                 raise wrong_call(where, signature, args, keywords, error, fix) from None
@@ -339,16 +293,6 @@ def naming_arguments(f: _F, *, fix: str = "Give the others by name.") -> _F:
             raise
 
     return cast(_F, call)
-
-
-_BOUND = ("self", "cls")  # arguments that Python gives
-
-
-def _names(signature: inspect.Signature) -> list[str]:
-    """The names of the arguments that may be given by name."""
-    parameters = signature.parameters.values()
-    is_named = lambda p: p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    return [p.name for p in parameters if is_named(p) and p.name not in _BOUND]
 
 
 def wrong_call(
@@ -360,17 +304,15 @@ def wrong_call(
     fix: str = "",
 ) -> WrongTypeError:
     """The error for arguments that do not fit a signature; `error` is the TypeError of Python."""
-    names, parameters = _names(signature), signature.parameters.values()
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind in _NAMED and p.name not in ("self", "cls")]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if wrong := [x for x in keywords if not takes_any and x not in signature.parameters]:
         return WrongTypeError(unknown("argument", where, wrong[0], names))
-    places = [p.name for p in parameters if p.kind.name.startswith("POSITIONAL")]
-    if len(args) > len(places):
-        printed_names = [name for name in places if name not in _BOUND]
-        got = len(args) - len(places) + len(printed_names)
-        expected = f"{len(printed_names)} ({', '.join(printed_names)})"
-        return WrongTypeError("arguments by position", where, got, expected, fix)
-    return WrongTypeError("arguments", where, str(error), ", ".join(names))
+    return WrongTypeError("arguments", where, str(error), ", ".join(names), fix)
+
+
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
@@ -378,8 +320,7 @@ def keyword_names(f: Callable, first: int = 1) -> tuple[str, ...] | None:
     parameters = parameters_of(f)
     if not parameters or any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return tuple(p.name for p in parameters[first:] if p.kind in kinds)
+    return tuple(p.name for p in parameters[first:] if p.kind in _NAMED)
 
 
 def accepting(f: Callable, names) -> Callable:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 
 from tsunax._core.source_lines import LIBRARIES, OUR_FOLDER
-from tsunax._core.trees import programs_in
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,28 @@ def multiplied(fn: Callable, params: Any, batch: Any) -> list[bool]:
     return [bool(inputs & (2 << i)) for i in range(n)]
 
 
-def depends(fn: Callable, x: Any) -> bool:
-    """Whether each array of `fn(x)` depends on x. Traces `fn`."""
+def dependent_results(fn: Callable, x: Any) -> list[bool]:
+    """For each array of `fn(x)` whether it depends on the tree x. Traces `fn`."""
     program = jax.make_jaxpr(fn)(x).jaxpr
     union = Analysis(False, bool.__or__, lambda eqn, facts: [any(facts)] * len(eqn.outvars))
-    return all(union.run(program, [True]))
+    return union.run(program, [True] * len(program.invars))
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 # The parts of an equation
+
+
+def programs_in(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation, open."""
+    programs = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns") and hasattr(x, "outvars"):
+                programs.append(x)
+    return programs
 
 
 def inner_program(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:

@@ -29,17 +29,13 @@ _HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
     """The local path that an argument names, with `~` expanded, or CheckpointError."""
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
-        got = "an empty path" if text == "" else trees.describe(path)
-        raise CheckpointError(name, where, got, expected)
-    got, expanded = f"{text!r:.80}", os.path.expanduser(text)
-    if _URL.match(text):
+        raise CheckpointError(name, where, trees.describe(path), expected)
+    expanded = os.path.expanduser(text)
+    if _URL.match(text) or (text.startswith("~") and expanded == text):
         fix = "Checkpoints and fit(checkpoint=) save to gs://bucket/run; mount other buckets."
-        raise CheckpointError(name, where, got, "a local path", fix)
-    if text.startswith("~") and expanded == text:
-        fix = f"There is no such user. Give {f'./{text}'!r} if it is a folder's name."
-        raise CheckpointError(name, where, got, "a path", fix)
+        raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
     return expanded
 
 

@@ -173,6 +173,5 @@ def stay_alone(on_purpose: bool) -> None:
 def check_started() -> None:
     """Raise ProcessError if a launcher made several processes that did not call `start`."""
     if not _is_alone_on_purpose and (n := launched()) > 1:
-        fix = "Call ts.distributed.start() first; start(num_processes=1) where each is to train "
-        got, expected = f"one of {n}, and not started", "ts.distributed.start()"
-        raise ProcessError("process", "", got, expected, f"{fix}by itself.")
+        got, fix = f"one of {n}, and not started", "Or start(num_processes=1), to train alone."
+        raise ProcessError("process", "", got, "a call of ts.distributed.start() before", fix)

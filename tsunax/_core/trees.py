@@ -159,37 +159,12 @@ def rounded_like(tree, like):
     return cast_like(jax.tree.map(rounded, tree, like), like)
 
 
-def conjugated(grads):
-    """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
-    return jax.tree.map(lambda g: jnp.conj(g) if is_a(g, np.complexfloating) else g, grads)
-
-
 # Traces
-
-
-def manual_axes() -> tuple:
-    """The axes of devices inside `shard_map` or `pmap`; before JAX 0.8 also named axes of vmap."""
-    axes = tuple(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
-    if axes or jax.__version_info__ >= (0, 8):
-        return axes
-    # Before JAX 0.8, pmap is no shard_map, and looks like a vmap with a named axis.
-    return tuple(core.get_axis_env().axis_sizes)
 
 
 def is_tracing() -> bool:
     """Whether some trace is under way: of jit, vmap, grad or scan (some may trace few arrays)."""
     return not core.trace_state_clean()
-
-
-def programs_in(eqn: Any) -> list[Any]:
-    """The programs in the parameters of an equation, open."""
-    programs = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns") and hasattr(x, "outvars"):
-                programs.append(x)
-    return programs
 
 
 # Paths
@@ -282,14 +257,12 @@ def leaves_at(root: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=512)
 def _is_box_type(kind: type) -> bool:
-    # base classes of boxes in NNX, and in Linen (such as Partitioned)
-    boxes = ("Variable", "AxisMetadata")
-    flax = [
-        base_class.__name__
-        for base_class in kind.__mro__
-        if base_class.__module__.startswith("flax.")
-    ]
-    return any(name in boxes for name in flax)
+    is_of_flax = lambda base: base.__module__.startswith("flax.")
+    return not {base.__name__ for base in kind.__mro__ if is_of_flax(base)}.isdisjoint(_BOXES)
+
+
+# base classes of boxes in NNX, and in Linen (such as Partitioned)
+_BOXES = ("Variable", "AxisMetadata")
 
 
 def _is_box(x: Any) -> bool:
@@ -419,18 +392,15 @@ def _difference(got: Any, expected: Any, path: tuple, place: Callable, leaf: str
     children, expected_children = dict(children_of(got)), dict(children_of(expected))
     for key in expected_children | children:
         if key in children and key in expected_children:
-            if difference := _difference(
-                children[key], expected_children[key], path + key, place, leaf
-            ):
+            pair = children[key], expected_children[key]
+            if difference := _difference(*pair, path + key, place, leaf):
                 return difference
+        elif key in children:
+            return f"at {place(path + key)}: got {describe(children[key])}, expected nothing"
         else:
-            got_text = describe(children[key]) if key in children else "nothing"
-            expected_text = (
-                in_words(expected_children[key]) if key in expected_children else "nothing"
-            )
-            return f"at {place(path + key)}: got {got_text}, expected {expected_text}"
-    kind = type(got).__name__
-    return f"at {place(path)}: got {kind} with other static fields, expected equal ones"
+            expected_text = in_words(expected_children[key])
+            return f"at {place(path + key)}: got nothing, expected {expected_text}"
+    return f"at {place(path)}: got other static fields of {type(got).__name__}, expected equal ones"
 
 
 def no_parameters(root: str, tree: Any) -> ParamsError:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax.errors import StateError, message, unknown
+from tsunax.errors import StateError
 
 if TYPE_CHECKING:
     from tsunax.averages import Average
@@ -85,11 +85,8 @@ def field(*, moves: str = "", like: str = "", shows: str = "") -> Any:
         "free", any structure, for example model state; or "", arrays that are whole on each device.
       shows: the word for its bytes in `repr`; "" for none.
     """
-    for name, word, words in (("moves", moves, _MOVES), ("like", like, _LIKE)):
-        if word not in words:
-            raise StateError(
-                unknown(name, "field()", str(word), [repr(choice) for choice in words])
-            )
+    if moves not in _MOVES or like not in _LIKE:
+        raise StateError("role", "field()", (moves, like), f"one of {_MOVES}, one of {_LIKE}")
     return dataclasses.field(metadata={"moves": moves, "like": like, "shows": shows})
 
 
@@ -117,14 +114,7 @@ def state_class(cls: type[T]) -> type[T]:
     new_class._parts = ("params", *fixed, "params", *moving, "plan")
     new_class._get_moving = operator.itemgetter(*new_class._moving)
     new_class._get_fixed = operator.itemgetter(*fixed)
-    new_class.__setattr__ = _refuse_assignment
     return jax.tree_util.register_dataclass(new_class, names, ["plan"])
-
-
-def _refuse_assignment(self: Any, name: str, value: object) -> None:
-    fix = f"Write state = state.replace({name}=...)."
-    parts = "assignment", type(self).__name__, f"state.{name} = ...", "a new state", fix
-    raise dataclasses.FrozenInstanceError(message(*parts))
 
 
 def averages_of(state: Any) -> dict[str, Average]:

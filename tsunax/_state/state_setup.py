@@ -3,7 +3,6 @@
 A step does not run this file. The methods of `TrainState` call it, so it does not import the class.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from tsunax import guard, reproduce
 from tsunax._core import Extra, checks, patterns, trees
 from tsunax._state.state_fields import COUNTS, trained_count
 from tsunax.averages import as_average
-from tsunax.errors import ParamsError, RuleError, StateError, TsunaxError, WrongTypeError, told
+from tsunax.errors import ParamsError, StateError, WrongTypeError, unknown
 from tsunax.precision import Policy, as_loss_scale, cast
 from tsunax.rules.leaf_owners import owners_of
 
@@ -22,12 +21,6 @@ from tsunax.rules.leaf_owners import owners_of
 def check_setup(params, model_state, trainable, copy, freezable) -> tuple[bool, ...]:
     """Raise for bad arguments of `setup`; returns which leaves of params are selected."""
     checks.check_flags("setup()", freezable=freezable, copy=copy)
-    try:
-        jax.tree.structure((params, model_state))
-    except ValueError:
-        raise ParamsError(
-            "dict keys", "setup()", got="some that do not sort", expected="all str, or all int"
-        ) from None
     checks.check_arrays(model_state, "model_state")
     flags = patterns.select(trainable, params, "setup(trainable=)")
     checks.check_params(params, flags)
@@ -46,25 +39,16 @@ def without_overwritten(params, flags, trainable) -> tuple[Any, tuple[bool, ...]
         flag and not replaced for flag, replaced in zip(flags, replaced_flags, strict=True)
     )
     if not any(flags):
-        raise ParamsError(
-            "trainable",
-            "setup()",
-            got=f"{patterns.where_text(trainable)}, which selects only what gradients overwrite",
-            expected="at least one leaf to train",
-        )
+        got = f"{patterns.where_text(trainable)}, which selects only what gradients overwrite"
+        raise ParamsError("trainable", "setup()", got, "at least one leaf to train")
     return flags, replaced_flags
 
 
 def check_rounding(policy: Policy | None, key: Any, where: str) -> None:
     """Raise StateError for a policy that rounds stochastically, if there is no key."""
     if key is None and policy and (policy.stochastic or policy.moments != "float32"):
-        raise StateError(
-            "key",
-            where,
-            got="None",
-            expected="a key",
-            fix="Rounding draws random numbers: setup(..., key=0).",
-        )
+        fix = "Rounding draws random numbers: setup(..., key=0)."
+        raise StateError("key", where, "None", "a key", fix)
 
 
 def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
@@ -78,17 +62,8 @@ def as_stored(trained, policy: Policy | None, key) -> tuple[Any, Any]:
 
 def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
     """`rule.init(trained)`. No leaf shares a buffer with `state_arrays` or with another leaf."""
-    try:
-        opt_state = rule.init(trained)
-    except TsunaxError:
-        raise
-    except Exception as error:
-        raise RuleError(
-            "rule", "setup()", got=told(error), expected="one that can start from these params"
-        ) from error
-    buffer_ids = {
-        id(x) for x in jax.tree.leaves(state_arrays)
-    }  # a buffer that is donated twice is an error
+    # A buffer that is donated twice is an error.
+    buffer_ids = {id(x) for x in jax.tree.leaves(state_arrays)}
 
     def fresh(x):
         if trees.is_traced(x):
@@ -98,7 +73,7 @@ def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
         buffer_ids.add(id(x))
         return trees.strong(x)
 
-    return jax.tree.map(fresh, opt_state)
+    return jax.tree.map(fresh, rule.init(trained))
 
 
 def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:
@@ -107,16 +82,12 @@ def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:
     A moment has the shape of its parameter, and is no copy of it: Prodigy and schedule-free rules
     need their copies exactly. Sums of a window are no moments: they stay float32.
     """
-    from tsunax._core.dataflow import Analysis
+    from tsunax._core.dataflow import dependent_results
     from tsunax.rules import accumulation
 
     leaves, treedef = jax.tree.flatten(opt_state)
     owners, shapes = owners_of(plan.init, opt_state, None, params), jax.tree.leaves(params)
-    copy_analysis = Analysis(
-        False, operator.or_, lambda eqn, flags: [any(flags)] * len(eqn.outvars)
-    )
-    program = jax.make_jaxpr(plan.init)(params).jaxpr
-    copies = copy_analysis.run(program, [True] * len(program.invars))
+    copies = dependent_results(plan.init, params)
     not_moments = copies, accumulation.in_sums(opt_state), _exact(opt_state)
     no_moment = map(any, zip(*not_moments, strict=True))
     low, out = plan.precision.moments, []
@@ -150,8 +121,10 @@ def _exact(opt_state: Any) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=has_exact_fields))
 
 
-def as_keys(key: Any, where: str, members: tuple[int, ...]) -> Any:
+def new_keys(state: Any, key: Any, where: str) -> Any:
     """`as_key`; for a population a key for each member, as given, or split from a single key."""
+    check_rounding(state.plan.precision, key, where)
+    members = np.shape(state.clock)[:-1]
     if not members or key is None:
         return as_key(key, where)
     is_key = isinstance(key, jax.Array) and (trees.is_key(key) or key.dtype == np.uint32)
@@ -163,7 +136,6 @@ def as_keys(key: Any, where: str, members: tuple[int, ...]) -> Any:
 
 def as_key(key: Any, where: str) -> Any:
     """The PRNG key of a user, as it is, or made from an int seed."""
-    expected = "an int seed or a key, as jax.random.key(0)"
     if key is None or trees.is_traced(key) or isinstance(key, jax.ShapeDtypeStruct):
         return key
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -175,13 +147,8 @@ def as_key(key: Any, where: str) -> Any:
     if isinstance(key, jax.Array) and (words or trees.is_key(key)) and key.shape == shape:
         checks.check_alive(key, where)
         return key
-    raise WrongTypeError(
-        "key",
-        where,
-        got=trees.describe(key),
-        expected=expected,
-        fix="Pick one of them: keys[0]." if trees.is_key(key) else "",
-    )
+    expected = "an int seed or one key, as jax.random.key(0)"
+    raise WrongTypeError("key", where, trees.describe(key), expected)
 
 
 def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str) -> Extra:
@@ -199,27 +166,25 @@ def first_values(fields: Extra, roles: dict[str, str], trained: Any, where: str)
 
 
 def check_field(state: Any, name: str, value) -> None:
-    """Raise for a value that `replace` cannot put into this field."""
+    """Raise for a value that `replace` cannot put into this field, or for an unknown field."""
+    roles = {f.name: f.metadata["like"] for f in state._fields if f.name != "clock"}
+    if name not in (*COUNTS, *roles):
+        raise StateError(unknown("field", "replace()", name, [*COUNTS, *roles]))
     if name in COUNTS:
         shapes = (), np.shape(state.clock)[:-1]
         fits = trees.is_a(value, np.integer) and np.shape(value) in shapes
         if fits and not trees.is_traced(value):
             fits = np.all((value >= 0) & (value <= guard.LIMIT))
         if not fits:
-            raise StateError(
-                name,
-                "replace()",
-                got=trees.describe(value),
-                expected=f"an int in [0, {guard.LIMIT}]",
-            )
+            expected = f"an int in [0, {guard.LIMIT}]"
+            raise StateError(name, "replace()", trees.describe(value), expected)
     elif name == "frozen":
         if value is not None:
             words = np.empty(-(-trained_count(state) // 32), np.uint32)
             like = words if state.frozen is None else state.frozen
             checks.check_like(name, value, like, "Use ts.freeze and ts.thaw.")
     elif name != "key":
-        follows = next(f.metadata["like"] for f in state._fields if f.name == name)
-        if follows != "free":
+        if roles[name] != "free":
             checks.check_like(name, value, getattr(state, name))
         checks.check_arrays(value, name)
         if name == "loss_scale":

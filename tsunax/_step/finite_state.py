@@ -1,24 +1,58 @@
-"""Whether a state is finite. Steps that judge only their gradient rely on it.
+"""Whether loss and gradient are enough for the verdict on a step, and the state finite for it.
 
-Such a step makes a finite state from a finite state. Numbers that enter a state in other ways are
-checked there: in `restore` and `migrate`, and before the first call of a step.
+If finite gradients make finite updates, a step judges only its gradient, and makes a finite state
+from a finite state. Numbers that enter a state in other ways are checked there: in `restore` and
+`migrate`, and before the first call of a step.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import functools
 import re
-from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, PyTree, checks, trees
+from tsunax import guard
+from tsunax._core import Extra, PyTree, Scalar, checks, trees
 from tsunax._state.state_fields import averages_of
-from tsunax._step.certainty import certainty
 from tsunax._step.loss_fn import GradientOptions
-from tsunax._step.row_probe import RowProbe
-from tsunax.errors import StateError, message, warn
+from tsunax.errors import StateError, warn
+from tsunax.rules import number_table, update_bounds
 from tsunax.state import TrainState, master_params, trained_part
+
+# {dtype: a real dtype with the same range}
+RANGES = {
+    **{name: name for name in ("float32", "float64")},
+    **{"bfloat16": "float32", "complex64": "float32", "complex128": "float64"},
+}
+
+
+def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, str]:
+    """Whether a finite gradient makes a finite update, or `(None, reason)` if that is not known.
+
+    True, or a traced bool if it depends on live numbers.
+    """
+    inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
+    kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
+    if len(kinds) > 1 or "" in kinds:
+        return None, "float16, or dtypes of several ranges"
+    opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
+    is_complex = any(map(jnp.iscomplexobj, inputs))
+    norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
+    try:
+        is_certain = update_bounds.certain(
+            state.plan.update, opt_state, kind, is_complex, weight, norm
+        )
+    except update_bounds.Undeclared as error:
+        return None, f"{error} may make an infinite update of a finite gradient"
+    if not isinstance(is_certain, bool):
+        is_spread = any(map(guard.is_over_mesh, inputs))
+        return (None, "live numbers, over a mesh") if is_spread else (is_certain, "")
+    return (True, "") if is_certain else (None, "its numbers, such as an eps of 0")
+
 
 # Limits of moments, by dtype; 2^100 by default. Gradients below 1e30 make no larger moment, and
 # updates of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127.
@@ -40,8 +74,8 @@ def _judges_gradient_alone(state: TrainState) -> bool:
     return answers[0]
 
 
-def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
-    """The parts of a message for each leaf with which finite gradients make NaN."""
+def _fault(state: TrainState) -> StateError | None:
+    """The error for the first leaf with which finite gradients make NaN."""
     averages = {name: average.params for name, average in averages_of(state).items()}
     inputs_of_rule = {"params": master_params(state), "opt_state": state.opt_state}
     is_unseen = functools.cache(lambda: _judges_gradient_alone(state))  # a trace, for faults only
@@ -54,13 +88,14 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str, str, str, str]]:
             count = int(checks.count_beyond(x, limit))
             if count and (name in averages or is_unseen()):
                 got = f"{count} of {np.size(x)} numbers NaN or not below {limit:.0e}"
-                yield "leaf", place, got, "finite numbers", FIX
+                return StateError("leaf", place, got, "finite numbers", FIX)
+    return None
 
 
 def warn_if_not_finite(state: TrainState, where: str) -> None:
     """Warn of the first leaf with numbers that make an applied step write NaN."""
-    for fault in () if trees.is_tracing() else _faults(state):
-        return warn(f"{where}: {message(*fault)}")
+    if not trees.is_tracing() and (fault := _fault(state)):
+        warn(f"{where}: {fault}")
 
 
 class FirstLook:
@@ -72,15 +107,16 @@ class FirstLook:
     """
 
     def __init__(self, options: GradientOptions, judges_updates: bool) -> None:
-        self._row_probe, self.pending = RowProbe(options), True
+        self._options, self.pending = options, True
         self._looks = options.on_nonfinite != "ignore" and not judges_updates
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
         if self._looks and np.ndim(state.clock) == 2:
             warn_if_not_finite(state, "step()")
-        elif self._looks and not trees.is_tracing():
-            for fault in _faults(state):
-                raise StateError(*fault)
+        elif self._looks and not trees.is_tracing() and (fault := _fault(state)):
+            raise fault
         self.pending = False
-        if self._row_probe.pending:
-            self._row_probe(state, batch, extra)
+        if self._options.is_cut and self._options.check_rows:
+            from tsunax._step.row_probe import RowProbe
+
+            RowProbe(self._options)(state, batch, extra)

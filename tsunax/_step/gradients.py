@@ -25,7 +25,7 @@ from tsunax._step.loss_fn import (
     Strategy,
     scaled_loss,
 )
-from tsunax.errors import LossError, RuleError, WrongTypeError, unknown
+from tsunax.errors import LossError, RuleError
 from tsunax.loss import Loss
 from tsunax.state import (
     TrainState,
@@ -39,19 +39,9 @@ from tsunax.state import (
 
 def gradient_of(options: GradientOptions, where: str) -> Function:
     """The function that `value_and_grad` returns. Its errors name the call `where`."""
-    loss_fn, accumulate, per_example = options.loss_fn, options.accumulate, options.per_example
-    fn = LossFn.of(loss_fn, where)
-    checks.check_count(accumulate, where, "accumulate")
-    checks.check_choice(options.on_nonfinite, where, "on_nonfinite", guard.POLICIES)
-    checkpoint = _checkpoint(options.remat, where)
-    checks.as_axes(options.axis_name, where)
-    whole: Any = loss_fn if isinstance(loss_fn, CutsItsBatch) else None
-    if whole or per_example is not False or options.noise_scale is not False:
-        from tsunax._step.loss_fn_errors import check_options
-
-        check_options(options, whole is not None, where)
-    if whole:
-        fn = dataclasses.replace(fn, fn=whole.in_micro_batches(accumulate))
+    accumulate, per_example = options.accumulate, options.per_example
+    whole = isinstance(options.loss_fn, CutsItsBatch)
+    fn, checkpoint = _loss_fn_of(options, where), _checkpoint(options.remat)
     strategy = _strategy(options)
 
     def f(
@@ -69,7 +59,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
 
             warn_of_no_key(options.loss_fn)
         if axes := axes_around(options.axis_name, where):
-            parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole is not None)
+            parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole)
         gradient = functools.partial(_differentiated, fn, checkpoint, state, parts)
         problem = Problem(
             gradient=gradient,
@@ -78,7 +68,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             state=state,
             overwritten=parts[1],
             axes=axes,
-            finish=lambda grads: trees.conjugated(_unscaled(state, grads)),
+            finish=lambda grads: conjugated(_unscaled(state, grads)),
             square=_square_of(state) if options.noise_scale else None,
         )
         loss, grads = strategy(problem)
@@ -103,6 +93,21 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         return loss, grads
 
     return f
+
+
+def _loss_fn_of(options: GradientOptions, where: str) -> LossFn:
+    """The loss function of these options, which are checked."""
+    checks.check_count(options.accumulate, where, "accumulate")
+    checks.check_choice(options.on_nonfinite, where, "on_nonfinite", guard.POLICIES)
+    fn, whole = LossFn.of(options.loss_fn), options.loss_fn
+    is_whole = isinstance(whole, CutsItsBatch)
+    if is_whole or options.per_example is not False or options.noise_scale is not False:
+        from tsunax._step.loss_fn_errors import check_options
+
+        check_options(options, is_whole, where)
+    if is_whole:
+        fn = dataclasses.replace(fn, fn=whole.in_micro_batches(options.accumulate))
+    return fn
 
 
 def _strategy(options: GradientOptions) -> Strategy:
@@ -169,16 +174,17 @@ def _differentiated(
         value_and_gradient = keep_sums(value_and_gradient)
     (_, loss), (grads, new) = value_and_gradient(*parts)
     if not notes:
-        raise LossError(
-            "loss",
-            trees.describe_call(fn.fn),
-            got="one that does not depend on any trained leaf of params",
-            expected="one that does",
-            fix="Compute it from the given params, without stop_gradient, argmax or rounding.",
-        )
+        got = "one that does not depend on any trained leaf of params"
+        fix = "Compute it from the given params, without stop_gradient, argmax or rounding."
+        raise LossError("loss", trees.describe_call(fn.fn), got, "one that does", fix)
     # jax.checkpoint returns constants in a private class (jax 0.7)
     as_array = lambda x: x if trees.is_array(x) else np.asarray(x, trees.dtype_of(x))
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
+
+
+def conjugated(grads):
+    """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
+    return jax.tree.map(lambda g: jnp.conj(g) if trees.is_a(g, np.complexfloating) else g, grads)
 
 
 def _unscaled(state: TrainState, grads: PyTree) -> PyTree:
@@ -233,30 +239,17 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
     return identity(mean)
 
 
-def _checkpoint(remat: bool | str | Function | None, where: str) -> Function:
+def _checkpoint(remat: bool | str | Function | None) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
     if isinstance(remat, str):
-        private = "_", "save_", "offload"  # functions with the last two prefixes make policies
-        names = [name for name in dir(jax.checkpoint_policies) if not name.startswith(private)]
-        if remat not in names:
-            raise WrongTypeError(unknown("remat", where, remat, names))
         remat = getattr(jax.checkpoint_policies, remat)
     if remat is None or isinstance(remat, bool):
         return jax.checkpoint if remat else lambda f: f
-    if not callable(remat):
-        raise WrongTypeError(
-            "remat",
-            where,
-            got=trees.describe(remat),
-            expected="True, or a policy of jax.checkpoint_policies, or its name",
-        )
     return functools.partial(jax.checkpoint, policy=remat)
 
 
 def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:
     """The axes to take means over. Raises StateError for a forgotten or an absent axis."""
-    if axis_name is None and not trees.manual_axes():
-        return ()
     from tsunax._core import axes
 
     return axes.checked_axes(axis_name, where)
@@ -270,18 +263,12 @@ def search_functions(
 
     def value_fn(params: PyTree, **_: Any):
         if axes:
-            raise RuleError(
-                "rule",
-                f"train_step(axis_name={axes!r})",
-                got="a line search",
-                expected="one without",
-                fix="Over sharded arrays (ts.shard) it can.",
-            )
+            place = f"train_step(axis_name={axes!r})"
+            raise RuleError("rule", place, "a line search", "another, or arrays of ts.shard")
         if (thawed := thawed_flags(state)) is not None:
             params = guard.choose(thawed, params, trained_part(state))
-        return scaled_loss(fn, state, params_with_trained(state, params), batch, keywords)[
-            1
-        ].compute()
+        whole_params = params_with_trained(state, params)
+        return scaled_loss(fn, state, whole_params, batch, keywords)[1].compute()
 
     return {
         "value_fn": value_fn,

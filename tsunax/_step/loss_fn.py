@@ -8,10 +8,12 @@ of the whole batch in `whole_batch.py`.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,13 +24,11 @@ from jax.core import Tracer
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, trees
-from tsunax._core.checks import as_array, check_movable
-from tsunax._core.training_call import training_call
-from tsunax.errors import KeywordError, LossError, TsunaxError, WrongTypeError, unknown
+from tsunax._core.checks import as_array
+from tsunax.errors import KeywordError, LossError, TsunaxError, unknown
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
-_STANDARD_KEYWORDS = ("key", "model_state", "train", "mask", "step", "ema")
 # A loss function with one of these as the first argument after params takes no batch.
 _INSTEAD_OF_BATCH = frozenset({"key", "model_state", "step", "ema"})
 # Names of arguments that the step passes to loss_fn or to the rule. Users cannot pass them.
@@ -54,6 +54,11 @@ class GradientOptions:
     per_example: bool | Function = False
     noise_scale: bool = False
     check_rows: bool = True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a batch is cut, into micro-batches or rows."""
+        return self.accumulate > 1 or self.per_example is not False
 
 
 @dataclass(frozen=True)
@@ -88,35 +93,16 @@ class LossFn:
     takes_batch: bool = True  # False: `loss_fn(params, key)` draws its data
 
     @classmethod
-    def of(
-        cls, fn: Any, where: str = "train_step()", form: str = "loss_fn(params, batch, ...)"
-    ) -> Self:
-        is_step = hasattr(fn, "pure") and hasattr(fn, "loss_fn")
-        if not callable(fn) or isinstance(fn, type) or is_step:
-            raise WrongTypeError(
-                form.partition("(")[0],
-                where,
-                got=trees.describe(fn) + ("" if callable(fn) else ", not callable"),
-                expected=f"a function {form}",
-            )
+    def of(cls, fn: Function) -> Self:
         try:
             parameters = list(inspect.signature(fn).parameters.values())
-        except (ValueError, TypeError):  # builtins without a signature
+        except ValueError:  # builtins without a signature
             return cls(fn, (), frozenset(), False)
         of_kind = lambda *kinds: [p for p in parameters if p.kind.name in kinds]
         positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
         starred = of_kind("VAR_POSITIONAL")
-        are_exchanged = [p.name for p in positional[:2]] == ["batch", "params"]
         later = positional[1:] + of_kind("KEYWORD_ONLY")
         takes_batch = bool(starred) or not later or later[0].name not in _INSTEAD_OF_BATCH
-        if are_exchanged or (len(positional) < 2 and not starred and takes_batch):
-            raise LossError(
-                "signature",
-                where,
-                got=f"{trees.describe_call(fn):.120}",
-                expected=form,
-                fix=f"After these two it may name {', '.join(_STANDARD_KEYWORDS)}.",
-            )
         keywords = later[takes_batch and len(positional) > 1 :]
         optional = frozenset(p.name for p in keywords if p.default is not p.empty)
         names = tuple(p.name for p in keywords)
@@ -126,13 +112,8 @@ class LossFn:
         """The keywords that this function names, from the state and `extra`."""
         for name in extra:
             if name in _STEP_NAMES or (name == "key" and train and state.key is not None):
-                raise LossError(
-                    "keyword",
-                    "the step",
-                    got=repr(name),
-                    expected="another name for what you give it",
-                    fix="The step gives this one itself.",
-                )
+                expected = "another name, because the step gives this one itself"
+                raise LossError("keyword", "the step", repr(name), expected)
         if extra.get("mask") is not None:
             extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
         # Without a mask all rows count, for each cut of the batch.
@@ -148,9 +129,11 @@ class LossFn:
             if name in offered:
                 out[name] = offered[name]
             elif name not in self.optional:
-                from tsunax._step.loss_fn_errors import missing_keyword
-
-                raise missing_keyword(name, _STANDARD_KEYWORDS, extra, train)
+                fix = (
+                    f"Give it to the state, setup(..., {name}=...), or to the step, step(state, "
+                    f"batch, {name}=...). In an evaluation there is no key: write key=None."
+                )
+                raise LossError(unknown("keyword", "loss_fn", name, offered, fix))
         for name in extra:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."
@@ -172,13 +155,7 @@ class LossFn:
         if mask is None and "mask" in self.names:
             keywords["mask"] = jnp.ones(rows, np.float32)
         if not self.takes_batch and jax.tree.leaves(batch):
-            raise LossError(
-                "batch",
-                trees.describe_call(self.fn),
-                got="a batch",
-                expected="none",
-                fix="Let it take one, loss_fn(params, batch, ...); or give None.",
-            )
+            raise LossError("batch", trees.describe_call(self.fn), got="a batch", expected="none")
         call = lambda keywords: self.fn(params, *[batch][: self.takes_batch], **keywords)
         try:
             out = call(keywords)
@@ -186,8 +163,7 @@ class LossFn:
             if not isinstance(error, TsunaxError):
                 from tsunax._step.loss_fn_errors import note
 
-                check_movable(batch, "batch")
-                error.add_note(note(self.fn, batch, error, keywords.get("model_state")))
+                error.add_note(note(self.fn, batch, error))
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
@@ -205,20 +181,47 @@ class LossFn:
 
 def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> None:
     """Raise LossError if a total does not depend on the mask: rows of padding would count."""
-    from tsunax._core.dataflow import depends
+    from tsunax._core.dataflow import dependent_results
 
     def totals(mask: jax.Array) -> list[Any]:
         out = loss(mask)
         return [term.total for term in out.terms] or [out.total]
 
-    if not depends(totals, mask):
-        raise LossError(
-            "mask",
-            "loss_fn",
-            got="a loss that does not use it",
-            expected="one in which masked rows do not count",
-            fix="Return ts.Loss.mean(values, mask).",
-        )
+    if not all(dependent_results(totals, mask)):
+        got, expected = "a loss that does not use it", "one in which masked rows do not count"
+        raise LossError("mask", "loss_fn", got, expected, "Return ts.Loss.mean(values, mask).")
+
+
+# The call that a training step differentiates, as the models in it see it
+
+
+@dataclass
+class TrainingCall:
+    """A call of a loss function, with the leaves of its model state."""
+
+    model_state: list[Any]
+    moved: bool = False  # whether a model in train mode returned other leaves
+
+    def note(self, old_state: PyTree, new_state: PyTree) -> None:
+        """Note that a model returned `new_state` for its state `old_state`."""
+        old_leaves, new_leaves = jax.tree.leaves(old_state), jax.tree.leaves(new_state)
+        # Compare shapes, because jax.jit and jax.checkpoint inside a loss function make tracers.
+        shapes_of = lambda leaves: [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+        if old_leaves and shapes_of(old_leaves) == shapes_of(self.model_state):
+            self.moved |= list(map(id, old_leaves)) != list(map(id, new_leaves))
+
+
+current_call: ContextVar[TrainingCall | None] = ContextVar("training_call", default=None)
+
+
+@contextlib.contextmanager
+def training_call(model_state: PyTree) -> Iterator[TrainingCall]:
+    """A context in which `current_call.get()` is this call."""
+    token = current_call.set(call := TrainingCall(jax.tree.leaves(model_state)))
+    try:
+        yield call
+    finally:
+        current_call.reset(token)
 
 
 # The params and the batch that a loss function gets
@@ -249,13 +252,9 @@ def scaled_loss(
     with training_call(keywords.get("model_state")) as call:
         loss = fn(*inputs_of_loss_fn(fn, state, params, batch, keywords), keywords)
     if call.moved and loss.model_state is None:
-        raise LossError(
-            "model_state",
-            "the result of loss_fn",
-            got="none, though a model in train mode made a new one",
-            expected="the new one",
-            fix="Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old.",
-        )
+        got = "none, though a model in train mode made a new one"
+        fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."
+        raise LossError("model_state", "the result of loss_fn", got, "the new one", fix)
     mean = loss.compute() if whole is None else loss.mean_in(whole)
     if state.loss_scale is not None:
         mean = mean.astype(jnp.float32) * state.loss_scale.scale

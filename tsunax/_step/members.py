@@ -43,19 +43,14 @@ def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) ->
     flags, n = np.ones(state.clock.shape[:-1], bool), members_of(state)
     if members is None:
         return flags
-    if trees.is_traced(members):
-        raise StateError("members", caller, "a traced array", "indices with values, or a mask")
-    indices, got = np.array(members, ndmin=1), trees.describe(members)
-    if indices.dtype != bool and len({*indices.flat}) < indices.size:
-        raise StateError("members", caller, got, "each index once, or a mask of bools")
-    error = StateError("members", caller, got, f"indices of members below {n or 0}, or a mask")
-    if n is None:
-        raise error
+    indices = np.array(members, ndmin=1)
+    is_mask = indices.dtype == bool
+    fits = n is not None and (is_mask or np.all((-n <= indices) & (indices < n)))
+    if not fits or (not is_mask and len({*indices.flat}) < indices.size):
+        expected = f"a mask, or different indices of members below {n or 0}"
+        raise StateError("members", caller, trees.describe(members), expected)
     flags[()] = False
-    try:
-        flags[indices if indices.size else ()] = indices.size > 0
-    except IndexError:
-        raise error from None
+    flags[indices if indices.size else ()] = indices.size > 0
     return flags
 
 
@@ -76,14 +71,9 @@ class each:
 def check_local_members(state: Any, where: str) -> None:
     """Raise StateError for a population with members on devices of several processes."""
     if members_of(state) is not None and not state.clock.is_fully_addressable:
-        mesh = "ts.mesh(devices=jax.local_devices())"
-        raise StateError(
-            "population",
-            where,
-            got="members on devices of several processes",
-            expected="of one",
-            fix=f"Members of its own for each process: ts.shard(population, {mesh}).",
-        )
+        got, expected = "members on devices of several processes", "members of its own for each"
+        fix = "Write ts.shard(population, ts.mesh(devices=jax.local_devices()))."
+        raise StateError("population", where, got, expected, fix)
 
 
 def over_members(f: Callable, state: TrainState | States, *trees, group_size: int | None = None):
@@ -91,24 +81,19 @@ def over_members(f: Callable, state: TrainState | States, *trees, group_size: in
 
     A tree in `each` has one value for each member; the members share all other trees.
     """
-    n = members_of(state)
-    check_each(state, trees)
     leaves, treedef = jax.tree.flatten(trees, is_leaf=_is_each)
-    if n is None:
+    if members_of(state) is None:
         return f(state, *trees)
 
     def call_member(args):
         state, own_values = args[0], iter(args[1])
-        return f(
-            state, *treedef.unflatten([next(own_values) if _is_each(x) else x for x in leaves])
-        )
+        own_leaves = [next(own_values) if _is_each(x) else x for x in leaves]
+        return f(state, *treedef.unflatten(own_leaves))
 
     args = state, [x.tree for x in leaves if _is_each(x)]
-    return (
-        jax.vmap(call_member)(args)
-        if group_size is None
-        else jax.lax.map(call_member, args, batch_size=group_size)
-    )
+    if group_size is None:
+        return jax.vmap(call_member)(args)
+    return jax.lax.map(call_member, args, batch_size=group_size)
 
 
 def of_first_member(state: TrainState, *trees: Any) -> tuple[Any, ...]:
@@ -118,22 +103,6 @@ def of_first_member(state: TrainState, *trees: Any) -> tuple[Any, ...]:
     first = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
     of_first = lambda x: first(x.tree) if _is_each(x) else x
     return first(state), *jax.tree.map(of_first, trees, is_leaf=_is_each)
-
-
-def check_each(state: TrainState | States, trees) -> None:
-    """Raise StateError unless the arrays of each `each` have a first axis of the members."""
-    n = members_of(state)
-    trees_of_members = [x.tree for x in jax.tree.leaves(trees, is_leaf=_is_each) if _is_each(x)]
-    for x in jax.tree.leaves(trees_of_members):
-        if n is None or np.shape(x)[:1] != (n,):
-            got, fix = f"shape {np.shape(x)}", "A batch for each member, along a new first axis."
-            raise StateError(
-                "leaf",
-                "ts.populations.each",
-                got=got,
-                expected=f"a first axis of {n}" if n else "no each: the state is a single one",
-                fix=fix if n else "",
-            )
 
 
 def _is_each(x) -> bool:

@@ -70,13 +70,7 @@ def _each(gradient: Gradient, keywords: Extra) -> Function:
         row_keywords = keywords | {name: x for name, x in row_values.items() if x is not None}
         loss, grads = gradient(jax.tree.map(lambda x: x[None], batch), row_keywords)
         if loss.model_state is not None:
-            raise LossError(
-                "model_state",
-                "loss_fn",
-                got="one",
-                expected="none under per_example",
-                fix="Leave it out: statistics of one row are none.",
-            )
+            raise LossError("model_state", "loss_fn", "one", "none under per_example")
         return loss, jax.tree.map(lambda g: jnp.where(loss.weight != 0, g, 0), grads)
 
     return jax.vmap(of_row)

@@ -10,22 +10,19 @@ from tsunax.state import TrainState
 
 
 def _static_parts(traced: Traced) -> dict[str, Any]:
-    """The parts of a state that determine its leaves, by name; a str is shown in the reason."""
+    """The parts of a state that determine its leaves, by name."""
     state = traced.state
     if not isinstance(state, TrainState):
         return {}
-    plan, numbers, members = state.plan, state.numbers, state.clock.shape[:-1]
+    plan, numbers = state.plan, state.numbers
     shardings = jax.tree.leaves(traced.shardings) or [state.clock.sharding]
-    mesh = shardings[0].mesh
-    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {
-        "the state": f"a population of {members[0]}" if members else "one run",
+        "the number of members": state.clock.shape[:-1],
         "the rule, apart from its numbers,": (plan.init, plan.update),
         "the choice of trainable=": plan.selected,
-        "precision": "none" if plan.precision is None else plan.precision.compute,
+        "precision": plan.precision,
         "the cut of the hyperparameters (adjust)": None if numbers is None else numbers.layout,
-        "the mesh": ", ".join(f"{name}={n} {kind.name.lower()}" for name, n, kind in axes)
-        or "none",
+        "the mesh": shardings[0].mesh,
     }
 
 
@@ -46,18 +43,15 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     a, b = _static_parts(new), _static_parts(old)
     parts = [name for name in a if name in b and a[name] != b[name]]
     texts = [f"{part} is another one" for part in parts[:1]]
-    if texts and isinstance(a[parts[0]], str):
-        texts = [f"{parts[0]} is {a[parts[0]]}, was {b[parts[0]]}"]
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
         if a.get(place) == b.get(place) or (parts and "state" in place):
             continue  # leaves of the state follow from the static part
-        if place in a and place in b:
-            texts.append(f"{place} is {a[place]}, was {b[place]}")
-        else:
-            texts.append(f"{place} is new" if place in a else f"{place} is not there any more")
-    omission = f"and {len(texts) - 4} more"
-    return len(parts), texts if len(texts) < 6 else [*texts[:4], omission]
+        is_new = place not in b
+        texts.append(
+            f"{place} is new" if is_new else f"{place} is {a.get(place, 'gone')}, was {b[place]}"
+        )
+    return len(parts), texts
 
 
 def retrace_reasons(records: list[Traced]) -> list[str]:
@@ -71,6 +65,6 @@ def retrace_reasons(records: list[Traced]) -> list[str]:
         if earlier:
             reasons = [_reasons(trace, old) for old in reversed(earlier)]
             _, texts = min(reasons, key=lambda x: (x[0], len(x[1])))
-            lines.append(f"{trace.kind}: {'; '.join(texts) or no_difference}")
+            lines.append(f"{trace.kind}: {trees.listed(texts, 4, '; ') or no_difference}")
         earlier.append(trace)
     return lines

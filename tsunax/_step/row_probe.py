@@ -31,6 +31,7 @@ import numpy as np
 from jax.core import eval_context
 
 from tsunax._core import Extra, PyTree, placement, trees
+from tsunax._core.dataflow import programs_in
 from tsunax._step.loss_fn import GradientOptions, LossFn, inputs_of_loss_fn
 from tsunax.errors import message, warn
 from tsunax.loss import Loss, rows_of
@@ -46,18 +47,12 @@ NEAR = 0.0, 0.25, 0.5, 1.0, 1.5
 LEAST_SHARE = 1e-4  # a smaller relative difference counts as rounding, for each dtype
 MOST_MADE_UP = 1 << 24  # elements: more would take seconds, and memory that a step needs
 
-_NOT_A_MEAN = (
-    "Return a mean over rows; under a mask or weights ts.Loss.mean(values, mask). If the loss "
-    "compares rows or uses statistics of the batch, give it in two parts, "
-    "ts.whole_batch(embed, loss), or give it the other rows as an extra argument. "
+_FIX = (
+    "Return a mean over rows; under a mask or weights ts.Loss.mean(values, mask), for a sum "
+    "ts.Loss(total, weight). If the loss compares rows or uses statistics of the batch, give it in "
+    "two parts, ts.whole_batch(embed, loss), or give it the other rows as an extra argument. "
     "With check_rows=False nothing is measured."
 )
-_SUM = (
-    "It is a sum over rows, and the sums of micro-batches are averaged. "
-    "Return the mean, or ts.Loss(total, weight) with the weight of these rows."
-)
-_ALONE = "Each row is alone in its gradient, so that this is another loss than that of the batch."
-_EMBED = "Each micro-batch has only its own rows: mix them in loss(embeddings, batch)."
 _MADE_UP = (
     "Numbers and masks were made up for traced arrays: if your masks are ones alone, a mean under "
     "them is right. Outside of your jit the step looks at your own."
@@ -83,7 +78,7 @@ class RowProbe:
     def __init__(self, options: GradientOptions) -> None:
         self._loss_fn, self._accumulate = options.loss_fn, options.accumulate
         self._alone = options.per_example is not False
-        self.pending: bool = options.check_rows and (self._accumulate > 1 or self._alone)
+        self.pending: bool = options.check_rows and options.is_cut
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
         self.pending, difference = False, None
@@ -129,23 +124,11 @@ class RowProbe:
     def text(self, difference: Difference) -> str:
         """The difference in words, and what to do."""
         whole, merged, near, rows, parts = difference
-        part, fix = "loss", _NOT_A_MEAN
-        if self._alone:
-            fix = _ALONE
-        elif hasattr(self._loss_fn, "mean_embedding"):
-            part, fix = "embed", _EMBED
-        elif abs(whole - parts * merged) < LEAST_SHARE * abs(whole):
-            fix = _SUM
         got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
         got += " at params near those of the state" if near else ""
         option = "per_example" if self._alone else f"accumulate={self._accumulate}"
-        return message(
-            part,
-            trees.describe_call(self._loss_fn),
-            got=got,
-            expected=f"a mean over rows under {option}",
-            fix=fix,
-        )
+        expected = f"a mean over rows under {option}"
+        return message("loss", trees.describe_call(self._loss_fn), got, expected, _FIX)
 
 
 def _difference(
@@ -257,5 +240,5 @@ def _coarsest(jaxpr: Any) -> float:
     errors = [
         float(jnp.finfo(x).eps) for x in dtypes if x is not None and jnp.issubdtype(x, np.inexact)
     ]
-    inner = [_coarsest(part) for eqn in jaxpr.eqns for part in trees.programs_in(eqn)]
+    inner = [_coarsest(part) for eqn in jaxpr.eqns for part in programs_in(eqn)]
     return max([0.0, *errors, *inner])

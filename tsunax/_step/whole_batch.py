@@ -72,14 +72,9 @@ class WholeBatch(CutsItsBatch):
         parts, kinds = (self._embed, self._loss), inspect.Parameter
         first = next(iter(inspect.signature(self.loss).parameters))
         if first == "params" or any(part.names.count("batch") for part in parts):
-            raise LossError(
-                "signatures",
-                "whole_batch()",
-                got=f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}",
-                expected="embed(params, rows, ...), loss(embeddings, batch, ...)",
-                fix="After these two, both may name what a loss function may; "
-                "loss may name params.",
-            )
+            got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
+            expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
+            raise LossError("signatures", "whole_batch()", got, expected)
         named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
         needed = {name for part in parts for name in part.names if name not in part.optional}
         default = lambda name: kinds.empty if name in needed else None
@@ -91,11 +86,11 @@ class WholeBatch(CutsItsBatch):
 
     @functools.cached_property
     def _embed(self) -> LossFn:
-        return LossFn.of(self.embed, "whole_batch()", "embed(params, rows, ...)")
+        return LossFn.of(self.embed)
 
     @functools.cached_property
     def _loss(self) -> LossFn:
-        return LossFn.of(self.loss, "whole_batch()", "loss(embeddings, batch, ...)")
+        return LossFn.of(self.loss)
 
     def __call__(self, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         return self.in_micro_batches(1)(params, batch, **keywords)
@@ -149,25 +144,16 @@ class WholeBatch(CutsItsBatch):
         state, out, n = None, self.embed(params, rows, **keywords), rows_of(rows)
         if "model_state" in keywords:
             if not (isinstance(out, tuple) and len(out) == 2):
-                raise LossError(
-                    "result",
-                    "embed",
-                    got=trees.describe(out),
-                    expected="(embeddings, model_state), because embed names model_state",
-                )
+                expected = "(embeddings, model_state), because embed names model_state"
+                raise LossError("result", "embed", trees.describe(out), expected)
             out, state = out
             check_model_state(state, keywords["model_state"])
         leaves = list(trees.leaves_at("embeddings", out))
         for where, x in leaves or [("embeddings", out)]:
             if not leaves or jnp.shape(x)[:1] != (n,):
-                raise LossError(
-                    "leaf",
-                    where,
-                    got=trees.describe(x),
-                    expected=f"an array with a first axis of the {n} rows given to embed",
-                    fix="What all rows share (a temperature) belongs into loss: "
-                    "it may name params.",
-                )
+                expected = f"an array with a first axis of the {n} rows given to embed"
+                fix = "What all rows share (a temperature) belongs into loss: it may name params."
+                raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
 
 

@@ -3,12 +3,12 @@ libraries (`exchange`). The package deals with states and the place in data, nev
 
     saving           Checkpoints, the face: _writing and _reading are its two halves, _background
                      its threads and locks
-    _home            the interface of a home of checkpoints; _disk_home: on a disk, safetensors;
-                     _orbax_home: kept by orbax, on a disk or in a bucket
+    _home            the home of checkpoints on a disk, safetensors; _orbax_home: kept by orbax, on
+                     a disk or in a bucket
     _blocks          named arrays in files, hashed by `checksums`; _safetensors reads and writes
     _foreign         the gate for foreign files: their memory and kinds, by their bytes
-    leaves           describes a tree, `manifest` a checkpoint, _user_values the values of users
-    _host_copies     the way to the host; _matching the way back, compared first
+    leaves           describes a tree, `manifest` a checkpoint and the values of users in it
+    _matching        compares a checkpoint with a tree, and fills the tree
     state_facts      which numbers win; script_settings a script's settings and their later edits
     exchange         single files for and of other programs; _orbax: the library, kept quiet
 """

@@ -102,12 +102,11 @@ def take_lock(saver, is_first: bool) -> durable_files.Lock:
                 lock = saver.home.lock(is_first)
             _LOCKED_DIRECTORIES[key] = lock, weakref.ref(saver)
             return lock
+    except SaveError:
+        raise
     except OSError as error:
-        if isinstance(error, SaveError):
-            raise
         expected = "a directory that can be written"
-        fix = "Give the path of a directory that can be written."
-        raise CheckpointError("path", str(saver.path), told(error), expected, fix) from error
+        raise CheckpointError("path", str(saver.path), told(error), expected) from error
 
 
 def release(saver) -> None:

@@ -6,14 +6,16 @@ spread over several. The name of a part ends in its bounds: "params/w[0:128,0:64
 
 import collections
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
+import contextlib
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tsunax._core import Function
@@ -21,6 +23,7 @@ from tsunax.checkpoints import _safetensors, checksums, leaves
 from tsunax.checkpoints._safetensors import Entry
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf
+from tsunax.errors import told
 
 Blocks = dict[str, np.ndarray]
 Saved = Mapping[str, Leaf]
@@ -41,6 +44,18 @@ def whole(shape) -> Bounds:
 def bounds_of(index, shape) -> Bounds:
     """(start, stop) of each axis for an index into an array of this shape."""
     return tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
+
+
+def is_local(x) -> bool:
+    """Whether each process has the whole leaf: it is no array over several processes."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def holders_of(sharding, shape) -> dict[Bounds, list[int]]:
+    processes_of: dict[Bounds, set[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        processes_of.setdefault(bounds_of(index, shape), set()).add(device.process_index)
+    return {bounds: sorted(processes) for bounds, processes in processes_of.items()}
 
 
 def parse_name(block: str) -> tuple[str, Bounds | None]:
@@ -97,6 +112,15 @@ class Pieces:
     def astype(self, dtype, copy: bool = True) -> "Pieces":
         cast = {bounds: leaves.in_dtype(x, dtype, "restore()") for bounds, x in self.parts.items()}
         return Pieces(self.shape, dtype, cast)
+
+
+@contextlib.contextmanager
+def damage_of_arrays() -> Iterator[None]:
+    """A context for reading arrays, in which failures of files and contents become Damaged."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise Damaged(f"arrays: {told(error)}") from None
 
 
 def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entry]]]:
@@ -207,7 +231,8 @@ def read_all(
     """The results of `read`, which is as `read_leaf`, in the form of `CheckpointHome.read`."""
 
     def read_and_place(i: int) -> Any:
-        value, part_of_hash = read(requested[i], needed[i])
+        with damage_of_arrays():
+            value, part_of_hash = read(requested[i], needed[i])
         return place(i, value), part_of_hash
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:

@@ -6,10 +6,8 @@ error. No array is read here.
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import TsunaxError, told
@@ -50,15 +48,6 @@ _KINDS = {
 }  # fmt: skip
 
 
-_KINDS_OF_DIRECTORIES = {
-    "_CHECKPOINT_METADATA": "a directory of orbax: format='orbax'",
-    "_METADATA": "a directory of orbax: format='orbax'",
-    "tsunax.lock": "a run's directory: Checkpoints(path, read_only=True).restore(like) reads it",
-    "manifest.sha256": "one step of a run: Checkpoints reads the directory above it",
-    "pytorch_model.bin": "a PyTorch file, pytorch_model.bin, and no safetensors",
-}
-
-
 def kind_of(head: bytes, expected: str = "") -> str:
     """The kind of a file by its first bytes, and its reader; "" if it is `expected` or unknown.
 
@@ -70,12 +59,6 @@ def kind_of(head: bytes, expected: str = "") -> str:
     )
     kind = next(matching_kinds, "")
     return "" if expected and kind.startswith(expected) else kind
-
-
-def kind_of_directory(folder: Path) -> str:
-    """The kind of a directory by the names in it, as `kind_of` a file."""
-    names = (name for name in _KINDS_OF_DIRECTORIES if os.path.lexists(folder / name))
-    return _KINDS_OF_DIRECTORIES.get(next(names, ""), "")
 
 
 @contextlib.contextmanager

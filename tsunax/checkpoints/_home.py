@@ -1,19 +1,32 @@
-"""The interface of a home of checkpoints, and the half that all homes share.
+"""The home of checkpoints on a local or shared disk: a directory for each step.
 
-A home is the place of a run's checkpoints: `_disk_home` on a disk, `_orbax_home` by orbax, on a
-disk or in a bucket. Leaves are compared and verified by the callers, with the hashes of the
-manifest. One run writes, and any number of processes read.
+    tsunax.lock
+    4/manifest.json, manifest.sha256      what is in it, and that all of it is there: written last
+    4/arrays/0.safetensors                the blocks that process 0 wrote, under readable names
+    .tsunax-tmp-6-0123abcd/               what is being written
+    .tsunax-old-2-0123abcd/               what is being deleted, or replaced
+
+Everything is written under a hidden name and synced, the manifest last; then one rename gives it
+the name of its step. So a directory with a step's name is whole, in whatever instant the process or
+the machine ended. What is replaced gets a hidden name before that rename and is deleted after it;
+`tidy` puts it back if the rename did not come. What is deleted is hidden first, and then loses its
+manifest first.
+
+`_orbax_home` is the home of checkpoints that orbax keeps, on a disk or in a bucket, with the same
+interface. Leaves are compared and verified by the callers, with the hashes of the manifest. One run
+writes, and any number of processes read.
 """
 
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tsunax._core import Function, durable_files, processes
-from tsunax.checkpoints import _blocks
+from tsunax.checkpoints import _blocks, _safetensors
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
@@ -21,6 +34,8 @@ from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.errors import CheckpointError, told
 
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
+ARRAYS = "arrays"
+OUR_NAMES = (MANIFEST, SUM, ARRAYS)  # in the directory of a step, if orbax did not write it
 MANIFEST_FOLDER = "tsunax"  # in the directory of a step, if orbax wrote it
 # Directories of a step: orbax's home writes a step that is there already to "4.1".
 STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
@@ -69,13 +84,16 @@ class CheckpointHome:
         self.deletion_warnings: list[str] = []  # warnings of steps that could not be deleted
         self._metrics: dict[int, dict[str, float]] | None = None
 
-    # --------------------------------------------------------------- each home has its own of these
+    # --------------------------------------------------------- orbax's home has its own of these
 
     def listed_steps(self) -> list[int]:
         """Steps that a directory is named after, in order, in one listing."""
-        ...
+        steps = map(durable_files.step_in_name, self.names(self.path))
+        return sorted(step for step in steps if step is not None and self.directory_of(step))
 
-    def directory_of(self, step: int) -> Path | None: ...
+    def directory_of(self, step: int) -> Path | None:
+        folder = self.path / str(step)
+        return folder if durable_files.is_real_directory(folder) else None
 
     def read(
         self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
@@ -84,29 +102,98 @@ class CheckpointHome:
 
         `place(i, value)` is called once a value is verified, and returns its replacement.
         """
-        ...
+        arrays = self.path / str(step) / ARRAYS
+        if any(leaf.dtype for leaf in requested) and not durable_files.is_real_directory(arrays):
+            raise Damaged("arrays: missing")
+        files = [arrays / f"{i}.safetensors" for i in range(len(manifest.parts))]
+        with _blocks.damage_of_arrays():
+            stored = _blocks.stored_in(files)
+        read_leaf = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
+        return _blocks.read_all(read_leaf, requested, needed, place, min(8, os.cpu_count() or 1))
 
     def begin(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
-        ...
+        return durable_files.hidden_path(self.path, "tmp", step).name
 
     def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
-        """The part of a save that must run in the thread that calls `save`."""
+        """The part of a save that must run in the thread that calls `save`: none on a disk."""
 
-    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None: ...
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
+        folder = self.path / name
+        arrays = folder / ARRAYS
+        for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
+            new.mkdir(exist_ok=True)
+        if blocks:
+            _blocks.write_arrays(arrays / f"{process}.safetensors", blocks)
+        durable_files.sync(arrays)
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         """Read back the files of this process, here or in `commit`. Raises Damaged."""
+        if hashes:
+            entries = _safetensors.contents(self.path / name / ARRAYS / f"{process}.safetensors")
+            read = lambda block, leaf: _blocks.read_entry(entries[block], leaf)
+            _blocks.check_same(saved, hashes, read)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process has, and give the checkpoint its name."""
+        if whole is None:
+            return
+        step, folder = whole.step, self.path / name
+        self.put_manifest(name, whole)
+        durable_files.sync(folder)
+        self.metrics_by_step()
+        final, old = self.path / str(step), None
+        if os.path.lexists(final):
+            if not self._is_deletable(final):
+                raise FileExistsError(f"{final} holds what is not tsunax's")
+            old = durable_files.hidden_path(self.path, "old", step)
+            os.rename(final, old)
+        try:
+            os.rename(folder, final)
+        except OSError as error:  # a mounted bucket raises it
+            fix = "a directory could not be renamed: store='orbax' renames none"
+            raise OSError(error.errno, f"{error.strerror}, {fix}") from error
+        durable_files.sync(self.path)
+        self.metrics_by_step()[step] = whole.metrics
+        self.bad.pop(step, None)
+        if old is not None:
+            with self.deleting(step):
+                durable_files.remove(old, OUR_NAMES)
 
-    def discard(self, name: str) -> None: ...
+    def discard(self, name: str) -> None:
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    @staticmethod
+    def _is_deletable(folder: Path) -> bool:
+        return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(OUR_NAMES)
 
     def drop(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, except those in which a user keeps files of his own."""
+        for step in steps:
+            with self.deleting(step):
+                is_deletable = self._is_deletable(folder := self.path / str(step))
+                old = durable_files.hidden_path(self.path, "old", step)
+                if is_deletable:
+                    os.rename(folder, old)
+                # the step has gone, even if its files cannot be removed
+                self.metrics_by_step().pop(step, None)
+                if is_deletable:
+                    durable_files.remove(old, OUR_NAMES)
 
-    def tidy(self) -> None: ...
+    def tidy(self) -> None:
+        for name in sorted(os.listdir(self.path)):
+            kind_and_step, folder = durable_files.ours(name), self.path / name
+            if kind_and_step is None or not durable_files.is_real_directory(folder):
+                continue
+            kind, step = kind_and_step
+            final = self.path / str(step)
+            if kind == "tmp":
+                self.discard(name)
+            elif (folder / MANIFEST).is_file() and not os.path.lexists(final):
+                os.rename(folder, final)
+            else:
+                with self.deleting(step):
+                    durable_files.remove(folder, OUR_NAMES)
 
     # ----------------------------------------------------------------------- the same in every home
 
@@ -138,9 +225,8 @@ class CheckpointHome:
             x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
         )
         if any((folder / SUM).exists() for folder in folders):
-            got = "one checkpoint, or a part of it"
-            fix = "Give the directory that has the steps in it."
-            raise CheckpointError("path", str(self.path), got, "the directory of a run", fix)
+            expected = "the directory that has the steps"
+            raise CheckpointError("path", str(self.path), "a part of one checkpoint", expected)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint. Raises Damaged, or TooNew."""
@@ -227,9 +313,7 @@ class CheckpointHome:
         self.write_file(folder / SUM, sum_of(body))
 
     def prepare(self) -> Any:
-        """Make the run's directory; returns its identity. Raises OSError, CheckpointError."""
-        if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError("path", str(self.path), "a file", "a directory of checkpoints")
+        """Make the run's directory; returns its identity. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError("not writable")

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,7 @@ import numpy as np
 from tsunax._core import patterns, processes, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
-from tsunax.checkpoints._blocks import other_bytes
-from tsunax.checkpoints._host_copies import holders_of
+from tsunax.checkpoints._blocks import holders_of, other_bytes
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
@@ -26,14 +25,7 @@ from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, master_params
 
 SavedLeaves = Mapping[Keys, Leaf]
-
-
-class Target(NamedTuple):
-    """A leaf to fill, and the path of the saved leaf for it."""
-
-    path: Keys
-    saved_path: Keys
-    leaf: Any
+Targets = list[tuple[Keys, Keys, Any]]  # (path, path of the saved leaf, leaf to fill)
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,6 @@ class RestoreRequest:
     partial: Any = None
     cast: bool = False
     params_only: bool = False
-    is_fit: bool = False  # `fit` has none of these options
 
     @property
     def skips_optimizer(self) -> bool:
@@ -53,12 +44,8 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
         plan = make_plan(leaves.tree_of(self.like), manifest, saved)
-        fix = "params alone: params_only=True or partial='pattern'; other dtypes: cast=True."
-        if self.is_fit:
-            fix = "another model or rule is another run: give it another path."
-        elif self.skips_optimizer:
-            fix = "only params that fit: partial='pattern'; other dtypes: cast=True."
-        fix = f"{'Go on' if self.is_fit else 'Restore'} with the setup that saved it; {fix}"
+        fix = "Restore with the setup that saved it, or give another run another path; params "
+        fix += "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
@@ -67,11 +54,11 @@ class RestoreRequest:
             facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
             return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
 
-        like = _map_states(self.like, tree, layout)
+        like, script_states = _map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
         merges: dict[Keys, NumberTable | KeptNumber] = {}
         differences: list[str] = []
-        numbers_at_start = state_facts.script_numbers_in(manifest)
+        numbers_at_start, edits_of_freeze = state_facts.script_numbers_in(manifest), {}
         for path, s in tree.states.items():
             if (saved_facts := manifest.states.get(path)) is None:
                 differences.append(f"{show('state', path)}: saved no TrainState, expected one")
@@ -80,12 +67,17 @@ class RestoreRequest:
             merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
             merges |= state_facts.kept_numbers(s, path, at_start)
             differences += _fact_differences(saved_facts, facts, path)
-        # nothing was frozen where the flags were not saved
-        absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
-        targets = [Target(path, path, x) for path, x in tree.leaves if path not in absent]
+            if note := state_facts.edit_of_freeze(script_states[path], at_start):
+                edits_of_freeze[(*path, ".frozen")] = note
+        # The script's flags stay where it has edited them, or where none were saved.
+        own_flags = {(*path, ".frozen") for path in tree.states} - saved.keys()
+        own_flags |= edits_of_freeze.keys()
+        targets = [(path, path, x) for path, x in tree.leaves if path not in own_flags]
         leaf_differences, pairs = _compared(targets, saved, self.cast, merges)
-        differences += leaf_differences + _extra_leaves(targets, saved)
-        return RestorePlan(like, tree, pairs, differences, merges)
+        extra = _extra_leaves(targets, saved, lambda path: path not in own_flags)
+        differences += leaf_differences + extra
+        edits = list(edits_of_freeze.values())
+        return RestorePlan(like, tree, pairs, differences, merges, edited=edits)
 
     def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree takes params of a saved state."""
@@ -98,7 +90,7 @@ class RestoreRequest:
         for path, x in tree.leaves:
             root = next((root for root in roots if path[: len(root)] == root), None)
             if root is not None:
-                targets.append(Target(path, roots[root] + path[len(root) :], x))
+                targets.append((path, roots[root] + path[len(root) :], x))
         if self.partial is None:
             is_under_root = lambda path: any(path[: len(top)] == top for top in roots.values())
             extra = _extra_leaves(targets, saved, is_under_root)
@@ -109,38 +101,30 @@ class RestoreRequest:
             targets = [target for target, flag in zip(targets, flags, strict=True) if flag]
             extra = []
         # the master copies of restored params, which hold more digits
-        leaf_at = dict(tree.leaves)
+        leaf_at = {path: x for path, x in tree.leaves if path in saved}
         is_param = lambda top, path: path[: len(top) + 1] == (*top, ".params")
-        paths = [target.path for target in targets]
-        masters = [(*top, ".masters", *path[len(top) + 1 :])
-                   for top in tree.states for path in paths if is_param(top, path)]  # fmt: skip
-        targets += [Target(path, path, leaf_at[path]) for path in masters
-                    if path in leaf_at.keys() & saved]  # fmt: skip
+        masters = [(*top, ".masters", *path[len(top) + 1 :]) for top in tree.states
+                   for path, _, _ in targets if is_param(top, path)]  # fmt: skip
+        targets += [(path, path, leaf_at[path]) for path in masters if path in leaf_at]
         differences, pairs = _compared(targets, saved, self.cast, {})
         differences += extra
         return RestorePlan(self.like, tree, pairs, differences, restarts=bool(tree.states))
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """A restore of nothing but the counts of the saved training states."""
-
-    like: Any = ()
-    skips_optimizer = False
-
-    def plan(self, manifest: Manifest, folder: Path) -> "RestorePlan":
-        clocks = {(*path, ".clock") for path in manifest.states}
-        saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
-        like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
-        tree = leaves.tree_of(like)
-        pairs = [Pair(path, x, leaf) for (path, x), leaf in zip(tree.leaves, saved, strict=True)]
-        return RestorePlan(like, tree, pairs, [])
+def plan_of_clocks(manifest: Manifest, folder: Path) -> "RestorePlan":
+    """The plan to restore nothing but the counts of the saved training states."""
+    clocks = {(*path, ".clock") for path in manifest.states}
+    saved = [leaf for leaf in manifest.leaves if leaf.path in clocks]
+    like = [np.zeros(leaf.shape, leaves.dtype_of(leaf.dtype)) for leaf in saved]
+    tree = leaves.tree_of(like)
+    pairs = [Pair(path, x, leaf) for (path, x), leaf in zip(tree.leaves, saved, strict=True)]
+    return RestorePlan(like, tree, pairs, [])
 
 
 def refuse(head: str, differences: list[str], fix: str) -> None:
     if differences:
-        lines = [x if len(x) <= 500 else f"{x[:450]} …" for x in differences]
-        raise CheckpointError("\n  ".join([head + ":", trees.listed(lines, 10, "\n  "), fix]))
+        lines = trees.listed([f"{x:.500}" for x in differences], 10, "\n  ")
+        raise CheckpointError(f"{head}:\n  {lines}\n  {fix}")
 
 
 def _map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
@@ -270,12 +254,11 @@ def placed(value, like, kind: str):
     """A verified host value, or the `Pieces` that are needed of it, at its place in `like`."""
     if not hasattr(like, "dtype") or isinstance(value, jax.Array):
         return value
-    if isinstance(like, np.generic):
-        return leaves.in_dtype(value, like.dtype, "restore()")[()]
-    if isinstance(like, np.ndarray):
-        return leaves.in_dtype(value, like.dtype, "restore()")
-    sharding, generator = like.sharding, leaves.generator_of(kind)
+    generator = leaves.generator_of(kind)
     value = value if generator else leaves.in_dtype(value, like.dtype, "restore()")
+    if isinstance(like, (np.ndarray, np.generic)):
+        return value[()] if isinstance(like, np.generic) else value
+    sharding = like.sharding
     if sharding is not None and not sharding.is_fully_addressable:
         # each process makes its part, without a wait
         array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
@@ -287,7 +270,7 @@ def placed(value, like, kind: str):
 
 
 def _compared(
-    targets: list[Target],
+    targets: Targets,
     saved: SavedLeaves,
     cast: bool,
     merges: Mapping[Keys, NumberTable | KeptNumber],
@@ -314,23 +297,15 @@ def fits(leaf: Leaf, saved: Leaf, cast: bool) -> bool:
     return leaf.dtype == saved.dtype or (cast and (have_kind(np.floating) or have_kind(np.integer)))
 
 
-def _extra_leaves(
-    targets: list[Target], saved: SavedLeaves, is_under_root=lambda _: True
-) -> list[str]:
-    paths = {target.saved_path for target in targets}
+def _extra_leaves(targets: Targets, saved: SavedLeaves, is_under_root=lambda _: True) -> list[str]:
+    paths = {saved_path for _, saved_path, _ in targets}
     return [f"{show('state', path)}: saved {leaf}, expected nothing" for path, leaf in saved.items()
             if path not in paths and is_under_root(path)]  # fmt: skip
 
 
 def _fact_differences(saved: Mapping, facts: Mapping, path: Keys) -> Iterator[str]:
+    brief = lambda x: trees.listed(x if isinstance(x, list) else [str(x)], 6)
     for name in ("rule", "trained", "precision", "averages"):
         if saved[name] != facts[name]:
-            absent = "everything" if name == "trained" else "none"
-            a, b = (_brief(x[name], absent) for x in (saved, facts))
-            yield f"{name} of {show('state', path)}: saved {a}, expected {b}"
-
-
-def _brief(x, absent: str) -> str:
-    if isinstance(x, list):
-        return trees.listed([str(name) for name in x], 6)
-    return absent if x is None else str(x) if len(str(x)) <= 200 else f"{str(x)[:180]}…"
+            sides = f"saved {brief(saved[name]):.200}, expected {brief(facts[name]):.200}"
+            yield f"{name} of {show('state', path)}: {sides}"

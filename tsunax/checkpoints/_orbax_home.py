@@ -35,7 +35,7 @@ import numpy as np
 from tsunax import errors
 from tsunax._core import Function, durable_files, processes, trees
 from tsunax._core.libraries import library
-from tsunax.checkpoints import _blocks, _host_copies, _orbax
+from tsunax.checkpoints import _blocks, _orbax
 from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
 from tsunax.checkpoints._home import (
     MANIFEST_FOLDER,
@@ -119,37 +119,19 @@ class OrbaxHome(CheckpointHome):
     ) -> ReadResult:
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
-        errors_of_placing: list[Exception] = []
-
-        def place_or_note(i: int, value: Any) -> Any:
-            try:
-                return place(i, value)
-            except Exception as error:
-                errors_of_placing.append(error)
-                raise
-
-        try:
-            return self._read(folder, manifest, requested, needed, place_or_note)
-        except (OSError, ValueError) as error:
-            if error in errors_of_placing:  # The checkpoint is good, and does not fit.
-                raise
-            raise Damaged(f"arrays: {told(error)}") from None
-
-    def _read(self, folder: Path, manifest: Manifest, requested, needed, place) -> ReadResult:
-        sizes = {
-            x.name: math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in requested if x.dtype
-        }
-        declared, open_array = sum(sizes.values()), _opener(folder / STATE, manifest.leaves)
-        # before anything blocks, or takes memory that no file needs
-        if self.is_local and declared > (1 << 20) + 2 * durable_files.check_regular(folder):
-            raise Damaged(f"{declared} bytes declared, far more than its files have")
+        declared = sum({x.name: x.n_bytes for x in requested if x.dtype}.values())
         with tempfile.TemporaryDirectory() as scratch:
-            files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
-            for file in files:
-                limit = 2 * declared + (64 << 20)  # a header is small
-                with contextlib.suppress(FileNotFoundError):
-                    file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, limit))
-            stored = _blocks.stored_in(files)
+            with _blocks.damage_of_arrays():
+                # before anything blocks, or takes memory that no file needs
+                if self.is_local and declared > (1 << 20) + 2 * durable_files.check_regular(folder):
+                    raise Damaged(f"{declared} bytes declared, far more than its files have")
+                open_array = _opener(folder / STATE, manifest.leaves)
+                files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
+                for file in files:
+                    limit = 2 * declared + (64 << 20)  # a header is small
+                    with contextlib.suppress(FileNotFoundError):
+                        file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, limit))
+                stored = _blocks.stored_in(files)
 
             def read_leaf(leaf: Leaf, parts):
                 if _is_of_orbax(leaf):
@@ -173,7 +155,7 @@ class OrbaxHome(CheckpointHome):
         for leaf, (_, x) in zip(described, tree.leaves, strict=True):
             if not _is_of_orbax(leaf):
                 continue
-            if not _host_copies.is_local(x):
+            if not _blocks.is_local(x):
                 arrays[leaf.name] = jax.random.key_data(x) if trees.is_key(x) else x
             elif leaf.name in blocks:
                 arrays[leaf.name] = blocks[leaf.name]
@@ -200,14 +182,13 @@ class OrbaxHome(CheckpointHome):
                 save.response = ocp.save_checkpointables_async(str(self.path / name), items)
             except Exception as error:  # orbax, TensorStore and file systems raise many types
                 save.quiet.close()
-                title, got = f"save of step {name}", told(error)
-                raise SaveError(title, str(self.path), got, "a save that starts") from error
+                parts = f"save of step {name}", str(self.path), told(error), "a save that starts"
+                raise SaveError(*parts) from error
         self._saves[name] = save
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         """Write the blocks that orbax does not: it has the other arrays since `start`."""
-        is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
-        other_blocks = {name: x for name, x in blocks.items() if not is_of_orbax(name)}
+        other_blocks = {x: y for x, y in blocks.items() if not _is_block_of_orbax(x, saved)}
         if other_blocks:
             with tempfile.TemporaryDirectory() as scratch:
                 file = Path(scratch, f"{process}.safetensors")
@@ -215,9 +196,9 @@ class OrbaxHome(CheckpointHome):
                 self.write_file(self.path / name / MANIFEST_FOLDER / file.name, file.read_bytes())
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
-        is_of_orbax = lambda block: _is_of_orbax(saved[_blocks.parse_name(block)[0]])
         save = self._saves[name]  # `commit` reads them, when orbax has written them
-        save.saved, save.hashes = saved, {x: y for x, y in hashes.items() if is_of_orbax(x)}
+        save.saved = saved
+        save.hashes = {x: y for x, y in hashes.items() if _is_block_of_orbax(x, saved)}
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         save, folder = self._saves[name], self.path / name
@@ -241,6 +222,12 @@ class OrbaxHome(CheckpointHome):
                 self._delete([] if whole.step in self.bad else old)
             self.bad.pop(whole.step, None)
 
+    def _prove(self, folder: Path, save: _Save) -> None:
+        open_array = _opener(folder / STATE, save.saved.values())
+        bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
+        read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
+        _blocks.check_same(save.saved, save.hashes, read, _PARALLEL_READS)
+
     def _finish(self, save: _Save) -> None:
         fault = None
         with save.quiet:
@@ -249,12 +236,6 @@ class OrbaxHome(CheckpointHome):
             except Exception as error:  # orbax, TensorStore and asyncio raise many types
                 fault = OSError(f"orbax: {told(error)}")
         raise fault
-
-    def _prove(self, folder: Path, save: _Save) -> None:
-        open_array = _opener(folder / STATE, save.saved.values())
-        bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
-        read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
-        _blocks.check_same(save.saved, save.hashes, read, _PARALLEL_READS)
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
@@ -309,6 +290,10 @@ def _is_of_orbax(leaf: Leaf) -> bool:
     return bool(leaf.dtype and math.prod(leaf.shape)) and not is_in_our_file
 
 
+def _is_block_of_orbax(block: str, saved: Saved) -> bool:
+    return _is_of_orbax(saved[_blocks.parse_name(block)[0]])
+
+
 def _keys_of(leaf_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The keys of each name in nested dicts, without dots, by which orbax joins keys."""
     names = list(leaf_names)
@@ -338,10 +323,8 @@ def _opener(
     def open_array(leaf: Leaf):
         store = {"driver": "ocdbt", "base": base, "path": ".".join(keys[leaf.name]) + "/"}
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": store}
-        spec |= {
-            "recheck_cached_metadata": False,
-            "recheck_cached_data": False,
-        }  # it does not change
+        # the files do not change
+        spec |= {"recheck_cached_metadata": False, "recheck_cached_data": False}
         array = answer(ts.open(spec, read=True, context=context), leaf)
         is_as_saved = (array.dtype.name, array.shape) == (leaf.dtype, leaf.shape)
         chunk = math.prod(array.chunk_layout.read_chunk.shape or ())
@@ -405,8 +388,8 @@ class _Mark:
         self.file, self.origin = home.path / durable_files.LOCK, ("", "")
         if is_first:
             if earlier_run := home.lock_text():
-                text = "that run, if it goes on, is refused at its next save"
-                errors.warn(f"{home.path} was in use, by {earlier_run:.200}: {text}.")
+                text = f"{home.path} was in use, by {earlier_run:.200}"
+                errors.warn(f"{text}: that run, if it goes on, is refused at its next save.")
             about = {"pid": self.pid, "host": socket.gethostname(), "run": secrets.token_hex(4)}
             self.text = json.dumps(about)
             home.write_file(self.file, self.text.encode())

@@ -9,22 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import checks, durable_files, trees
+from tsunax._core import Function, checks, durable_files, trees
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax.checkpoints import (
-    _blocks,
-    _host_copies,
-    _matching,
-    _user_values,
-    checksums,
-    leaves,
-    state_facts,
-)
+from tsunax.checkpoints import _blocks, _matching, _writing, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
+from tsunax.checkpoints.checksums import MODULUS
 from tsunax.checkpoints.leaves import Damaged, TooNew
 from tsunax.checkpoints.manifest import Manifest, Parts
-from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
+from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
 
 __all__ = ["Restored"]
@@ -56,24 +49,22 @@ def newest(
     read: Callable[[int], Restored],
 ) -> Restored:
     """`read(step)` for the newest good checkpoint of a run, for its best, or for a given step."""
-    if not checks.is_one_of(resume, ("auto", "must", "never")):
-        got, expected = trees.describe(resume), "'auto', 'must' or 'never'"
-        raise WrongTypeError("resume", "restore()", got, expected)
+    checks.check_choice(resume, "restore()", "resume", ("auto", "must", "never"))
     settings = {"resume": resume, **options}
     run.everyone.compare("restore()", lambda: settings, run.timeout + 10)
 
     def look():
         run.wait()
-        _host_copies.check_members(leaves.tree_of(like), "restore()")
+        _writing.check_members(leaves.tree_of(like), "restore()")
         strangers = run.home.strangers()  # first: a writer may make the first step meanwhile
         steps = _by_metric(run) if step == "best" else run.home.steps()
         return None, json.dumps([steps, [] if steps else strangers])
 
     steps, strangers = json.loads(run.together("restore()", look)[1][0])
+    if resume == "never" and steps:
+        fix = "Give another path, or delete them yourself."
+        raise CheckpointError("steps", str(run.path), _listed(steps), "none: resume='never'", fix)
     if resume == "never":
-        if steps:
-            got, fix = f"steps {_brief(steps)}", "Give another path, or delete them yourself."
-            raise CheckpointError("checkpoints", str(run.path), got, "none: resume='never'", fix)
         return Restored(like)
     candidates = _candidates(run, step, steps)
     restored, problems = _first_good(run, candidates, read, may_be_replaced=step is None)
@@ -81,7 +72,13 @@ def newest(
         return restored
     if run.read_only and candidates and not problems:  # the writer deleted all that were listed
         return newest(run, like, step, resume, options, read)
-    _check_nothing_is_lost(run, step, resume, problems, strangers)
+    if problems:
+        got, fix = trees.listed(problems, 10, "; "), "Give an earlier step, or another path."
+        raise CheckpointError("checkpoints", str(run.path), got, "a good one", fix)
+    if strangers or resume == "must":
+        got = trees.listed([*map(repr, strangers)], 10) or "nothing"
+        fix = "Give the directory that has the steps in it; to start afresh, once resume='never'."
+        raise CheckpointError("checkpoints", str(run.path), got, "at least one step", fix)
     return Restored(like)
 
 
@@ -89,13 +86,11 @@ def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
     """The steps that `restore(step=)` may take, the first choice last."""
     if step is None or (step == "best" and steps):
         return steps
-    if isinstance(step, str):
-        expected = "a step, or 'best' where metrics were saved"
-        fix = f"{run.keep_best} is in none of them." if step == "best" else ""
-        raise CheckpointError("step", "restore()", repr(step), expected, fix)
-    checks.check_count(step, "restore()", "step", 0)
-    if step not in steps:
-        expected = f"one of {_brief(steps)}"
+    if step == "best":
+        expected = f"saved metrics with the one of keep_best={run.keep_best}"
+        raise CheckpointError("step", "restore()", "'best'", expected)
+    if isinstance(step, str) or step not in steps:
+        expected = f"one of {_listed(steps)}"
         raise CheckpointError("checkpoint", str(run.path), f"step {step}", expected)
     return [int(step)]
 
@@ -121,54 +116,37 @@ def _first_good(
     return None, problems
 
 
-def _check_nothing_is_lost(
-    run, step: int | str | None, resume: str, problems: list[str], strangers: list[str]
-) -> None:
-    """Raise CheckpointError if no checkpoint is good, or if a wrong path is likelier than none."""
-    if problems:
-        fix = "restore() without step= takes an older one."
-        fix = "To start afresh, give another path." if step is None else fix
-        got = trees.listed(problems, 10, "; ")
-        raise CheckpointError("checkpoints", str(run.path), got, "a good one", fix)
-    if strangers or resume == "must":
-        names = trees.listed([*map(repr, strangers)], 10)
-        got = f"none among {names}" if strangers else "none"
-        expected = "at least one" + ": resume='must'" * (resume == "must")
-        fix = "Give the directory that has the steps in it; to start afresh, an empty one, "
-        fix += "or once resume='never'."
-        raise CheckpointError("checkpoints", str(run.path), got, expected, fix * bool(strangers))
-
-
 def _by_metric(run) -> list[int]:
+    """The steps by the metric of `keep_best`, the best last."""
     if run.keep_best is None:
-        fix = "Say what is best: Checkpoints(path, keep_best=Best('val/loss', mode='min'))."
-        raise CheckpointError("step", "restore()", "'best' without keep_best=", "a step", fix)
+        return []
     metrics = run.metrics()
     return dataclasses.replace(run.keep_best, k=len(metrics) or 1).of(metrics)[::-1]
 
 
-def _brief(steps: list[int]) -> str:
-    if len(steps) > 10:
-        return f"{steps[0]} … {steps[-1]} ({len(steps)} steps)"
-    return ", ".join(map(str, steps)) or "none"
+def _listed(steps: list[int]) -> str:
+    return trees.listed([*map(str, steps)], 10) or "none"
 
 
-def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Restored:
-    """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError."""
+def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Restored:
+    """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError.
+
+    `plan_of(manifest, folder)` is the `RestorePlan`. Without the optimizer, values of the user
+    stay in the checkpoint, too.
+    """
     folder, name = run.path / str(step), f"restore of step {step}"
 
     def describe():
         try:
             manifest = run.home.manifest(step)
         except TooNew as error:
-            expected = f"format {_manifest.FORMAT} or earlier"
-            parts = "checkpoint", str(folder), error, expected, "Update tsunax."
-            raise CheckpointError(*parts) from None
+            expected = f"format {_manifest.FORMAT} or earlier: update tsunax"
+            raise CheckpointError("checkpoint", str(folder), error, expected) from None
         return manifest, durable_files.sha256(manifest.dump())
 
     def read_arrays():
-        plan = how.plan(manifest, folder)
-        parts = [] if how.skips_optimizer else _parts(run, manifest, len(digests))
+        plan = plan_of(manifest, folder)
+        parts = [] if skips_optimizer else _parts(run, manifest, len(digests))
         arrays = [x for part in parts for x in part.arrays]
         saved_leaves = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
@@ -191,7 +169,7 @@ def read(run, step: int, how: _matching.RestoreRequest | _matching.Clocks) -> Re
     user_values: dict[str, Any] = {}
     for part in parts:
         arrays = list(itertools.islice(values, len(part.arrays)))
-        user_values |= {key: _user_values.decode(x, arrays) for key, x in part.values.items()}
+        user_values |= {key: _manifest.decode(x, arrays) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
     return Restored(state, step=step, **{key: user_values.get(key) for key in names})
 
@@ -202,68 +180,57 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
     A fresh state, or the run's initial state, is replaced by the checkpoint. For any other state
     the calls decide; with as many calls as the checkpoint has, the run continues from the state.
     """
-    whole, calls = _matching.RestoreRequest(state, is_fit=True), state_facts.total_calls(state)
+    plan_of, calls = _matching.RestoreRequest(state).plan, state_facts.total_calls(state)
     if not calls:
-        return read(run, checkpoint_step, whole)
-    restored = read(run, checkpoint_step, _matching.Clocks())
+        return read(run, checkpoint_step, plan_of)
+    restored = read(run, checkpoint_step, _matching.plan_of_clocks)
     saved_calls = int(sum(np.sum(clock[..., 1]) for clock in restored.state))
     script = restored.script
     calls_at_start = script.get("calls") if isinstance(script, dict) else 0
-    step = _host_copies.step_to_save(leaves.tree_of(state), None)
-    given_state = f"fit(): the state given is at step {step}"
-    newest = f"the newest checkpoint in {run.path}"
+    step = _writing.step_to_save(leaves.tree_of(state), None)
+    newest = f"step {checkpoint_step}, the newest in {run.path}"
+    text = f"fit(): the state given is at step {step}, the checkpoint at {newest}"
     if calls < saved_calls or calls == calls_at_start != saved_calls:
         if calls != calls_at_start:
-            text = f"{given_state}, {newest} at step {checkpoint_step}: the checkpoint's goes on"
-            warn(f"{text}. For the state given, give another path.")
-        return read(run, checkpoint_step, whole)
-    got = f"step {step} after {calls} calls"
-    if step < checkpoint_step:
-        fix = "Give another path; or a fresh state, which takes the checkpoint."
-        expected = f"step {checkpoint_step} or later, as {newest}"
-        raise StateError("state", "fit()", got, expected, fix)
+            warn(f"{text}: the checkpoint's goes on. For the state given, give another path.")
+        return read(run, checkpoint_step, plan_of)
+    # A tree of several states has no clock, so the position in its data is not known.
+    if step < checkpoint_step or (calls > saved_calls and not isinstance(state, COUNTED)):
+        got, expected = f"step {step} after {calls} calls", f"a fresh state, or {newest}, or later"
+        raise StateError("state", "fit()", got, expected, "For this state, give another path.")
     if calls > saved_calls:
-        if not isinstance(state, COUNTED):
-            fix = "A tree of others has no clock of its own: give another path."
-            raise StateError("state", "fit()", got, "a TrainState, or a fresh tree", fix)
-        text = f"{given_state}, {newest} at step {checkpoint_step}: the state given goes on"
-        warn(f"{text}, from where the data is now.")
+        warn(f"{text}: the state given goes on, from where the data is now.")
         return dataclasses.replace(restored, state=state, data=None)
     if changed_leaves := _changed_leaves(run, checkpoint_step, state):
-        differences = trees.listed(changed_leaves, 4)
-        text = f"{given_state}, as {newest}, and differs from it: {differences}"
-        warn(f"{text}. The state given goes on.")
+        warn(f"{text}, and differs from it: {trees.listed(changed_leaves, 4)}. It goes on.")
     return dataclasses.replace(restored, state=state)
 
 
 def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     """The leaves of a state that differ from the saved ones, by their hashes: no array is read."""
-    tree, name = leaves.tree_of(state), f"restore of step {checkpoint_step}: leaves"
-    is_saved = lambda: (None, str(run.has_saved(state)))
-    if {*run.together(f"{name}, by identity", is_saved)[1]} == {"True"}:
-        return []
+    tree = leaves.tree_of(state)
 
     def look():
-        described, blocks = _host_copies.copied(tree, run.process)
+        described, blocks = _writing.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
-        return (described, run.home.manifest(checkpoint_step)), json.dumps(
-            _blocks.leaf_sums(hashes)
-        )
+        values = described, run.home.manifest(checkpoint_step)
+        return values, json.dumps(_blocks.leaf_sums(hashes))
 
-    (described, manifest), words = run.together(name, look)
-    sums = [json.loads(word) for word in words]
-    total = lambda leaf: (
-        sum(of_process.get(leaf.name, 0) for of_process in sums) % checksums.MODULUS
-    )
+    (described, manifest), words = run.together(f"leaves of step {checkpoint_step}", look)
+    sums_of_processes = [json.loads(word) for word in words]
+    total = lambda leaf: sum(sums.get(leaf.name, 0) for sums in sums_of_processes) % MODULUS
     flags = {path for path, x in tree.leaves if path[-1] == ".frozen" and not np.any(np.asarray(x))}
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
     # room for frozen leaves that nothing fills: a freeze that was taken back
     paths = [path for path in paths if path in saved or path not in flags]
-    numbers = ["hyperparameters"] * any(".numbers" in path for path in paths)
-    return numbers + [leaves.show("state", path) for path in paths if ".numbers" not in path]
+    is_number = [".numbers" in path for path in paths]
+    names = [
+        leaves.show("state", x) for x, skips in zip(paths, is_number, strict=True) if not skips
+    ]
+    return ["hyperparameters"] * any(is_number) + names
 
 
 def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
@@ -272,9 +239,7 @@ def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
     if any("data" in part.values for part in manifest.parts[1:]):  # each has its own place
-        got = f"those of {len(manifest.parts)} processes, each at its own"
-        where = str(run.path / str(manifest.step))
-        fix = "Go on with as many; or take the state, restore(like, params_only=True), "
-        fix += "and start the data anew."
-        raise CheckpointError("places of the data", where, got, f"{count}", fix)
+        got, where = f"one of each of {len(manifest.parts)} processes", str(run.path)
+        fix = "Go on with as many; or restore(like, params_only=True), and start the data anew."
+        raise CheckpointError("positions of the data", where, got, f"{count}", fix)
     return first

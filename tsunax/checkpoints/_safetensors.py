@@ -8,6 +8,7 @@ mapped ends the process, and a shard is rarely needed whole.
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,9 +74,8 @@ def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
 
 
 def _plain_name(name) -> str:
-    is_bad = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
-    is_bad = is_bad or any(c in "/\\:" for c in name) or not name.isprintable()
-    if is_bad or not name.endswith(".safetensors"):
+    is_short_text = isinstance(name, str) and len(name) <= 255 and name.isprintable()
+    if not is_short_text or not re.fullmatch(r"[^/\\:]*\.safetensors", name):
         raise Damaged(f"an index that names {trees.describe(name)}")
     return name
 

@@ -1,20 +1,39 @@
-"""Writing a checkpoint: copy and agreement in `save`; files, hashes, commit in the background."""
+"""Writing a checkpoint: copy and agreement in `save`; files, hashes, commit in the background.
 
+The saved part of a state is checked, copied to the host, and searched for numbers that are not
+finite.
+"""
+
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _host_copies, _user_values, checksums, leaves, state_facts
+from tsunax._core import checks, durable_files, trees
+from tsunax._state.state_fields import averages_of
+from tsunax.checkpoints import checksums, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job
-from tsunax.checkpoints.leaves import Damaged
-from tsunax.errors import CheckpointError, RowError, WrongTypeError, unknown
+from tsunax.checkpoints._blocks import (
+    Blocks,
+    block_name,
+    bounds_of,
+    holders_of,
+    is_local,
+    parse_name,
+    whole,
+)
+from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
+from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError, unknown
+from tsunax.state import donated, overwritten_part, trained_part
 
 
 def start(saver, state, step, values: Mapping[str, Any], metrics) -> Job:
@@ -30,16 +49,16 @@ def start(saver, state, step, values: Mapping[str, Any], metrics) -> Job:
     def facts_to_compare():
         facts = {"step": manifest.step, "setup": list(manifest.states.values())}
         for (path, x), leaf in zip(tree.leaves, manifest.leaves, strict=True):
-            facts[leaves.show("state", path)] = x if _host_copies.is_local(x) else str(leaf)
+            facts[leaves.show("state", path)] = x if is_local(x) else str(leaf)
         return facts
 
     saver.everyone.compare("save()", facts_to_compare, saver.timeout + 10)
     if saver.process:  # store only data and callbacks that differ from the first process's
         different_values = {name: values[name] for name, digest in own_plan["digests"].items()
                if digest != first_plan["digests"][name]}  # fmt: skip
-        parts = [_host_copies.encoded(different_values, blocks, saver.process)]
+        parts = [encoded(different_values, blocks, saver.process)]
         manifest = dataclasses.replace(manifest, parts=parts)
-    watched = _host_copies.watched(tree, manifest.leaves)
+    watched = watched_leaves(tree, manifest.leaves)
     name, drop = first_plan["name"], first_plan["drop"]
     start_save = lambda: (saver.home.start(name, tree, manifest.leaves, blocks), "")
     with _discarding(saver, name):
@@ -64,21 +83,19 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics):
     saver.check_writer()
     saver.wait()
     numbers = _numbers(metrics)
-    if numbers and values["script"] is None and not saver.process:  # `fit` checks this itself
-        names = dict.fromkeys(
-            x
-            for saved_metrics in (numbers, *saver.home.metrics_by_step().values())
-            for x in saved_metrics
-        )
-        if saver.keep_best is not None and saver.keep_best.metric not in names:
+    is_first_process = not saver.process
+    if numbers and values["script"] is None and is_first_process and saver.keep_best is not None:
+        rows = (numbers, *saver.home.metrics_by_step().values())  # `fit` checks them itself
+        names = dict.fromkeys(name for row in rows for name in row)
+        if saver.keep_best.metric not in names:
             raise RowError(unknown("metric of keep_best", "save()", saver.keep_best.metric, names))
     tree = leaves.tree_of(state)
-    _host_copies.check_saveable(tree)
-    _host_copies.check_members(tree, "save()")
-    checkpoint_step = _host_copies.step_to_save(tree, step)
-    saved_leaves, blocks = _host_copies.copied(tree, saver.process)
+    check_saveable(tree)
+    check_members(tree, "save()")
+    checkpoint_step = step_to_save(tree, step)
+    saved_leaves, blocks = copied(tree, saver.process)
     states = {path: state_facts.facts_of(s) for path, s in tree.states.items()}
-    parts = [] if saver.process else [_host_copies.encoded(values, blocks, 0)]
+    parts = [] if saver.process else [encoded(values, blocks, 0)]
     manifest = _manifest.Manifest(checkpoint_step, saved_leaves, states, parts, numbers)
     digests = {name: _digest(values[name], name) for name in ("data", "callbacks")}
     plan: dict[str, Any] = {"digests": digests}
@@ -86,8 +103,7 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics):
         saved_metrics = saver.home.metrics_by_step()
         if saved_metrics and checkpoint_step < max(saved_metrics):
             expected = f"≥ {max(saved_metrics)}, the newest in {saver.path}"
-            call = "Checkpoints(other).save(...)"
-            fix = f"To go on from an earlier step, give another path: {call}."
+            fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
             raise CheckpointError("step", "save()", checkpoint_step, expected, fix)
         plan["drop"] = _dropped(saver, {**saved_metrics, checkpoint_step: numbers})
         plan["name"] = saver.home.begin(checkpoint_step)
@@ -119,7 +135,7 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched) -> None
 
     def write():
         try:
-            if bad_leaf := _host_copies.not_finite(blocks, watched):
+            if bad_leaf := not_finite(blocks, watched):
                 raise Damaged(f"{bad_leaf}, which is not finite")
             return saver.home.write(name, saver.process, manifest, blocks, prove=bool(drop)), ""
         finally:
@@ -143,21 +159,145 @@ def _commit(saver, name: str, first: _manifest.Manifest, count: int) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    if not isinstance(metrics, Mapping | None):
-        raise WrongTypeError("metrics", "save()", trees.describe(metrics), "a dict of numbers")
-    numbers = {}
     for name, value in (metrics or {}).items():
-        try:
-            if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
-                raise TypeError
-            numbers[name] = float(value)
-        except (TypeError, OverflowError):
-            title, got = f"metric {name!r:.60}", trees.describe(value)
-            raise WrongTypeError(title, "save()", got, "one number") from None
-    return numbers
+        if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
+            got = trees.describe(value)
+            raise WrongTypeError(f"metric {name!r:.60}", "save()", got, "a name and a number")
+    return {name: float(value) for name, value in (metrics or {}).items()}
 
 
 def _digest(x: Any, name: str) -> str:
     content = lambda _, x: f"{x.dtype} {x.shape} {checksums.block_hash(x)}"
-    coded = _user_values.encode(x, content, name)
+    coded = _manifest.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())
+
+
+# ---------------------------------------------------------------------- copies on the host
+
+
+def check_saveable(tree: Tree) -> None:
+    if not tree.leaves:
+        raise WrongTypeError("state", "save()", "a tree without leaves", "at least one array")
+    for path, x in tree.leaves:
+        if trees.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
+            where, fix = leaves.show("state", path), "Save outside of jit, vmap and scan."
+            raise WrongTypeError("leaf", where, type(x).__name__, "an array with numbers", fix)
+        if trees.is_gone(x):
+            raise StateError(donated("save()"))
+
+
+def check_members(tree: Tree, where: str) -> None:
+    for state in tree.states.values():
+        if not (is_local(state.clock) or state.clock.is_fully_replicated):
+            fix = "Let each process have members of its own, and save them with tsunax.exchange."
+            raise StateError("population", where, "members of several processes", "of one", fix)
+
+
+def step_to_save(tree: Tree, step) -> int:
+    if step is None and not tree.states:
+        raise WrongTypeError("state", "save()", "a tree without a TrainState", "one, or step=")
+    if step is None:
+        step = int(np.max(np.asarray(tree.clocks[0])[..., 0]))
+    checks.check_count(step, "save()", "step", 0)
+    return int(step)
+
+
+def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
+    """Every leaf, and the blocks that this process saves, copied to the host.
+
+    A block that several processes hold is written by the process with the fewest bytes to write.
+    All processes choose the same writer, because each has all shardings.
+    """
+    described = [leaves.leaf_of(path, x, name)
+             for (path, x), name in zip(tree.leaves, tree.names, strict=True)]  # fmt: skip
+    source_of_block, bytes_to_write = {}, collections.Counter()
+    for leaf, (_, x) in zip(described, tree.leaves, strict=True):
+        if not leaf.dtype:
+            continue
+        data = jax.random.key_data(x) if trees.is_key(x) else x
+        holders = {whole(leaf.shape): [0]} if is_local(x) else holders_of(data.sharding, leaf.shape)
+        size = np.dtype(leaf.dtype).itemsize
+        for bounds, processes in holders.items():
+            writer = min(processes, key=lambda i: (bytes_to_write[i], i))
+            bytes_to_write[writer] += math.prod(stop - start for start, stop in bounds) * size
+            if writer == process and math.prod(leaf.shape):
+                name = block_name(leaf.name, bounds, leaf.shape)
+                source_of_block[name] = data, _shards_of(data, bounds, is_local(x))
+    for s in (s for _, shards in source_of_block.values() for s in shards):
+        if not _is_host_memory(s):
+            s.data.copy_to_host_async()  # all transfers run at once
+    return described, {name: _on_host(*source) for name, source in source_of_block.items()}
+
+
+def _shards_of(data, bounds: Bounds, is_whole: bool) -> list:
+    if not isinstance(data, jax.Array):
+        return []
+    shards = data.addressable_shards
+    if is_whole:
+        return [s for s in shards if s.replica_id == 0]
+    return [s for s in shards if bounds_of(s.index, data.shape) == bounds][:1]
+
+
+def _is_host_memory(shard) -> bool:
+    """Whether NumPy reads a shard without a copy: such a view prevents donation of the state.
+
+    On a GPU the next step would fail: "Donation requested for buffer with external reference".
+    """
+    return shard.device.platform == "cpu" or trees.is_offloaded(shard.data)
+
+
+def _on_host(data, shards: list) -> np.ndarray:
+    if not shards:
+        return np.array(data)
+    if len(shards) == 1:  # a transfer from a device makes a copy by itself
+        return np.array(shards[0].data, copy=_is_host_memory(shards[0]) or None)
+    out = np.empty(data.shape, data.dtype)
+    for s in shards:
+        out[s.index] = np.asarray(s.data)
+    return out
+
+
+def encoded(values: Mapping[str, Any], blocks: Blocks, process: int) -> _manifest.Parts:
+    """Encode data, history and callbacks; their arrays are added to the blocks."""
+    arrays: list[Leaf] = []
+
+    def keep(path: tuple, x: np.ndarray) -> int:
+        name = f"@{process}/{leaves.joined(tuple(map(str, path)))}"
+        arrays.append(Leaf(tuple(map(str, path)), "array", x.shape, x.dtype.name, name=name))
+        if x.size:
+            blocks[name] = x
+        return len(arrays) - 1
+
+    return _manifest.Parts(
+        {name: _manifest.encode(x, keep, name) for name, x in values.items()}, arrays
+    )
+
+
+def watched_leaves(tree: Tree, described: list[Leaf]) -> dict[str, str]:
+    """The leaves that have to be finite: {name: name in messages}.
+
+    A mask of -inf among params that are not trained, and NaN in the model state, may belong there.
+    Members of a population may diverge alone.
+    """
+    paths = set()
+    for path, s in tree.states.items():
+        if np.ndim(s.clock) > 1:
+            continue
+        parts: list = [([".params"], trained_part(s)), ([".params"], overwritten_part(s))]
+        parts += [([f".{name}", ".params"], x.params) for name, x in averages_of(s).items()]
+        for name, part in [*parts, ([".masters"], s.masters)]:
+            paths |= {
+                (*path, *name, *path_in_part) for path_in_part, _ in leaves.tree_of(part).leaves
+            }
+    return {x.name: leaves.show("state", x.path) for x in described if x.path in paths and x.dtype}
+
+
+def not_finite(blocks: Blocks, names: Mapping[str, str]) -> str:
+    """The first leaf in `names` that is not finite; "" if all are finite."""
+    chunk = 1 << 18  # elements: 7 ms for 100 MB; hashing takes 150 ms
+    for name, block in blocks.items():
+        if (title := names.get(parse_name(name)[0])) is not None:
+            flat = block.reshape(-1)
+            if not all(np.isfinite(flat[i : i + chunk]).all() for i in range(0, flat.size, chunk)):
+                return title
+    return ""

@@ -17,8 +17,6 @@ import math
 
 import numpy as np
 
-__all__ = []
-
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each axis
 
 MODULUS = 1 << 64

@@ -8,7 +8,6 @@ No code from a file is run. A run resumes from its `Checkpoints`; a file has onl
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,22 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, StrPath, Where, checks, durable_files, patterns, trees
+from tsunax._core import Function, PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
 from tsunax._state.state_fields import COUNTS
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax.checkpoints import (
-    _blocks,
-    _foreign,
-    _host_copies,
-    _matching,
-    _orbax,
-    _safetensors,
-    leaves,
-)
+from tsunax.checkpoints import _blocks, _foreign, _matching, _orbax, _safetensors, _writing, leaves
 from tsunax.checkpoints._transforms import Mapped, Transform, cast, planned, rearrange
 from tsunax.checkpoints.checksums import Bounds
-from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
+from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.errors import CheckpointError, SaveError, WrongTypeError, told
 from tsunax.state import TrainState
 
@@ -72,9 +63,16 @@ def save(
     if not path.name.endswith(".safetensors") or path.name == ".safetensors":
         raise CheckpointError("path", "save()", repr(path.name), "a name that ends in .safetensors")
     named_leaves = leaves.tree_of(tree)
-    _host_copies.check_saveable(named_leaves)
+    _writing.check_saveable(named_leaves)
     plan = planned(tree, None, rename, transform, "save()")
-    _check_plan(named_leaves, plan)
+    _check_owners(plan, "save()")
+    for mapped in plan.values():
+        if mapped.stored.dtype not in _safetensors.DTYPES:
+            fix = "Cast it, or save with Checkpoints."
+            raise WrongTypeError("leaf", mapped.where, mapped.stored, "a safetensors dtype", fix)
+        for name in mapped.names:
+            if not name or name.startswith("__metadata__") or not name.isprintable():
+                raise CheckpointError("name", mapped.where, repr(name), "printable text")
     arrays = {}
     for i, mapped in plan.items():
         x, inverse = trees.on_host(named_leaves.leaves[i][1]), mapped.transform.inverse
@@ -91,31 +89,14 @@ def save(
         raise SaveError("save", str(path), told(error), "a finished file") from error
 
 
-def _check_plan(named_leaves: Tree, plan: dict[int, Mapped]) -> None:
-    """Raise for leaves and names that the format does not have."""
-    _check_owners(plan, "save()")
-    for (_, x), mapped in zip(named_leaves.leaves, plan.values(), strict=True):
-        if mapped.stored.dtype not in _safetensors.DTYPES:
-            expected, fix = "a dtype that safetensors has", "Cast it, or save with Checkpoints."
-            raise WrongTypeError("leaf", mapped.where, str(mapped.stored), expected, fix)
-        if not _host_copies.is_local(x) and not x.is_fully_replicated:
-            got = "an array of which other processes have a part"
-            fix = "Gather it: jax.experimental.multihost_utils.process_allgather."
-            raise WrongTypeError("leaf", mapped.where, got, "a whole", fix)
-        for name in mapped.names:
-            if not name or name.startswith("__metadata__") or not name.isprintable():
-                fix = "rename= gives another."
-                raise CheckpointError("name", mapped.where, repr(name), "printable text", fix)
-
-
 def _check_owners(plan: dict[int, Mapped], call: str) -> None:
     """Raise CheckpointError for two leaves with the same name, for example "a/b" and "b" in "a"."""
     owners: dict[str, str] = {}
     for mapped in plan.values():
         for name in mapped.names:
             if (owner := owners.setdefault(name, mapped.where)) is not mapped.where:
-                got, fix = f"two arrays, {owner} and {mapped.where}", "rename= gives other names."
-                raise CheckpointError(f"name {name!r}", call, got, "one name for each", fix)
+                got = f"two arrays, {owner} and {mapped.where}"
+                raise CheckpointError(f"name {name!r}", call, got, "another name, by rename=")
 
 
 def restore(
@@ -164,11 +145,9 @@ def restore(
     ...     restore(f"{folder}/a.safetensors", {"w": jnp.zeros(3)}, rename=lambda x: "model." + x)
     {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    if not checks.is_one_of(format, tuple(_READERS)):
-        expected = " or ".join(map(repr, _READERS))
-        raise WrongTypeError("format", "restore()", trees.describe(format), expected)
-    title, source_of, fix = _READERS[format]
-    with _refusing(title, path, fix):
+    checks.check_choice(format, "restore()", "format", tuple(_READERS))
+    title, source_of = _READERS[format]
+    with _refusing(title, path):
         with _foreign.damage_only():
             source = source_of(path)
         restored = _restored(source, like, where, rename, transform, cast)
@@ -191,17 +170,16 @@ def contents(path: StrPath) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @contextlib.contextmanager
-def _refusing(title: str, path, fix: str = ""):
+def _refusing(title: str, path):
     """A context that raises errors of reading a file as CheckpointError with its path."""
     try:
         yield
-    except Damaged as error:
-        raise CheckpointError(title, str(path), error, "a whole one", fix) from None
-    except OSError as error:
-        raise CheckpointError(title, str(path), told(error), "one that can be read", fix) from error
+    except (Damaged, OSError) as error:
+        got = error if isinstance(error, Damaged) else told(error)
+        raise CheckpointError(title, str(path), got, "one that can be read") from error
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Source:
     """The content of a file: leaves by name; `reading(names)(name, bounds)` is a part of a leaf.
 
@@ -254,24 +232,23 @@ def _from_orbax(path: StrPath) -> _Source:
         library("gcsfs", "restore()", extra="gcs")
     folder = str(path) if is_bucket else _as_path(path)
     description, size = _orbax.description(folder)
-    pairs = (("/".join(name), x) for name, _, x in trees.leaves_with_names(description))
-    source = _from_pairs(Path(folder), ((name, _orbax.as_struct(x)) for name, x in pairs))
-    read = lambda names: zip(names, _orbax.read(folder, description, names), strict=True)
-    source.size = size
-    source.reading = lambda names: functools.partial(_part, dict(read(names)))
-    return source
+    named_leaves = trees.leaves_with_names(description)
+    structs = (("/".join(name), _orbax.as_struct(x)) for name, _, x in named_leaves)
+    pairs = lambda names: zip(names, _orbax.read(folder, description, names), strict=True)
+    return _from_pairs(Path(folder), structs, lambda names: dict(pairs(names)), size)
 
 
-_READERS = {  # by format: the name in messages, the reader, and what to do
-    "safetensors": ("safetensors file", _from_safetensors, ""),
-    "flax": ("flax file", _from_flax, ""),
-    "orbax": ("orbax checkpoint", _from_orbax,
-              "Give the directory of one step, with _CHECKPOINT_METADATA in it."),
-}  # fmt: skip
+_READERS = {  # by format: the name in messages, and the reader
+    "safetensors": ("safetensors file", _from_safetensors),
+    "flax": ("flax file", _from_flax),
+    "orbax": ("orbax directory of one step", _from_orbax),
+}
 
 
-def _from_pairs(path: Path, pairs: Iterable[tuple[str, Any]]) -> _Source:
-    """The source for named arrays, or descriptions of arrays."""
+def _from_pairs(
+    path: Path, pairs: Iterable[tuple[str, Any]], read: Function | None = None, size: Any = None
+) -> _Source:
+    """The source for named arrays, or for descriptions of arrays that `read(names)` returns."""
     arrays, described = {}, {}
     for name, x in pairs:
         if name in arrays:
@@ -281,7 +258,9 @@ def _from_pairs(path: Path, pairs: Iterable[tuple[str, Any]]) -> _Source:
             described[name] = leaves.leaf_of((name,), x)
         except WrongTypeError:
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
-    return _Source(path, described, lambda names: functools.partial(_part, arrays))
+    arrays_of = read or (lambda _: arrays)
+    reading = lambda names: functools.partial(_part, arrays_of(names))
+    return _Source(path, described, reading, size)
 
 
 def _part(arrays: Mapping[str, Any], name: str, bounds: Bounds):
@@ -290,17 +269,10 @@ def _part(arrays: Mapping[str, Any], name: str, bounds: Bounds):
 
 def _restored(source: _Source, like, where, rename, transform, cast: bool):
     checks.check_flags("restore()", cast=cast)
-    if where is not None:
-        patterns.compile_where(where, "restore(where=)")
     if like is None:
         if not (rename is where is transform is None):
-            expected = "the tree whose names are renamed or chosen"
-            raise WrongTypeError("like", "restore()", "none", expected)
-        total = sum(
-            math.prod(x.shape) * np.dtype(x.dtype).itemsize
-            for x in source.leaves.values()
-            if x.dtype
-        )
+            raise WrongTypeError("like", "restore()", "none", "the tree to rename or choose from")
+        total = sum(x.n_bytes for x in source.leaves.values())
         if source.size is not None and total > 4 * source.size + (64 << 20):
             hint = "give like=, a tree of their shapes, if they are zeros"
             raise Damaged(f"{total} bytes of arrays in files of {source.size}; {hint}")
@@ -333,41 +305,34 @@ def _filled_tree(
 ):
     """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
     target_leaves, treedef = jax.tree.flatten(tree)
-    differences, missing, fix = [], "", "where= takes a part."
+    differences, missing = [], []
     # Orbax keeps the wrappers of flax.nnx, with the array in their `value`.
     actual = lambda name: name if name in source.leaves else f"{name}/value"
     known_names = dict.fromkeys(actual(name) for mapped in plan.values() for name in mapped.names)
     for mapped in plan.values():
-        expected = str(mapped.stored) + f" for {mapped.leaf}" * (
-            str(mapped.stored) != str(mapped.leaf)
-        )
+        is_changed = str(mapped.stored) != str(mapped.leaf)
+        expected = str(mapped.stored) + f" for {mapped.leaf}" * is_changed
         for name in mapped.names:
             saved_leaf = source.leaves.get(actual(name))
             if saved_leaf is None:
-                missing = missing or name
+                missing.append(name)
                 differences.append(f"{mapped.where}: nothing named {name!r}, expected {expected}")
             elif not _matching.fits(mapped.stored, saved_leaf, cast):
                 differences.append(f"{mapped.where}: {name!r} is {saved_leaf}, expected {expected}")
-                if (
-                    saved_leaf.shape == mapped.stored.shape
-                    and saved_leaf.kind == mapped.stored.kind
-                ):
-                    fix = "cast=True takes floats of another dtype, and integers that fit; "
-                    fix += "others you convert: restore(path) gives arrays by name."
     for name in source.leaves:
         if name.startswith(prefixes) and name not in known_names:
             differences.append(f"{name!r} is {source.leaves[name]}, expected nothing of that name")
+    fix = "where= takes a part, rename= finds other names, cast=True takes other dtypes."
     if missing:  # comparing texts takes its time
         likely = [name for name in source.leaves if len(name) < 200][:2000]
-        near = ", ".join(map(repr, patterns.nearest(missing, likely)))
-        fix = f"Nearest to {missing!r}: {near}. rename= finds other names." if near else fix
+        near = ", ".join(map(repr, patterns.nearest(missing[0], likely)))
+        fix = f"Nearest to {missing[0]!r}: {near or 'none'}. {fix}"
     _matching.refuse(f"other arrays in {source.path}", differences, fix)
     read = source.reading(list(known_names))
     for i, mapped in plan.items():
         read_part = lambda name, bounds: read(actual(name), bounds)
-        target_leaves[i] = _matching.placed(
-            _value(mapped, target_leaves[i], read_part), target_leaves[i], mapped.leaf.kind
-        )
+        value = _value(mapped, target_leaves[i], read_part)
+        target_leaves[i] = _matching.placed(value, target_leaves[i], mapped.leaf.kind)
         # otherwise host copies of many leaves would pile up
         jax.block_until_ready(target_leaves[i])
     return treedef.unflatten(target_leaves)
@@ -381,10 +346,9 @@ def _value(mapped: Mapped, like, read: Callable[[str, Bounds], Any]):
     if sharding is None or sharding.is_fully_addressable or mapped.leaf.kind != "array":
         return mapped.part(_blocks.whole(shape), read)
     places = sharding.addressable_devices_indices_map(shape).values()
-    parts = {_blocks.bounds_of(index, shape) for index in places}
-    return _blocks.Pieces(
-        shape, like.dtype, {bounds: mapped.part(bounds, read) for bounds in parts}
-    )
+    all_bounds = {_blocks.bounds_of(index, shape) for index in places}
+    parts = {bounds: mapped.part(bounds, read) for bounds in all_bounds}
+    return _blocks.Pieces(shape, like.dtype, parts)
 
 
 #: Kernels of flax's Linear and Conv, from torch's weights: `transform={"**/kernel": torch_kernel}`.
@@ -398,11 +362,10 @@ def torch_name(name: str) -> str:
     >>> torch_name("layers/0/norm/scale")
     'layers.0.norm.weight'
     """
+    names = {"mean": "running_mean", "var": "running_var"}
+    names |= dict.fromkeys(("kernel", "scale", "embedding"), "weight")
     *path, leaf_name = name.split("/")
-    leaf_name = "weight" if leaf_name in ("kernel", "scale", "embedding") else leaf_name
-    return ".".join(
-        [*path, {"mean": "running_mean", "var": "running_var"}.get(leaf_name, leaf_name)]
-    )
+    return ".".join([*path, names.get(leaf_name, leaf_name)])
 
 
 def _as_path(path) -> Path:
@@ -412,13 +375,10 @@ def _as_path(path) -> Path:
 def _file_to_read(path) -> Path:
     """The file to read: a single one, or the index of several."""
     file = _as_path(path)
-    folder = file if file.is_dir() else None
-    file = file if folder is None else folder / "model.safetensors"
+    is_folder = file.is_dir()
+    file = file / "model.safetensors" if is_folder else file
     index = file.with_name(file.name + _safetensors.INDEX)
-    is_index = not os.path.lexists(file) and os.path.lexists(index)
-    file = index if is_index else file
-    if folder is not None:  # a link that the user named may lead anywhere
-        durable_files.check_inside(file, folder)
-        if kind := "" if os.path.lexists(file) else _foreign.kind_of_directory(folder):
-            raise Damaged(kind)
+    file = index if not os.path.lexists(file) and os.path.lexists(index) else file
+    if is_folder:  # a link that the user named may lead anywhere
+        durable_files.check_inside(file, file.parent)
     return file

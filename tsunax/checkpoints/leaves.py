@@ -21,8 +21,6 @@ from tsunax.errors import CheckpointError, WrongTypeError
 from tsunax.state import TrainState
 from tsunax.states import COUNTED
 
-__all__ = []
-
 Keys = tuple[str, ...]
 
 _DTYPES = re.compile(
@@ -57,6 +55,11 @@ class Leaf:
     def is_user_value(self) -> bool:
         """Whether it is an array of data, history or callbacks; names of a state escape the "@"."""
         return self.name.startswith("@")
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the array; 0 for a plain value."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.dtype else 0
 
     def __str__(self) -> str:
         if self.dtype:
@@ -95,9 +98,8 @@ def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
     elif isinstance(x, (bool, int, float, complex, str)) and type(x).__module__ == "builtins":
         value = [x.real, x.imag] if isinstance(x, complex) else x
         return Leaf(path, type(x).__name__, value=finite(value), name=name)
-    got, expected = trees.describe(x), "an array, a number or a string"
-    fix = "Leave it out of what is saved."
-    raise WrongTypeError("leaf", show("state", path), got, expected, fix)
+    expected = "an array, a number or a string"
+    raise WrongTypeError("leaf", show("state", path), trees.describe(x), expected)
 
 
 def can_be_saved(x: PyTree) -> bool:

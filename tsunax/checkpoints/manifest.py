@@ -1,30 +1,35 @@
 """The manifest of a checkpoint: plain JSON, read back field by field and within bounds.
 
 The step, every leaf by path and name with its shape, dtype and hash, the types of all containers,
-facts of the training states in it (`state_facts`), and the plain values of data, history and
-callbacks. Nothing in it is code, and no file is opened here.
+facts of the training states in it (`state_facts`), and data, history and callbacks, which are
+values of the user. Nothing in it is code, and no file is opened here.
 """
 
 import dataclasses
 import json
+import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from tsunax._core import trees
 from tsunax.checkpoints import _foreign, leaves
 from tsunax.checkpoints.checksums import MODULUS
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, TooNew, finite, unfinite
-
-__all__ = []
+from tsunax.errors import WrongTypeError
 
 FORMAT = 1
 LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
+DEPTH = 64  # levels of a user's value; more could exhaust Python's stack when it is read
 _PLAIN_TYPES = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Data, history and callbacks of a process, see `_user_values`, and the arrays in them."""
+    """Data, history and callbacks of a process, as of `encode`, and the arrays in them."""
 
     values: dict[str, Any]
     arrays: list[Leaf]
@@ -71,8 +76,7 @@ class Manifest:
         _foreign.check_json(content, len(content))
         try:
             body = json.loads(content)
-            if type(body["format"]) is not int:
-                raise ValueError("no format")
+            check(body["format"], Size)
             if body["format"] > FORMAT:
                 raise TooNew(f"format {body['format']}")
             return _parsed(body)
@@ -82,11 +86,11 @@ class Manifest:
 
 def merged(parts: list[Manifest]) -> Manifest:
     """Merge the manifests of processes that wrote parts of the same tree: hashes add up."""
-    merged_leaves = []
-    for versions in zip(*(part.leaves for part in parts), strict=True):
-        merged_leaves.append(
-            dataclasses.replace(versions[0], hash=sum(leaf.hash for leaf in versions) % MODULUS)
-        )
+    total = lambda versions: sum(leaf.hash for leaf in versions) % MODULUS
+    merged_leaves = [
+        dataclasses.replace(versions[0], hash=total(versions))
+        for versions in zip(*(part.leaves for part in parts), strict=True)
+    ]
     all_parts = [part_of_process for part in parts for part_of_process in part.parts]
     return dataclasses.replace(parts[0], leaves=merged_leaves, parts=all_parts)
 
@@ -121,9 +125,8 @@ def check(x: Any, schema: Any) -> None:
             raise ValueError("a size out of range")
         return
     # JSON has no tuples
-    expected_type = {tuple: list, list: list, dict: dict}.get(type(schema), schema)
-    if not isinstance(x, expected_type):
-        raise ValueError(f"{type(x).__name__} where {expected_type.__name__} belongs")
+    if not isinstance(x, {tuple: list, list: list, dict: dict}.get(type(schema), schema)):
+        raise ValueError(f"an unexpected {type(x).__name__}")
     pairs: Any = ()
     if isinstance(schema, list):
         pairs = ((y, schema[0]) for y in x)
@@ -139,15 +142,13 @@ def check(x: Any, schema: Any) -> None:
 
 def _leaf(x) -> Leaf:
     name, path, kind, shape, dtype, digest, value = x
-    if not leaves.is_shape(shape):
-        raise ValueError("no shape")
-    if not re.fullmatch(r"[0-9a-f]{16}", digest):
-        raise ValueError("a leaf without a hash")
+    if not (leaves.is_shape(shape) and re.fullmatch(r"[0-9a-f]{16}", digest)):
+        raise ValueError("no shape, or no hash")
     leaf = Leaf(tuple(path), kind, tuple(shape), dtype, value, name, int(digest, 16))
     if not dtype:
         if not isinstance(value, _PLAIN_TYPES[kind]) or (kind == "int" and isinstance(value, bool)):
             raise ValueError("a value of another type")
-        leaves.plain_value(leaf)
+        leaves.plain_value(leaf)  # raises for parts of a complex number that are no numbers
     elif leaves.dtype_of(dtype) is None or not (kind == "array" or kind.startswith("key:")):
         raise ValueError("an unknown dtype")
     return leaf
@@ -172,3 +173,62 @@ def _parsed(body) -> Manifest:
         raise ValueError("two leaves of one name")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
     return Manifest(body["step"], described, states, parts, metrics)
+
+
+def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
+    """A user's value as JSON; its arrays are given to `keep(path, array)`, which returns a number.
+
+    Raises WrongTypeError for types that cannot be saved, and dicts by other keys than strings.
+    """
+    inner = lambda y, key: encode(y, keep, *path, key)
+    if x is None or isinstance(x, bool):
+        return x
+    if isinstance(x, str):
+        return str(x)
+    if isinstance(x, int) and abs(x) < 1 << 1024:
+        return int(x)
+    if isinstance(x, float):
+        return {"$float": repr(x)} if not math.isfinite(x) else float(x)
+    is_shallow = len(path) <= DEPTH
+    if isinstance(x, Mapping) and is_shallow and all(isinstance(key, str) for key in x):
+        encoded = {key: inner(value, key) for key, value in x.items()}
+        return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
+    if isinstance(x, (list, tuple)) and is_shallow:
+        encoded = [inner(value, i) for i, value in enumerate(x)]
+        return encoded if isinstance(x, list) else {"$tuple": encoded}
+    if trees.is_key(x):
+        data = inner(trees.on_host(x), "key")
+        return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
+    is_readable = getattr(x, "is_fully_addressable", True) or getattr(
+        x, "is_fully_replicated", True
+    )
+    if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
+        return {"$array": keep(path, np.array(x, copy=True))}
+    where = path[0] + "".join(f"[{key!r}]" for key in path[1:])
+    expected = f"None, numbers, strings, arrays; lists, tuples, dicts by strings, {DEPTH} deep"
+    raise WrongTypeError("value", where, trees.describe(x), expected)
+
+
+def decode(x: Any, arrays: list[np.ndarray], depth: int = 0) -> Any:
+    """The inverse of `encode`; arrays come back as NumPy's."""
+    inner = lambda y: decode(y, arrays, depth + 1)
+    if depth > 2 * DEPTH:
+        raise Damaged(f"manifest: values of more than {2 * DEPTH} levels")
+    if isinstance(x, list):
+        return [inner(y) for y in x]
+    if not isinstance(x, dict):
+        return x
+    match x:
+        case {"$dict": dict(values)} if len(x) == 1:
+            return {key: inner(y) for key, y in values.items()}
+        case {"$tuple": list(values)} if len(x) == 1:
+            return tuple(inner(y) for y in values)
+        case {"$float": "nan" | "inf" | "-inf"} if len(x) == 1:
+            return float(x["$float"])
+        case {"$array": int(i)} if len(x) == 1 and 0 <= i < len(arrays):
+            return arrays[i]
+        case {"$key": str(name), "data": {"$array": int(i)}} if 0 <= i < len(arrays):
+            return leaves.wrap_key(arrays[i], name)
+    if any(key.startswith("$") for key in x):
+        raise Damaged("manifest: a value that cannot be read")
+    return {key: inner(y) for key, y in x.items()}

@@ -11,16 +11,12 @@ import json
 import math
 import os
 import secrets
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import jax
-
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax.checkpoints import _background, _matching, _reading, _writing
-from tsunax.checkpoints._disk_home import DiskHome
 from tsunax.checkpoints._home import CheckpointHome, store_of
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
@@ -41,8 +37,8 @@ __all__ = ["Best", "Checkpoints", "Restored"]
 class Best:
     """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
 
-    The best are the lowest ("min") or the highest ("max"). Raises WrongTypeError for another mode
-    or none, HyperparameterError if the number `k` is below 1.
+    The best are the lowest ("min") or the highest ("max"). Raises HyperparameterError for another
+    mode or none, and if the number `k` is below 1.
 
     >>> Best("accuracy", mode="max", k=3)
     Best(metric='accuracy', mode='max', k=3)
@@ -55,9 +51,7 @@ class Best:
 
     def __post_init__(self) -> None:
         checks.check_count(self.k, "Best()", "k")
-        if not checks.is_one_of(self.mode, ("min", "max")):
-            got, fix = trees.describe(self.mode), "It says which values are the best."
-            raise WrongTypeError("mode", "Best()", got, "'min' or 'max'", fix)
+        checks.check_choice(self.mode, "Best()", "mode", ("min", "max"))
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The best steps of `metrics`. NaN is never best; of equal values the later step is.
@@ -71,10 +65,6 @@ class Best:
         return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
             : self.k
         ]
-
-
-def _arrays_of(state: PyTree) -> list[jax.Array]:
-    return [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
 
 
 class Checkpoints:
@@ -135,18 +125,14 @@ class Checkpoints:
         timeout: float = 600.0,
     ) -> None:
         counts = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
-        if isinstance(every, str):
-            fix = "Without it, fit saves after every epoch."
-            raise WrongTypeError("every", "Checkpoints()", repr(every), "steps, an int ≥ 1", fix)
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
-        checks.check_flags("Checkpoints()", read_only=read_only)
         if not isinstance(keep_best, Best | None):
-            got, expected = trees.describe(keep_best), "Best('val/loss', mode='min'), for example"
-            raise WrongTypeError("keep_best", "Checkpoints()", got, expected)
+            got = trees.describe(keep_best)
+            raise WrongTypeError("keep_best", "Checkpoints()", got, "Best(metric, mode='min')")
         self.home: CheckpointHome = _home_of(path, store, timeout)
         self.path: Any = self.home.path  # a Path, or etils' of a bucket
         self.every: int | None = every
@@ -159,7 +145,6 @@ class Checkpoints:
         self.process: int = self.everyone.index
         self._job: _background.Job | None = None
         self._lock: durable_files.Lock | None = None
-        self._saved_arrays: list[weakref.ref[Any]] = []
         self.thread: str = ""  # the name of its threads: a process may have several savers
         if not read_only:
             self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
@@ -178,9 +163,8 @@ class Checkpoints:
             if not self.process:
                 return None, ""
             if self.home.lock_text() != text:
-                got, expected = "another directory", "that of process 0"
-                fix = "All processes of a run save into one directory, on a disk that they share."
-                raise CheckpointError("path", str(self.path), got, expected, fix)
+                expected = "that of process 0, on a disk that all processes share"
+                raise CheckpointError("path", str(self.path), "another directory", expected)
             self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
@@ -244,12 +228,6 @@ class Checkpoints:
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, values, metrics)
-        self._saved_arrays = [weakref.ref(x) for x in _arrays_of(state)]
-
-    def has_saved(self, state: PyTree) -> bool:
-        """Whether the arrays of `state` are the same objects as in the last save."""
-        arrays = [ref() for ref in self._saved_arrays]
-        return bool(arrays) and [*map(id, arrays)] == [*map(id, _arrays_of(state))]
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""
@@ -260,7 +238,8 @@ class Checkpoints:
         """Block until the save is on the disk; SaveError if it is not in `timeout` seconds."""
         if (job := self._job) is None:
             return
-        limit, title = self.timeout if timeout is None else timeout, f"save of step {job.step}"
+        limit = self.timeout if timeout is None else timeout
+        title = f"save of step {job.step}"
         if not job.completion.wait(max(0.0, limit)):
             job.given_up = True
             raise SaveError(title, str(self.path), f"nothing after {limit:g} s", "a finished save")
@@ -293,14 +272,10 @@ class Checkpoints:
 
     def check_writer(self) -> None:
         """Raise CheckpointError if it is read-only or closed, or was made before a fork."""
-        error_of = lambda *parts: CheckpointError("checkpoints", "save()", *parts)
-        if self.read_only:
-            raise error_of("read_only=True", "ones that write")
-        if self._lock is None:
-            fix = "Only the newest Checkpoints of a directory may write in a process."
-            raise error_of("closed ones", "open ones", fix)
-        if self._lock.pid != os.getpid():
-            raise error_of("those of the process that forked", "own ones")
+        if self.read_only or self._lock is None or self._lock.pid != os.getpid():
+            got = "read_only=True" if self.read_only else "closed ones, or of another process"
+            expected = "the newest Checkpoints of the directory in this process"
+            raise CheckpointError("checkpoints", "save()", got, expected)
 
     # ------------------------------------------------------------------------------------ restoring
 
@@ -340,10 +315,11 @@ class Checkpoints:
         """
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         options = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
-        if resume == "auto" and params_only:
-            resume = "must"
+        resume = "must" if resume == "auto" and params_only else resume
         request = _matching.RestoreRequest(like, partial, cast, params_only)
-        read = lambda checkpoint_step: _reading.read(self, checkpoint_step, request)
+        read = lambda checkpoint_step: _reading.read(
+            self, checkpoint_step, request.plan, request.skips_optimizer
+        )
         return _reading.newest(self, like, step, resume, options, read)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
@@ -376,24 +352,22 @@ class Checkpoints:
 
 def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
-    if store is not None and not checks.is_one_of(store, ("files", "orbax")):
-        raise WrongTypeError("store", where, trees.describe(store), "'files', 'orbax' or None")
+    if store is not None:
+        checks.check_choice(store, where, "store", ("files", "orbax"))
     # Orbax's home is imported for a bucket, or a directory that orbax stores.
     if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
         if store == "files":
-            got = f"store='files' for {str(path)!r:.80}"
-            raise CheckpointError("store", where, got, "store='orbax' in a bucket")
+            raise CheckpointError("store", where, "'files' in a bucket", "'orbax', or none")
         from tsunax.checkpoints._orbax_home import BucketHome
 
         return BucketHome.of_path(str(path), timeout)
     folder = durable_files.folder_of(path, "path", where)
     existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
-        got = f"store={store!r} in {folder}"
-        expected = f"store={existing_store!r}, as what is there"
+        got, expected = f"{store!r} in {folder}", f"{existing_store!r}, as what is there"
         raise CheckpointError("store", where, got, expected, "Or give another path.")
     if "orbax" not in (store, existing_store):
-        return DiskHome(folder, timeout)
+        return CheckpointHome(folder, timeout)
     from tsunax.checkpoints._orbax_home import OrbaxHome
 
     return OrbaxHome(folder, timeout)

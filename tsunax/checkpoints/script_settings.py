@@ -20,9 +20,6 @@ from tsunax.data.prefetching import Prefetched
 from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
-__all__ = []
-
-
 _MAX_VALUES = 200  # values that are saved by name, so that a warning can name the edited value
 
 

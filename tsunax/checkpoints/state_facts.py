@@ -3,6 +3,7 @@ the table of live numbers, the groups that `adjust` cut, the schedules.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, PyTree, placement, stable_text, trees
-from tsunax._state.state_fields import averages_of
-from tsunax.checkpoints import _user_values, leaves
+from tsunax._state.state_fields import averages_of, frozen_flags
+from tsunax.checkpoints import leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
-from tsunax.checkpoints.manifest import Manifest, Size, check
+from tsunax.checkpoints.manifest import Manifest, Size, check, decode
 from tsunax.rules.subtree_numbers import Cut
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, trained_part
-
-__all__ = []
 
 
 def _short(text: str) -> str:
@@ -39,12 +38,9 @@ def facts_of(state: TrainState) -> dict[str, Any]:
     plan, numbers = state.plan, state.numbers
     kind_of_average = lambda average: "uniform" if average.uniform else "exponential"
     averages = [f"{name} ({kind_of_average(x)})" for name, x in averages_of(state).items()]
-    trained = None
-    if plan.selected is not None:
-        leaf_names = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
-        trained = [
-            name for name, is_trained in zip(leaf_names, plan.selected, strict=True) if is_trained
-        ]
+    names = ("/".join(name) for name, _, _ in trees.leaves_with_names(state.params))
+    selected = plan.selected
+    trained = None if selected is None else list(itertools.compress(names, selected))
     outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
     columns, schedules, cuts = [], {}, []
     if numbers is not None:
@@ -59,9 +55,15 @@ def facts_of(state: TrainState) -> dict[str, Any]:
             if s.cut
         ]
     precision = None if plan.precision is None else outline(plan.precision)
-    facts = {"rule": _short(outline(plan.update)), "trained": trained, "precision": precision}
-    facts |= {"averages": ", ".join(averages) or None, "columns": columns}
-    return facts | {"schedules": schedules, "cuts": cuts}
+    return {
+        "rule": _short(outline(plan.update)),
+        "trained": trained,
+        "precision": precision,
+        "averages": ", ".join(averages) or None,
+        "columns": columns,
+        "schedules": schedules,
+        "cuts": cuts,
+    }
 
 
 def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> TrainState:
@@ -119,8 +121,31 @@ def script_numbers(state: TrainState) -> dict[str, Any]:
             for name, average in averages_of(state).items()
         },
         "scale": None if state.loss_scale is None else as_list(state.loss_scale.scale),
+        "frozen": frozen_names(state),
         "injected": {leaves.show("", path): as_list(x) for path, x in injected_numbers(state)},
     }
+
+
+def frozen_names(state: TrainState) -> list[str] | None:
+    """The frozen leaves of a state, of a population with a count; None if it freezes none ever."""
+    if state.frozen is None:
+        return None
+    counts = np.atleast_2d(frozen_flags(state)).sum(0)
+    names = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
+    trained_names = itertools.compress(names, state.plan.selected or [True] * len(names))
+    frozen = [(name, n) for name, n in zip(trained_names, counts, strict=True) if n]
+    is_single = np.ndim(state.frozen) == 1
+    return [name if is_single else f"{name} ({n} members)" for name, n in frozen]
+
+
+def edit_of_freeze(state: TrainState, at_start: Mapping[str, Any] | None) -> str | None:
+    """A note if the script freezes other leaves than at the start; a plain `setup` is no edit."""
+    names = frozen_names(state)
+    if names is None or at_start is None or names == (old_names := at_start["frozen"]):
+        return None
+    text = lambda names: trees.listed(names, 6) or "none"
+    change = f"{text(old_names)} then, {text(names)} now"
+    return None if text(old_names) == text(names) else f"frozen leaves: {change}"
 
 
 def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
@@ -133,7 +158,7 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
 def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
-        script_facts: Any = _user_values.decode(manifest.parts[0].values["script"], [])
+        script_facts: Any = decode(manifest.parts[0].values["script"], [])
         numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
@@ -147,6 +172,7 @@ def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
                 "values": values,
                 "rates": {name: as_float32(rate) for name, rate in x["rates"].items()},
                 "scale": as_float32(x["scale"]),
+                "frozen": list(map(str, x["frozen"] or [])),
                 "injected": {name: np.asarray(y) for name, y in injected},
             }
         return numbers_by_state
@@ -242,12 +268,7 @@ class NumberTable:
             if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
                 merged[..., columns] = saved[..., places]
                 continue
-            is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
-            # Numbers of a schedule follow the number that may be held against it.
-            titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
-            changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
-            detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
-            edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
+            edits[name] = f"{name}: {then_and_now(*edit)}"
         return merged, edits
 
 
@@ -261,7 +282,5 @@ def _by_name(columns) -> dict[str, list[int]]:
 def then_and_now(old_values: Any, new_values: Any) -> str:
     old_values, new_values = np.ravel(old_values), np.ravel(new_values)
     is_different = old_values != new_values if old_values.shape == new_values.shape else slice(None)
-    old_text, new_text = (
-        ", ".join(f"{v:.6g}" for v in x[is_different][:3]) for x in (old_values, new_values)
-    )
-    return f"{old_text} then, {new_text} now"
+    text = lambda values: ", ".join(f"{x:.6g}" for x in values[is_different][:3])
+    return f"{text(old_values)} then, {text(new_values)} now"

@@ -9,9 +9,11 @@ epoch and batch. This file uses no states and no steps.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
-from typing import Any, ClassVar, Never
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ from tsunax._core import Device, PyTree, checks, placement, processes, trees
 from tsunax.data import on_devices, order, row_readers
 from tsunax.data.checks import check_batch, check_casts
 from tsunax.data.positions import Positioned
-from tsunax.errors import DataError, WrongTypeError, told
+from tsunax.errors import DataError, told
 
 
 class Batches(Positioned):
@@ -43,7 +45,7 @@ class Batches(Positioned):
         process: tuple[int, int],
         device: Device,
     ) -> None:
-        arrays = row_readers.as_columns(arrays)
+        arrays = jax.tree_util.tree_map_with_path(row_readers.as_column, arrays)
         self._rows: int = check_batch(arrays, root="arrays")  # rows of all processes
         settings = {"rows": self._rows, "batch_size": batch_size, "seed": seed}
         super().__init__(settings | {"shuffle": shuffle, "drop_remainder": drop_remainder})
@@ -71,7 +73,7 @@ class Batches(Positioned):
             self._leaves = list(map(in_numpy, self._leaves))
             return
         if not self.is_of_arrays:
-            fix = "prefetch brings batches there."
+            fix = "Batches of records: ts.prefetch(data, device)."
             raise DataError("device", "batches()", "records", "arrays", fix)
         self._sharding = on_devices.placement(device, "batches()")
         for rows in (self.share, 0 if drop_remainder else self._tail):
@@ -107,13 +109,10 @@ class Batches(Positioned):
     def order(self, epoch: int) -> np.ndarray:
         """The rows of an epoch in order, an int array; only the share of this process.
 
-        Raises WrongTypeError or HyperparameterError unless `epoch` is an int ≥ 0.
-
         >>> data = batches(np.arange(6), 2, shuffle=True, seed=1)
         >>> data.order(0).tolist(), data.order(1).tolist()
         ([2, 4, 5, 0, 3, 1], [5, 3, 0, 2, 1, 4])
         """
-        checks.check_count(epoch, "order()", "epoch", 0)
         return self._order_of(epoch)[:]
 
     def _order_of(self, epoch: int) -> order.EpochOrder:
@@ -195,11 +194,13 @@ class _Epoch:
         return batch
 
 
-@checks.naming_arguments
+@functools.partial(
+    checks.naming_arguments, fix="Several arrays are one tree: ts.batches((x, y), 32)."
+)
 def batches(
     arrays: PyTree,
     batch_size: int,
-    *more: Never,
+    *,
     shuffle: bool = False,
     seed: int = 0,
     drop_remainder: bool = False,
@@ -231,8 +232,8 @@ def batches(
         `ts.distributed`. A short last batch that the devices cannot divide is whole on each of the
         processes, see `is_whole`. With a Mesh of all processes each process gives all rows.
 
-    Raises DataError for more than one tree (write `batches((x, y), 32)`), and DataError or
-    WrongTypeError for arrays and settings that make no batches.
+    Several arrays are one tree: write `batches((x, y), 32)`. Raises DataError for arrays and
+    settings that make no batches.
 
     >>> data = batches({"x": np.arange(5), "y": np.arange(5) > 2}, 2)
     >>> [batch["x"].tolist() for batch in data]
@@ -240,37 +241,25 @@ def batches(
     >>> len(data), data.get_state()
     (3, {'epoch': 1, 'position': 0})
     """
-    where = "batches()"
-    if more or getattr(batch_size, "ndim", 0):
-        fix = "Write ts.batches((x, y), batch_size)."
-        raise DataError("arrays", where, "more than one tree", "one pytree", fix)
-    for name, n, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < minimum:
-            raise DataError(name, where, repr(n), f"an int of {minimum} or more")
+    where, fix = "batches()", "Several arrays are one tree: ts.batches((x, y), 32)."
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise DataError("batch_size", where, trees.describe(batch_size), "an int of 1 or more", fix)
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
-    process = _checked_process(process, batch_size, device)
+    spans, everyone = on_devices.spans_processes(device), processes.current()
+    if process is None:
+        process = (0, 1) if spans else (everyone.index, everyone.count)
+    index, count = process
+    if not 0 <= index < count or (spans and count > 1):
+        expected = "an index below the count; (0, 1) with a device of all processes"
+        raise DataError("process", where, process, expected)
+    if batch_size % count:
+        fix = "It counts the rows of all processes together."
+        raise DataError("batch_size", where, batch_size, f"a multiple of {count} processes", fix)
     settings: dict[str, Any] = dict(drop_remainder=drop_remainder, process=process, device=device)
-    data = Batches(arrays, int(batch_size), seed=int(seed), shuffle=bool(shuffle), **settings)
-    if data._rows < batch_size and drop_remainder:
+    data = Batches(
+        arrays, int(batch_size), seed=operator.index(seed), shuffle=bool(shuffle), **settings
+    )
+    if not len(data):
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"
         raise DataError("arrays", where, got, "one batch at least with drop_remainder=True")
     return data
-
-
-def _checked_process(process: Any, batch_size: int, device: Any) -> order.Process:
-    """`process`, or this process by default. Raises unless it fits the batch and the device."""
-    where, spans = "batches()", on_devices.spans_processes(device)
-    is_pair = process is None or (isinstance(process, tuple) and len(process) == 2)
-    if not is_pair or not all(isinstance(x, int | np.integer) for x in process or ()):
-        raise WrongTypeError("process", where, trees.describe(process), "(index, count), two ints")
-    everyone = processes.current()
-    index, count = process or ((0, 1) if spans else (everyone.index, everyone.count))
-    if not 0 <= index < count or (spans and count > 1):
-        expected = "(0, 1), with a device of all processes" if spans else "an index below the count"
-        raise DataError("process", where, process, expected)
-    if batch_size % count:
-        low = count * (batch_size // count)
-        fix = f"Of all processes together: {low or count}, or {low + count}."
-        expected = f"a multiple of the {count} processes"
-        raise DataError("batch_size", where, batch_size, expected, fix)
-    return index, count

@@ -4,7 +4,6 @@ Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and
 other libraries. The state of a loader is found by duck type.
 """
 
-import contextlib
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import PyTree, checks, placement, trees
+from tsunax._core import PyTree, placement, trees
 from tsunax.data.checks import check_casts, owned
 from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
@@ -125,9 +124,9 @@ class Source:
             raise
         except Exception as error:
             raise DataError("data", where, told(error), "a batch") from error
-        if k is not None and batch is None:
-            return END
         if batch is None:
+            if k is not None:
+                return END
             raise DataError("batch", where, "None", "a tree of arrays")
         if batch is END or self._is_data:
             return batch
@@ -135,23 +134,14 @@ class Source:
         if all(type(x) is np.ndarray for x in leaves):
             return batch
         check_casts(batch, "batch", where)  # np.asarray below would lose masks
-        for leaf in leaves:
-            checks.check_alive(leaf, where)
         is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
         return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
     def _end_epoch(self) -> None:
         if self.position == 0:
-            got, expected, fix = "no batch at all", "at least one", ""
-            kind = type(self.data).__name__
-            if not self.restartable:
-                fix = f"A {kind} can be read once: give a list, ts.batches(...) or a grain dataset."
-            if self._count_read and fix:
-                got = f"a {kind} that is used up after {self._count_read} batches"
-                with contextlib.suppress(Exception):  # a length may raise anything
-                    got += f" (its length is {len(self.data)})"
-                expected = "data that can be iterated again"
-            raise DataError("data", f"epoch {self.epoch}", got, expected, fix)
+            got = f"no batch at all, {self._count_read} in earlier epochs"
+            fix = "A generator can be read once: give a list, ts.batches(...) or a grain dataset."
+            raise DataError("data", f"epoch {self.epoch}", got, "at least one", fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
@@ -277,34 +267,33 @@ class Source:
         Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
         `fast_forward=True` they are read from the beginning, and earlier batches dropped.
         """
-        keys = ["epoch", "position"] if self._is_data else ["data", "epoch", "position"]
-        if not isinstance(state, Mapping) or not set(keys) <= set(state):
-            raise DataError("state", "restore", state, ", ".join(keys))
+        if not self._is_data and "data" not in state:
+            raise DataError("state", "restore", state, "data, epoch, position")
         self._batches = self._excess = None
         self.epoch, self.position, self._restored = state["epoch"], state["position"], True
         if self._is_data:
             options = {} if self.data.resumable else {"fast_forward": fast_forward}
-            return self.data.set_state(state, **options)
-        if state["data"] is not None:
-            if not any(hasattr(self.data, name) for name in SETTERS):
-                self._batches = iter(self.data)
-            if not self._call(SETTERS, state["data"])[0]:
-                got = f"a {type(self.data).__name__} without set_state and load_state_dict"
-                raise DataError("data", "restore", got, "data that can be put back to its place")
-        elif self.position or (self.epoch and not self.restartable):
-            place = f"epoch {self.epoch}, position {self.position}"
-            if not fast_forward:
-                got = f"a {type(self.data).__name__} without a state, at {place}"
-                expected = "get_state/set_state or state_dict/load_state_dict"
-                fix = "Use ts.batches or grain, or accept fast_forward=True: all batches before "
-                fix += "are read again and dropped."
-                raise DataError("data", "restore", got, expected, fix)
-            goal, self.epoch, self.position = (self.epoch, self.position), 0, 0
+            self.data.set_state(state, **options)
+            return
+        place, data_state = f"epoch {self.epoch}, position {self.position}", state["data"]
+        has_state = data_state is not None
+        if has_state and not any(hasattr(self.data, name) for name in SETTERS):
+            self._batches = iter(self.data)
+        if has_state and self._call(SETTERS, data_state)[0]:
+            return
+        must_read = self.position or (self.epoch and not self.restartable)
+        if has_state or (must_read and not fast_forward):
+            got = f"a {type(self.data).__name__} without a state, at {place}"
+            expected = "get_state/set_state or state_dict/load_state_dict"
+            fix = "Use ts.batches or grain; or fast_forward=True, to read earlier batches again."
+            raise DataError("data", "restore", got, expected, fix)
+        if must_read:
+            goal = self.epoch, self.position
+            self.epoch = self.position = 0
             while (self.epoch, self.position) < goal:
                 self.next()
             if (self.epoch, self.position) > goal:
-                fix = "It gives fewer batches than it did."
-                raise DataError("data", "restore", f"the end of epoch {goal[0]} before", place, fix)
+                raise DataError("data", "restore", "fewer batches than before", place)
             self._restored = True
 
 
@@ -323,20 +312,17 @@ def as_source(data: Iterable[PyTree]) -> Source:
     """
     if isinstance(data, Source):
         return data
-    # A subclass of list may be a loader, which reads its batches when they are needed.
-    is_short = type(data) is list and len(data) in (2, 3)
-    arrays: list[Any] = [*data] if is_short or isinstance(data, tuple) else []
-    is_pair = bool(arrays) and all(map(trees.is_array, arrays))
-    if is_pair and is_short:  # a list of batches, unless they look like inputs and targets
-        rows = {np.shape(x)[:1] for x in arrays}
-        is_pair = len(rows) == 1 < len({(x.ndim, x.dtype) for x in arrays})
-    is_pair |= isinstance(data, tuple) and hasattr(data, "_fields")  # a NamedTuple is one batch
-    are_arrays = is_pair or trees.is_array(data) or isinstance(data, (Mapping, str))
+    are_arrays = trees.is_array(data) or isinstance(data, (Mapping, str))
+    if isinstance(data, tuple):  # a NamedTuple is one batch
+        are_arrays = hasattr(data, "_fields") or (data != () and all(map(trees.is_array, data)))
+    # A subclass of list may be a loader, which reads its batches when they are needed. A list has
+    # batches, unless they look like inputs and targets.
+    elif type(data) is list and len(data) in (2, 3) and all(map(trees.is_array, data)):
+        shares_rows = len({np.shape(x)[:1] for x in data}) == 1
+        are_arrays = shares_rows and len({(x.ndim, x.dtype) for x in data}) > 1
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
-        fix = "Of arrays: ts.batches(arrays, batch_size). One batch: [batch]." if are_arrays else ""
-        if hasattr(data, "__getitem__") and not are_arrays:
-            fix = "Of records by number: ts.batches(dataset, batch_size)."
+        fix = "Of arrays or records: ts.batches(arrays, batch_size). One batch: [batch]."
         raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
     return Source(data)
 

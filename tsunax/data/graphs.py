@@ -125,21 +125,15 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     part = {name: jax.tree.map(np.asarray, item.get(name)) for name in ("nodes", *optional)}
     part |= {name: np.asarray(item[name]) for name in ("senders", "receivers")}
     n, m = check_batch(part["nodes"], where_packed, f"{where}['nodes']"), part["senders"].size
-    for name in ("senders", "receivers", "edges"):
-        for path, x in jax.tree_util.tree_leaves_with_path(part[name]):
-            if x.shape[: None if name != "edges" else 1] != (m,):
-                path_text = trees.access_str(f"{where}['{name}']", path)
-                raise DataError(
-                    path_text, where_packed, trees.describe(x), f"one row for each of {m} edges"
-                )
-    for name in ("senders", "receivers"):
-        x = part[name]
-        if m and (x.dtype.kind not in "iu" or not 0 <= x.min() <= x.max() < n):
-            got = f"{trees.describe(x)} from {x.min()} to {x.max()}"
-            raise DataError(
-                f"{where}['{name}']", where_packed, got, f"integers from 0 to {n - 1}, nodes"
-            )
-        part[name] = x.astype(np.int32)
+    ends = part["senders"], part["receivers"]
+    is_node = lambda x: x.dtype.kind in "iu" and 0 <= x.min() <= x.max() < n
+    are_nodes = all(x.shape == (m,) and (m == 0 or is_node(x)) for x in ends)
+    rows_of_edges = {x.shape[:1] for x in jax.tree.leaves(part["edges"])}
+    if not are_nodes or rows_of_edges - {(m,)}:
+        got = f"senders {trees.describe(ends[0])}, receivers {trees.describe(ends[1])}"
+        expected = f"integers from 0 to {n - 1} in both, and in 'edges' one row for each of {m}"
+        raise DataError(where, where_packed, got, expected)
+    part |= {"senders": ends[0].astype(np.int32), "receivers": ends[1].astype(np.int32)}
     part["globals"] = jax.tree.map(lambda x: x[None], part["globals"])
     part |= {"graph_of_node": np.zeros(n, np.int32), "mask": np.ones(1, bool)}
     if np.any(_size(part) > limits):

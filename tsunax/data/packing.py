@@ -8,7 +8,6 @@ interleave   batches of those shapes as one source, each shape compiled once
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,11 +15,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from tsunax._core import PyTree, TreeDef, Where, checks, patterns, trees
+from tsunax._core import PyTree, TreeDef, Where, patterns, trees
 from tsunax.data import order
 from tsunax.data.batching import Batches
 from tsunax.data.positions import Positioned
-from tsunax.errors import DataError, WrongTypeError, told
+from tsunax.errors import DataError, WrongTypeError
 
 
 class Packed(NamedTuple):
@@ -65,13 +64,10 @@ def pack(sequences: Sequence[PyTree], length: int) -> Packed:
     >>> packed.values.tolist(), packed.segments.tolist()
     ([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]], [[1, 1, 1, 0, 0], [1, 1, 1, 1, 2]])
     """
-    checks.check_count(length, "pack()", "length")
     records = _checked(sequences := list(sequences), length, "pack()")
     if not all(records.are_sequences):
-        path = _paths(sequences[0])[records.are_sequences.index(False)]
-        fix = "Repeat it: np.full(len(tokens), label). Or use ts.data.pad."
-        expected = "one for each token"
-        raise DataError("sequences[0]" + path, "pack()", "one for a record", expected, fix)
+        got, fix = trees.describe(sequences[0]), "Use ts.data.pad, or np.full(len(tokens), label)."
+        raise DataError("sequences[0]", "pack()", got, "one value for each token", fix)
     counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
     # sizes of the free room at the end of rows, in order; the rows with each size of room
     rooms, rows = [length], {length: [0]}
@@ -132,10 +128,11 @@ def pad(
     sequences = list(sequences)
     records = _checked(sequences, lengths[-1] if lengths else 0, "pad()", where)
     if where is None and sum(records.are_sequences) > 1 and len({*records.lengths}) == 1:
-        named = itertools.compress(_paths(sequences[0]), records.are_sequences)
-        got = f"arrays of {records.lengths[0]} in every record: {', '.join(named)}"
-        fix = "Name the leaves that are sequences: where='tokens'."
-        raise DataError("sequences", "pad()", got, "where=", fix)
+        got, fix = (
+            trees.describe(sequences[0]),
+            "Name the leaves that are sequences: where='tokens'.",
+        )
+        raise DataError("sequences[0]", "pad()", got, "arrays of different lengths", fix)
     parts: dict[int, list[int]] = {n: [] for n in lengths}
     for i, n in enumerate(records.lengths):
         parts[lengths[bisect.bisect_left(lengths, n)]].append(i)
@@ -164,66 +161,36 @@ def _is_array(x: Any) -> bool:
     return is_plain and not any(hasattr(element, "__len__") for element in x)
 
 
-def _paths(record: PyTree) -> list[str]:
-    keyed = jtu.tree_flatten_with_path(record, is_leaf=_is_array)[0]
-    return [trees.access_str("", path) for path, _ in keyed]
-
-
 def _checked(
     sequences: list[PyTree], length: int, call: str, where: Where | None = None
 ) -> _Records:
     if not sequences:
         raise DataError("sequences", call, "none", "one at least")
     structure = jax.tree.structure(sequences[0], is_leaf=_is_array)
-    columns: list[list[np.ndarray]] = [[] for _ in range(structure.num_leaves)]
-    is_array = jtu.treedef_is_leaf(structure)
-    for i, x in enumerate(sequences):
-        leaves = [x]
-        # flattening an array would cost more than the rest of this loop
-        if not is_array or not isinstance(x, np.ndarray | list):
-            leaves, treedef = jax.tree.flatten(x, is_leaf=_is_array)
-            if treedef != structure:
-                expected = f"{trees.describe(sequences[0])}, as the first one"
-                raise DataError(f"sequences[{i}]", call, trees.describe(x), expected)
-        try:
-            for column, leaf in zip(columns, leaves, strict=True):
-                column.append(np.asarray(leaf))
-        except ValueError as error:
-            fix = "Give several arrays of a record in a dict or a tuple."
-            raise DataError(f"sequences[{i}]", call, told(error), "arrays", fix) from error
-    place = lambda i, j: f"sequences[{i}]{_paths(sequences[i])[j]}"
-    first = [column[0] for column in columns]
+    records = [list(map(np.asarray, structure.flatten_up_to(x))) for x in sequences]
+    columns = list(map(list, zip(*records, strict=True)))
     are_sequences = [len({x.shape[:1] for x in column}) > 1 for column in columns]
     if where is not None:
-        are_sequences = patterns.select(where, structure.unflatten(first), call)
+        are_sequences = patterns.select(where, structure.unflatten(records[0]), call)
     elif not any(are_sequences):
-        are_sequences = [x.ndim > 0 for x in first]
+        are_sequences = [x.ndim > 0 for x in records[0]]
     if not any(are_sequences):
         expected = "an array with a first axis"
         raise DataError("sequences[0]", call, trees.describe(sequences[0]), expected)
-    for j, (column, is_sequence) in enumerate(zip(columns, are_sequences, strict=True)):
-        axis = 1 if is_sequence else 0
-        facts = lambda x, axis=axis: (x.ndim, x.shape[axis:], x.dtype)
-        if len(set(map(facts, column))) > 1 or column[0].ndim < axis:
-            like = facts(column[0])
-            i = next(i for i, x in enumerate(column) if facts(x) != like or x.ndim < axis)
-            suffix = " but for its length" if is_sequence else ""
-            expected = f"{trees.describe(column[0])}{suffix}, as the first one"
-            raise DataError(place(i, j), call, trees.describe(column[i]), expected)
     numbers = [j for j, is_sequence in enumerate(are_sequences) if is_sequence]
-    lengths, *further_lengths = [[len(x) for x in columns[j]] for j in numbers]
-    if any(x != lengths for x in further_lengths):
-        i = next(
-            i
-            for i, sizes in enumerate(zip(lengths, *further_lengths, strict=True))
-            if len({*sizes}) > 1
-        )
-        got = ", ".join(f"a length of {len(columns[j][i])} at {place(i, j)}" for j in numbers)
-        raise DataError(f"sequences[{i}]", call, got, "one length")
-    if not (min(lengths) > 0 and max(lengths) <= length):
-        i = next(i for i, n in enumerate(lengths) if not 0 < n <= length)
-        got = f"a length of {lengths[i]}"
-        raise DataError(f"sequences[{i}]", call, got, f"1 to {length}", "Cut it.")
+    kinds = lambda record: [
+        (x.dtype, x.ndim, x.shape[1:] if is_sequence else x.shape)
+        for x, is_sequence in zip(record, are_sequences, strict=True)
+    ]
+    lengths, first_kinds = [], kinds(records[0])
+    for i, record in enumerate(records):
+        sizes = {record[j].shape[:1] for j in numbers}
+        (n,) = max(sizes) or (0,)
+        if len(sizes) > 1 or not 0 < n <= length or kinds(record) != first_kinds:
+            got = trees.describe(structure.unflatten(record))
+            expected = f"arrays as in sequences[0], of one length from 1 to {length}"
+            raise DataError(f"sequences[{i}]", call, got, expected)
+        lengths.append(n)
     return _Records(columns, structure, are_sequences, lengths)
 
 
@@ -276,8 +243,8 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
     parts = list(parts.values() if isinstance(parts, Mapping) else parts)
     for i, part in enumerate(parts):
         if not isinstance(part, Batches) or part.resident is not None:
-            expected, fix = "ts.batches(...) without a device", "Of JAX arrays: ts.to_host(arrays)."
-            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected, fix)
+            expected = "ts.batches(...) of NumPy arrays, without a device"
+            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected)
     if not parts:
         raise DataError("parts", "interleave()", "none", "one at least")
     return Interleaved(parts, seed)

@@ -9,8 +9,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from tsunax._core import PyTree
 from tsunax.errors import DataError
 
@@ -22,16 +20,11 @@ class Data(Sized, Iterable[PyTree]):
     resumable: bool = True  # whether `set_state` needs nothing but the position
     is_placed: bool = False  # whether `set_state` was called after the last batch
     gathers: ClassVar[bool] = False  # whether its iterators `take` k batches at once, stacked
-    reads_ahead: ClassVar[bool] = False  # whether a thread reads its batches before they are needed
+    reads_ahead: ClassVar[bool] = False  # whether a thread reads the batches of its `data` ahead
     has_few_shapes: ClassVar[bool] = False  # whether its batches have a few shapes by design
     resident: PyTree = None  # arrays on the device, of which a program gathers rows
     is_of_arrays: bool = False  # whether reading further batches costs memory only
     tail_rows: int = 0  # rows of a shorter batch that ends an epoch
-
-    @property
-    def innermost(self) -> Any:
-        """The data below all prefetching; other data themselves."""
-        return self
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch."""
@@ -53,7 +46,9 @@ class Data(Sized, Iterable[PyTree]):
 
 def innermost(data: Any) -> Any:
     """The data below all prefetching; other data themselves."""
-    return data.innermost if isinstance(data, Data) else data
+    while getattr(data, "reads_ahead", False):
+        data = data.data
+    return data
 
 
 class Positioned(Data):
@@ -77,22 +72,17 @@ class Positioned(Data):
 
         The position in a checkpoint of `fit` has `settings`, too: other settings raise DataError.
         """
-        settings, place = self.settings, dict(state) if isinstance(state, Mapping) else {}
-        saved_settings = place.pop("settings", settings)
-        has_settings = isinstance(saved_settings, Mapping)
-        if has_settings and (
-            differ := [name for name in settings if saved_settings.get(name) != settings[name]]
-        ):
+        place = dict(state)
+        saved_settings = place.pop("settings", self.settings)
+        if differ := [name for name, x in self.settings.items() if saved_settings.get(name) != x]:
             listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
             expected = f"{listed(saved_settings)}, as in the checkpoint"
             fix = "Another order of the data is another run: give it another path."
-            raise DataError("data", "resume", listed(settings), expected, fix)
-        is_count = lambda v: isinstance(v, (int, np.integer)) and v >= 0
-        fits = place.keys() == {"epoch", "position"} and all(map(is_count, place.values()))
-        if not (fits and has_settings) or int(state["position"]) > len(self):
+            raise DataError("data", "resume", listed(self.settings), expected, fix)
+        if place.keys() != {"epoch", "position"} or not 0 <= place["position"] <= len(self):
             expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
             raise DataError("state", "set_state()", state, expected)
-        self._place = int(state["epoch"]), int(state["position"])
+        self._place = int(place["epoch"]), int(place["position"])
         self.follow(self.get_state())  # the end of an epoch is the beginning of the next
         self.is_placed = True
 

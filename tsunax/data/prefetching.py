@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from tsunax._core import Device, PyTree, checks
 from tsunax.data.cursors import END, Source, as_source
 from tsunax.data.on_devices import placement, put_tree, sharding_of, spans_processes
-from tsunax.data.positions import Data, innermost
+from tsunax.data.positions import Data
 from tsunax.errors import DataError
 
 
@@ -24,12 +24,9 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
     sharding = placement(device, "prefetch()")
     if spans_processes(sharding):  # each process has its part of the rows
         replicated = sharding_of((), sharding)
-        sharding_of_leaf = lambda x, is_whole: (
-            replicated if is_whole or not np.ndim(x) else sharding
-        )
-        return lambda batch, is_whole: jax.tree.map(
-            lambda x: put_tree(x, sharding_of_leaf(x, is_whole)), batch
-        )
+        choose = lambda x, is_whole: replicated if is_whole or not np.ndim(x) else sharding
+        put = lambda x, is_whole: put_tree(x, choose(x, is_whole))
+        return lambda batch, is_whole: jax.tree.map(lambda x: put(x, is_whole), batch)
     if not isinstance(sharding, NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
     by_rows = lambda x: sharding_of(np.shape(x), sharding)
@@ -77,10 +74,6 @@ class Prefetched(Data):
     def data(self) -> Any:
         """The user's iterable, which is read ahead."""
         return self._source.data
-
-    @property
-    def innermost(self) -> Any:
-        return innermost(self.data)
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]
@@ -170,8 +163,8 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
     The thread ends with the loop. Batches read ahead of a generator are lost when a loop over it
     ends.
 
-    Raises DataError for a size below 1, and while it runs for rows that do not divide by the
-    devices.
+    Raises DataError for a size below 1; JAX raises ValueError while it runs for rows that do not
+    divide by the devices.
 
     >>> import tsunax as ts
     >>> data = prefetch(ts.batches(np.arange(6), 2))
@@ -181,6 +174,6 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
     [2 3] {'epoch': 0, 'position': 2}
     [4 5] {'epoch': 1, 'position': 0}
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise DataError("size", "prefetch()", repr(size), "an int of 1 or more")
+    if size < 1:
+        raise DataError("size", "prefetch()", size, "1 or more")
     return Prefetched(data, device, size)

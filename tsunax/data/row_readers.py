@@ -1,11 +1,10 @@
 """Where rows come from: arrays in memory and in files, and records one by one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
@@ -30,13 +29,12 @@ class Records:
             batch = jax.tree.map(stack, *records)
         except (TypeError, ValueError) as error:
             shapes = [jax.tree.map(np.shape, record) for record in records]
-            pairs = zip(map(int, rows), shapes, strict=True)
+            pairs = zip(rows, shapes, strict=True)
             odd = next((i for i, x in pairs if x != shapes[0]), rows[0])
             expected = f"a tree of arrays and numbers like record {rows[0]}"
             raise DataError("data", f"record {odd}", told(error), expected) from error
         if not jax.tree.leaves(batch):
-            got, expected = trees.describe(records[0]), "a tree of arrays and numbers"
-            raise DataError("record", "", got, expected)
+            raise DataError("record", "", trees.describe(records[0]), "a tree of arrays")
         return batch
 
     def _record(self, i: int) -> PyTree:
@@ -72,22 +70,15 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     )
 
 
-def as_columns(arrays: PyTree) -> PyTree:
-    """The tree with leaves that `read` can read. Raises DataError for ambiguous ones."""
-    if isinstance(arrays, Iterator):
-        fix = "Batch a stream by itself, with grain or in a generator: fit takes any batches."
-        raise DataError("arrays", "", trees.describe(arrays), "arrays, or records by number", fix)
-    return jtu.tree_map_with_path(_as_column, arrays)
-
-
-def _as_column(path: tuple, leaf: Any) -> Any:
-    place = trees.access_str("arrays", path)
+def as_column(path: tuple, leaf: Any) -> Any:
+    """The leaf as `read` can read it: records are one leaf. Raises DataError for tables."""
     if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
+        place = trees.access_str("arrays", path)
         fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
         raise DataError("leaf", place, f"a {type(leaf).__name__}", "arrays", fix)
     if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
         return np.asarray(leaf)
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    if is_array or isinstance(leaf, str | bytes) or not hasattr(leaf, "__getitem__"):
-        return leaf
-    return Records(leaf) if hasattr(leaf, "__len__") else leaf
+    has_records = hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")
+    is_leaf = is_array or isinstance(leaf, str | bytes) or not has_records
+    return leaf if is_leaf else Records(leaf)

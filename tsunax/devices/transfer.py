@@ -3,7 +3,6 @@
 params = ts.to_device(params)  # the preference, then TPU, GPU, CPU
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,20 +31,18 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
 
     An array that is there already stays the same object; an array that occurs twice stays one.
     NumPy arrays are copied (`device_put` alone may read their memory later), in JAX's widths:
-    float64 becomes float32 unless x64 is on. Raises StateError for a deleted array, DataError for a
-    dtype that JAX does not have, and WrongTypeError for a loader: use `prefetch(data, device)`.
+    float64 becomes float32 unless x64 is on. Raises WrongTypeError for a loader: use
+    `prefetch(data, device)`. JAX raises for a deleted array, and for a dtype that it does not have.
 
     >>> x = to_device({"w": np.ones(2), "name": "relu"}, "cpu")
     >>> x["w"].device == jax.devices("cpu")[0], x["name"], to_device(x, "cpu")["w"] is x["w"]
     (True, 'relu', True)
     """
     place = device_kinds.as_sharding(device, "to_device()")
-    is_data = hasattr(tree, "__iter__") and not hasattr(tree, "shape")
-    is_data = is_data and not isinstance(tree, str | bytes) and jtu.all_leaves([tree])
-    if is_data or isinstance(tree, Iterator):
-        got, fix = trees.describe(tree), "For a loader: ts.prefetch(data, device)."
-        raise WrongTypeError("tree", "to_device()", got, "a tree of arrays", fix)
-    checks.check_movable(tree, "tree")
+    is_plain = isinstance(tree, str | bytes) or hasattr(tree, "shape")
+    if hasattr(tree, "__iter__") and jtu.all_leaves([tree]) and not is_plain:
+        fix = "For a loader: ts.prefetch(data, device)."
+        raise WrongTypeError("tree", "to_device()", trees.describe(tree), "a tree of arrays", fix)
     leaves, treedef = jax.tree.flatten(tree)
     moving = {id(x): x for x in leaves if _has_to_move(x, place)}
     moved = dict(zip(moving, placement.put([*moving.values()], place), strict=True))
@@ -57,12 +54,10 @@ def to_host(tree: PyTree) -> PyTree:
 
     An array that occurs twice stays one. Keys stay JAX arrays, on the CPU if JAX has one; other
     leaves stay as they are. `np.asarray` would keep the arrays from being donated; a copy does not.
-    Raises StateError for a deleted array.
 
     >>> to_host({"name": "relu", "w": jax.numpy.ones(2)})
     {'name': 'relu', 'w': array([1., 1.], dtype=float32)}
     """
-    checks.check_all_alive(tree, "tree")
     leaves, treedef = jax.tree.flatten(tree)
     keys = {id(x): x for x in leaves if trees.is_key(x)}
     arrays = {id(x): x for x in leaves if isinstance(x, jax.Array) and id(x) not in keys}
@@ -88,15 +83,10 @@ def device_of(tree: PyTree) -> Device | None:
     """
     path_of_device: dict[Device, str] = {}
     for path, leaf in trees.leaves_at("tree", tree):
-        if not trees.is_placed(leaf):
-            continue
-        if (n := len(leaf.sharding.device_set)) > 1:
-            fix = "Its .sharding says which."
-            raise DeviceError("array", path, f"{n} devices", "one device", fix)
-        (device,) = leaf.sharding.device_set
-        if (first := next(iter(path_of_device), device)) != device:
-            fix = "to_device(tree, device) brings them together."
-            expected = f"{first}, where {path_of_device[first]} is"
-            raise DeviceError("array", path, device, expected, fix)
-        path_of_device.setdefault(device, path)
+        if trees.is_placed(leaf):
+            path_of_device |= dict.fromkeys(leaf.sharding.device_set, path)
+    if len(path_of_device) > 1:
+        places = [f"{path} on {device}" for device, path in path_of_device.items()]
+        fix = "to_device(tree, device) brings them together."
+        raise DeviceError("tree", "device_of()", trees.listed(places, 2), "one device", fix)
     return next(iter(path_of_device), None)

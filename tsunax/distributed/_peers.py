@@ -42,7 +42,7 @@ class Peers:
         self.count: int = count
         self.patience: float = LONG * TICKS
         self.timeout: float = timeout
-        self._store, self._is_watched, self._is_failing = Store(client, run), False, False
+        self._store, self.is_watched, self._is_failing = Store(client, run), False, False
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
         self._changed, self._closing = threading.Condition(), threading.Event()
@@ -68,7 +68,7 @@ class Peers:
 
     def watch(self, patience: float, timeout: float) -> None:
         """From now on this process ends if another answers no tick for `patience` seconds."""
-        self.patience, self.timeout, self._is_watched = patience, timeout, True
+        self.patience, self.timeout, self.is_watched = patience, timeout, True
         if self.node == 0:
             self._run(self._tick)
 
@@ -124,7 +124,7 @@ class Peers:
     def _verdict(self, place: str, name: str, timeout: float) -> dict[str, Any]:
         """The answer; it is written by process 0, or by the first that has waited long enough."""
         start, has_reported = time.monotonic(), self.node > 0 or timeout <= self.timeout
-        while self._is_watched or not self._ended:
+        while self.is_watched or not self._ended:
             seconds_left, awaited = start + timeout - time.monotonic(), "verdict"
             if self.node == 0 or seconds_left <= 0:
                 texts = self._store.texts_below(place)
@@ -185,7 +185,7 @@ class Peers:
         if stay:
             self._closing.set()
         with contextlib.suppress(RuntimeError):
-            if self._is_watched and not stay:  # name the process that was lost
+            if self.is_watched and not stay:  # name the process that was lost
                 tick, end = self._post({"tick": 0}), time.monotonic() + self.patience + PATIENCE
                 answers = lambda: [*map(int, self._store.texts_below("answer").values())]
                 while sum(n >= tick for n in answers()) < self.count and time.monotonic() < end:
@@ -197,8 +197,8 @@ class Peers:
         """Part in peace. JAX would abort while the thread that listens waits in C++: wake it."""
         self._closing.set()
         with contextlib.suppress(RuntimeError):
-            if not self._is_watched or self.node == 0:
-                self._post({"close": -1 if self._is_watched else self.node})
+            if not self.is_watched or self.node == 0:
+                self._post({"close": -1 if self.is_watched else self.node})
         for thread in self._threads:
             thread.join(PATIENCE)
 
@@ -224,7 +224,7 @@ class Peers:
                     if event.get("close") in (-1, self.node):
                         return
                     self._hear(event)
-                elif self._is_watched and self.node and (silent := silent + 1) > TICKS:
+                elif self.is_watched and self.node and (silent := silent + 1) > TICKS:
                     self._end(self._silence_reason(0))
         except Exception as error:
             self._end(self._loss_reason(error))
@@ -291,7 +291,7 @@ class Peers:
             with contextlib.suppress(RuntimeError):
                 self._store.write(f"heard/{self.node}", "")
                 self._wait_until_heard(ending_node)
-        if self._is_watched and not self._closing.is_set():
+        if self.is_watched and not self._closing.is_set():
             leave(text, self._indices[self.node])
 
 

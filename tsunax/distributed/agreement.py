@@ -52,15 +52,12 @@ class Agreement(processes.Unanimous):
     def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
             got = "on devices of this process alone, and of the data only its part"
-            fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train by itself."
+            fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train alone."
             raise StateError("state", self.where, got, "on a mesh of all processes", fix)
-        index, count = self.everyone.index, self.everyone.count
-        if self.spans and parts not in (1, count):
-            expected = f"of {count}, or of one with rows of its own"
-            raise DataError("data", self.where, f"batches(process=) of {parts} processes", expected)
-        if parts > 1 and part != index:
-            got, expected = f"the part of process {part} on process {index}", "its own"
-            raise DataError("data", self.where, got, expected, "It is so without process=.")
+        place = self.everyone.index, self.everyone.count
+        if parts > 1 and (part, parts) != place:
+            got, fix = f"batches(process={(part, parts)})", "It is so without process=."
+            raise DataError("data", self.where, got, f"process={place}, the part of its own", fix)
 
     def start(
         self, functions: Mapping[str, Any], values: Mapping[str, Any], **settings: Any

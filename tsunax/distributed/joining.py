@@ -8,7 +8,6 @@ devices of all processes. A run that `jax.distributed.initialize` started is ser
 """
 
 import atexit
-import importlib.util
 import math
 import os
 import signal
@@ -26,13 +25,12 @@ from tsunax._core.processes import LAST, number, stay_alone
 from tsunax.distributed import _jax_private, _peers
 from tsunax.errors import ProcessError, told
 
-__all__ = ["check_seconds", "give_up", "peers", "process_count", "process_index", "start", "stop"]
+__all__ = ["give_up", "peers", "process_count", "process_index", "start", "stop"]
 
 # seconds after `peer_timeout` in which JAX, too, would end the process: should this module fail
 SPARE = 10
 
 _peers_of_run: _peers.Peers | None = None
-_is_watching = False  # from start() on
 _has_initialized = False  # `jax.distributed`, which start() has initialized
 _has_given_up = False
 _met = 0  # how often the processes have met
@@ -70,18 +68,12 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
     elif (number("PMI_SIZE") or 1) > 1:  # MPICH, Intel MPI
         method = "mpi4py"
     if count != 1 and None in (address, count, index):
-        if method == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
-            got = "an MPI that JAX knows by mpi4py only"
-            fix = "pip install mpi4py, or say coordinator_address=, num_processes= and process_id=."
-            raise ProcessError("launcher", "start()", got, "mpi4py", fix)
         try:
             arguments = address, count, index, local_device_ids, method, math.ceil(timeout)
             launch = _jax_private.detected(*arguments)
         except Exception as error:
-            got = f"{told(error)}, when JAX asked it"
-            fix = "Say coordinator_address=, num_processes= and process_id=; "
-            fix += "start(num_processes=1) for a process alone."
-            raise ProcessError("launcher", "start()", got, "who is who", fix) from error
+            fix = "Give coordinator_address=, num_processes= and process_id=; or num_processes=1."
+            raise ProcessError("launcher", "start()", told(error), "who is who", fix) from error
         address, count, index, local_device_ids = launch
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
@@ -90,23 +82,12 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
 
 def _place(launch: _Launch) -> tuple[str, int]:
     """The host and port of process 0. Raises ProcessError for a launch that says too little."""
-    names = ("coordinator_address", "num_processes", "process_id")
-    if missing := [name for name, value in zip(names, launch, strict=False) if value is None]:
-        fix = "No launcher was found that tells."
-        raise ProcessError("start()", "", f"no {' and no '.join(missing)}", ", ".join(names), fix)
     host, _, port = str(launch.address).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        got, expected = repr(launch.address), "'host:port' of process 0"
-        raise ProcessError("coordinator_address", "start()", got, expected)
+    if None in launch[:3] or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        got = f"{launch.address!r}, num_processes={launch.count}, process_id={launch.index}"
+        fix = "No launcher was detected that sets them."
+        raise ProcessError("coordinator_address", "start()", got, "'host:port', and numbers", fix)
     return host.strip("[]"), int(port)
-
-
-def check_seconds(where: str, **values: Any) -> None:
-    """Raise ProcessError for what is no number of seconds."""
-    for name, seconds in values.items():
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not is_number or not 0 < seconds < 1e6:
-            raise ProcessError(name, where, repr(seconds), "seconds, more than 0")
 
 
 def start(
@@ -151,9 +132,11 @@ def start(
     (0, 1)
     """
     global _has_initialized
-    if _is_watching:
+    if _peers_of_run is not None and _peers_of_run.is_watched:
         return
-    check_seconds("start()", timeout=timeout, peer_timeout=peer_timeout)
+    for name, seconds in (("timeout", timeout), ("peer_timeout", peer_timeout)):
+        if not 0 < seconds < 1e6:
+            raise ProcessError(name, "start()", seconds, "seconds, more than 0")
     if _has_given_up:
         raise ProcessError("start()", "", "a process that has given up", "a new process")
     if (connection := _jax_private.initialized()) is None:
@@ -161,22 +144,22 @@ def start(
         if launch.count == 1:
             stay_alone(num_processes == 1)
             return
-        place = _place(launch)
-        _initialize(launch, *place, timeout, peer_timeout)
+        _initialize(launch, *_place(launch), timeout, peer_timeout)
         _has_initialized = True
     else:
-        arguments = {
-            "num_processes": (num_processes, connection.count),
-            "process_id": (process_id, connection.index),
-        }
-        for name, (argument, value) in arguments.items():
-            if argument not in (None, value):
-                expected = f"{value}, as jax.distributed has it"
-                fix = "jax.distributed was initialized before: leave the arguments out."
-                raise ProcessError(name, "start()", argument, expected, fix)
-        if connection.count == 1:
-            return
-    _watch(timeout, peer_timeout)
+        count, index = connection.count, connection.index
+        if num_processes not in (None, count) or process_id not in (None, index):
+            got, expected = (
+                f"process {process_id} of {num_processes}",
+                f"process {index} of {count}",
+            )
+            fix = "jax.distributed was initialized before: leave the arguments out."
+            raise ProcessError("arguments", "start()", got, expected, fix)
+    if _peers_of_run is None:
+        peers("ts.distributed.start()", timeout, peer_timeout)
+    else:
+        _peers_of_run.gather("start()")
+        _peers_of_run.watch(peer_timeout, timeout)
 
 
 def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
@@ -214,15 +197,14 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
     if failed or thread.is_alive():
         _jax_private.abandon()
     if failed:
-        got = told(failed[0])
-        raise ProcessError("jax.distributed", "start()", got, "one that starts") from failed[0]
+        error = failed[0]
+        raise ProcessError("jax.distributed", "start()", told(error), "one that starts") from error
     if thread.is_alive():
-        got = (
-            f"not all {launch.count} of them within {timeout:g} s at {address}, seen from process "
-        )
+        wait = f"within {timeout:g} s at {address}, seen from process {launch.index}"
         fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
         fix += "of their own? Is process 0 running there, and the port open between the hosts?"
-        raise ProcessError("processes", "start()", f"{got}{launch.index}", "all of them", fix)
+        got = f"not all {launch.count} of them {wait}"
+        raise ProcessError("processes", "start()", got, "all of them", fix)
 
 
 def _check_port(host: str, port: int, alone: bool) -> None:
@@ -230,50 +212,33 @@ def _check_port(host: str, port: int, alone: bool) -> None:
     try:
         socket.create_server((host if alone else "", port), family=family).close()
     except OSError as error:
-        where, got = f"{host}:{port}", os.strerror(error.errno or 0)
-        fix = "Another program has it: give another, coordinator_address= or JAX_COORDINATOR_PORT."
-        raise ProcessError("port", where, got, "a free one", fix) from error
+        got, fix = os.strerror(error.errno or 0), "Give another port, or set JAX_COORDINATOR_PORT."
+        raise ProcessError("port", f"{host}:{port}", got, "a free one", fix) from error
 
 
-def peers() -> _peers.Peers | None:
-    """The processes after `start`, or after `jax.distributed.initialize`; None for one alone."""
-    connection = _jax_private.initialized()
-    if (
-        _peers_of_run is None
-        and not _has_given_up
-        and connection is not None
-        and connection.count > 1
-    ):
-        _meet(connection, "without ts.distributed.start()", 120.0).listen()
-        atexit.register(_at_exit)
-    return _peers_of_run
+def peers(
+    how: str = "without ts.distributed.start()",
+    timeout: float = 120.0,
+    peer_timeout: float | None = None,
+) -> _peers.Peers | None:
+    """The processes after `start`, or after `jax.distributed.initialize`; None for one alone.
 
-
-def _meet(connection: _jax_private.Connection, how: str, timeout: float) -> _peers.Peers:
+    They meet at the first call. With `peer_timeout` they watch each other from then on.
+    """
     global _met, _peers_of_run
+    connection = _jax_private.initialized()
+    if _peers_of_run is not None or _has_given_up or connection is None or connection.count == 1:
+        return _peers_of_run
     run_peers = _peers.Peers(connection.client, connection.index, connection.count, _met, timeout)
     _met += 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     run_peers.meet(jax=jax.__version__, python=python, begins=how)
     _peers_of_run = run_peers
-    return run_peers
-
-
-def _watch(timeout: float, peer_timeout: float) -> None:
-    """Watch the other processes from now on, and report the end of this process to them."""
-    global _is_watching
-    if (run_peers := _peers_of_run) is None:
-        connection = _jax_private.initialized()
-        assert connection is not None
-        run_peers = _meet(connection, "ts.distributed.start()", timeout)
+    if peer_timeout is not None:
         run_peers.watch(peer_timeout, timeout)
-        run_peers.listen()
-    else:
-        run_peers.gather("start()")
-        run_peers.watch(peer_timeout, timeout)
-        atexit.unregister(_at_exit)
-    _is_watching = True
+    run_peers.listen()
     atexit.register(_at_exit)
+    return run_peers
 
 
 def stop() -> None:
@@ -284,7 +249,7 @@ def stop() -> None:
     global _has_initialized
     if _peers_of_run is None:
         return
-    if _is_watching:
+    if _peers_of_run.is_watched:
         _peers_of_run.gather("stop()", timeout=LAST)
     if (run_peers := _let_go()) is not None:
         run_peers.close()
@@ -302,14 +267,13 @@ def give_up(reason: object) -> None:
     global _has_given_up
     if (run_peers := _let_go()) is not None:
         _has_given_up = True
-        run_peers.fail(
-            told(reason) if isinstance(reason, BaseException) else str(reason), stay=True
-        )
+        text = told(reason) if isinstance(reason, BaseException) else str(reason)
+        run_peers.fail(text, stay=True)
 
 
 def _let_go() -> _peers.Peers | None:
-    global _peers_of_run, _is_watching
-    run_peers, _peers_of_run, _is_watching = _peers_of_run, None, False
+    global _peers_of_run
+    run_peers, _peers_of_run = _peers_of_run, None
     atexit.unregister(_at_exit)
     return run_peers
 
@@ -325,14 +289,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _at_exit() -> None:
+    assert _peers_of_run is not None
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None or not _is_watching:
+    if error is None or not _peers_of_run.is_watched:
         try:
             return stop()
         except ProcessError as stop_error:
             error = stop_error
     sys.stdout.flush()
-    assert _peers_of_run is not None
     _peers_of_run.fail(told(error))
     os._exit(1)
 

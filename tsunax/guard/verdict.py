@@ -166,11 +166,10 @@ def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTre
     selected = functools.partial(select, take, applied, old)
     if any(map(is_over_mesh, jax.tree.leaves((take, old)))):
         return selected()
-    if trees.manual_axes():
-        from tsunax._core import axes
+    from tsunax._core import axes
 
-        if axes.varying(take):
-            return selected()
+    if axes.manual_axes() and axes.varying(take):
+        return selected()
     as_new = lambda n, o: jnp.asarray(o, n.dtype)
     rejected = lambda: jax.tree.map(as_new, jax.eval_shape(applied), old)
     cond = lambda: jax.lax.cond(take, applied, rejected)

@@ -12,27 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core.trees import programs_in
+from tsunax._core.dataflow import programs_in
 
 
-def flops_of(program: Any) -> float:
+def flops_of(program: Any, is_output_live: list[bool] | None = None) -> float:
     """Floating-point operations of dot products and convolutions in a (closed) jaxpr.
 
     On all devices together; a multiply-add counts as two. Zeros of padding and dilation are left
     out, as XLA does. The body of a `while` loop counts once: the number of its trips is not known.
     cuDNN's attention counts as the products that it replaces, masked or not, and a Pallas kernel
-    once for each place of its grid. Other kernels (custom calls) count as nothing.
+    once for each place of its grid. Other kernels (custom calls) count as nothing. Operations count
+    only if an output that is marked in `is_output_live` needs them.
 
     >>> import jax, jax.numpy as jnp
     >>> layers = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0]
     >>> flops_of(jax.make_jaxpr(layers)(jnp.ones((4, 8)), jnp.ones((8, 8)))) == 3 * 2 * 4 * 8 * 8
     True
     """
-    return _flops_of_jaxpr(getattr(program, "jaxpr", program), None)
-
-
-def _flops_of_jaxpr(jaxpr: Any, is_output_live: list[bool] | None) -> float:
-    """Walk back over the equations that the live outputs need; None: all outputs are live."""
+    # Walk back over the equations that the live outputs need.
+    jaxpr = getattr(program, "jaxpr", program)
     outvars = zip(jaxpr.outvars, is_output_live or [True] * len(jaxpr.outvars), strict=True)
     live_variables = {v for v, is_live in outvars if is_live and _is_var(v)}
     flops = 0.0
@@ -68,13 +66,12 @@ def _flops_of_equation(eqn: Any, live: list[bool]) -> float:
         return forward if attention[1] == "fwd" else 2 * forward
     programs = programs_in(eqn)
     if name == "scan":
-        return _flops_of_jaxpr(programs[0], None) * eqn.params["length"]
+        return flops_of(programs[0]) * eqn.params["length"]
     if name == "cond":
-        return max(_flops_of_jaxpr(branch, live) for branch in programs)
+        return max(flops_of(branch, live) for branch in programs)
     has_same_outputs = lambda program: name != "while" and len(program.outvars) == len(live)
     total = sum(
-        _flops_of_jaxpr(program, live if has_same_outputs(program) else None)
-        for program in programs
+        flops_of(program, live if has_same_outputs(program) else None) for program in programs
     )
     trip_counts = ()
     if name == "shard_map":  # its program is written for a single device

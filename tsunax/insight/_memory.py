@@ -150,6 +150,11 @@ def free_on_host() -> int | None:
     return max(0, min(limits)) if limits else None
 
 
+def _unknown_memory(where: str, device: Any) -> DeviceError:
+    got = f"{device}, a {device.device_kind} of unknown size"
+    return DeviceError("memory", where, got, "a number", "Give memory=16 << 30.")
+
+
 def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
     """Bytes that state, batch and step may use on one device, and the source of that number."""
     if memory is not None:
@@ -168,13 +173,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
         if device.device_kind in memory_by_kind:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
-        raise DeviceError(
-            "memory",
-            where,
-            got=f"{device.device_kind}, a device that is not here",
-            expected="a number",
-            fix="Give memory=32 << 30.",
-        )
+        raise _unknown_memory(where, device)
     is_on_device = lambda x: isinstance(x, jax.Array) and not trees.is_offloaded(x)
     state_bytes = sum(map(bytes_per_device, filter(is_on_device, arrays)))
     info = device_info(device)
@@ -184,13 +183,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return info.memory_total - bytes_of_others, source
     free = free_on_host() if device.platform == "cpu" else None
     if free is None:
-        raise DeviceError(
-            "memory",
-            where,
-            got=f"{device}, which does not say how much it has",
-            expected="a number",
-            fix="Give memory=16 << 30.",
-        )
+        raise _unknown_memory(where, device)
     n = 1 if mesh is None else max(1, len(mesh.local_devices))  # they share the host
     return free // n + state_bytes, "free on this machine" + (
         f", over {n} devices" if n > 1 else ""

@@ -234,7 +234,6 @@ def find_accumulation(
     """
     where = "find_accumulation()"
     check_is_train_step(step, where)
-    checks.check_count(batch_size, where, "batch_size")
     checks.check_count(multiple_of, where, "multiple_of")
     unit = math.lcm(multiple_of, _parts(state))
     small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
@@ -250,29 +249,12 @@ def find_accumulation(
 def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole_batch=None) -> Any:
     """The largest size that fits; with `whole_batch`, the number of micro-batches of that size."""
     state, example, extra = arguments
-    if non_numeric := [x for x in jax.tree.leaves(example) if not checks.is_numeric(x)]:
-        raise WrongTypeError("example", where, trees.describe(non_numeric[0]), "one batch")
     if not any(map(np.ndim, jax.tree.leaves(example))):
-        raise WrongTypeError(
-            "example",
-            where,
-            got=trees.describe(example),
-            expected="a batch with rows",
-            fix="A loss that draws its own samples has their number in loss_fn.",
-        )
+        fix = "A loss that draws its own samples has their number in loss_fn."
+        raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
+    if not 0 <= margin < 1:
+        raise HyperparameterError("margin", where, margin, "a number from 0 to below 1")
     step = fused_loop.lowerable(step, state)
-    if isinstance(margin, bool) or not checks.is_real(margin) or not 0 <= margin < 1:
-        raise HyperparameterError(
-            "margin", where, got=trees.describe(margin), expected="a number from 0 to below 1"
-        )
-    if not hasattr(step, "lower"):
-        raise WrongTypeError(
-            "step",
-            where,
-            got=trees.describe(step),
-            expected="one that can be lowered",
-            fix="ts.train_step(loss_fn), or jax.jit it.",
-        )
     allowed_bytes, source = _memory.limit_of(memory, state, where)
     words = functools.partial(processes.current().gather, timeout=processes.LAST)
     allowed_bytes = min(map(int, words(where, str(allowed_bytes))))
@@ -305,19 +287,14 @@ def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole
     )
     trials = _trials_of(sizes, first_count - 1, attempt, limit)
     if (largest_size := max((t.size for t in trials if t.fits), default=None)) is None:
-        smallest_trial = min(trials, key=lambda t: t.size)
+        need = min(trials, key=lambda t: t.size).need
         needed = (
-            f"needs {trees.bytes_str(smallest_trial.need.total)}"
-            if smallest_trial.need
-            else "could not be compiled"
+            f"{trees.bytes_str(need.total)} of memory" if need else "more than XLA could lay out"
         )
-        raise DoesNotFitError(
-            "smallest batch size",
-            where,
-            got=f"{smallest_trial.size} that {needed}",
-            expected=f"at most {trees.bytes_str(limit)} ({source})",
-            fix="remat=True, a lower precision or a mesh with fsdp need less.",
-        )
+        expected = f"at most {trees.bytes_str(limit)} ({source})"
+        fix = "remat=True, a lower precision or a mesh with fsdp need less."
+        title = f"smallest batch size {sizes[0]}"
+        raise DoesNotFitError(title, where, needed, expected, fix)
     answer = largest_size if whole_batch is None else whole_batch // largest_size
     return answer, SizeReport(title, answer, tuple(trials), limit, source)
 

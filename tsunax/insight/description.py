@@ -17,11 +17,10 @@ from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
-from tsunax._step.certainty import certainty
+from tsunax._step.finite_state import certainty
 from tsunax._step.members import over_members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
-from tsunax.errors import StateError
 from tsunax.insight import _cost, _memory
 from tsunax.insight._cost import Collective
 from tsunax.insight._memory import Need
@@ -122,17 +121,6 @@ def describe(
         check_is_train_step(step, where)
     if not isinstance(state, States):
         check_state(state, where, batch)
-    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        raise StateError(
-            "state or batch",
-            where,
-            got="a traced one",
-            expected="a concrete one",
-            fix="Call it outside of jit, with arrays or shapes.",
-        )
-    batch_leaves = jax.tree.leaves(batch)
-    if batch_leaves and not any(isinstance(x, jax.ShapeDtypeStruct) for x in batch_leaves):
-        checks.check_arrays(batch, "batch", "Leave it out, or turn it into numbers.")
     shapes, extra_shapes = _memory.as_shapes(state, batch, extra)
     with warnings.catch_warnings():  # the description itself lists failed donations
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")

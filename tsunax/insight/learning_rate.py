@@ -147,20 +147,14 @@ def find_learning_rate(
     where = "find_learning_rate()"
     check_is_train_step(step, where)
     checks.check_count(points, where, "points", least=10)
-    if not (checks.is_real(low) and checks.is_real(high) and 0 < low < high < math.inf):
+    if not 0 < low < high < math.inf:
         raise HyperparameterError("low and high", where, f"{low!r} and {high!r}", "0 < low < high")
-    if not (0 <= smooth < 1 < stop):
-        raise HyperparameterError(
-            "average", where, got=f"smooth={smooth}, stop={stop}", expected="0 <= smooth < 1 < stop"
-        )
+    if not 0 <= smooth < 1 < stop:
+        got = f"smooth={smooth}, stop={stop}"
+        raise HyperparameterError("average", where, got, "0 <= smooth < 1 < stop")
     if isinstance(data, Iterator):
-        raise WrongTypeError(
-            "data",
-            where,
-            got=trees.describe(data),
-            expected="data that can be read again",
-            fix="Give a list, or ts.batches.",
-        )
+        expected = "data that can be read again, as a list or ts.batches"
+        raise WrongTypeError("data", where, trees.describe(data), expected)
     check_state(state, where)
     refuse_population(state, where)
     state = jax.tree.map(own, state)
@@ -209,14 +203,9 @@ def _with_suggestions(name: str, rates, losses, smoothed, used: int) -> tuple[fl
     weights = np.arange(-half_width, half_width + 1.0)  # a symmetric window has no lag
     slopes = np.correlate(losses[:used], weights, "valid") if half_width > 0 else np.zeros(1)
     if not slopes.min() < 0:
-        last_rate = f"{rates[min(used, len(rates) - 1)]:.2g}"
-        got, fix = f"a loss that diverges at {last_rate} already", "Give a smaller low=."
-        if used > 2:
-            got = f"a loss that never falls, up to {last_rate}"
-            fix = "Other low= and high=, or a larger batch."
-        raise HyperparameterError(
-            name, "find_learning_rate()", got=got, expected="one that falls somewhere", fix=fix
-        )
+        got = f"a loss that does not fall up to {rates[min(used, len(rates) - 1)]:.2g}"
+        expected = "one that falls somewhere between low and high, and then diverges"
+        raise HyperparameterError(name, "find_learning_rate()", got, expected)
     steepest = float(rates[half_width + int(slopes.argmin())])
     tenth = float(rates[int(np.argmin(smoothed[:used]))] / 10)
     return steepest, RangeTest(name, rates, losses, smoothed, used, steepest, tenth)

@@ -14,12 +14,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Extra, Function, PyTree, checks, trees
+from tsunax._core import Function, PyTree, trees
 from tsunax._core.dataflow import source_line
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
 from tsunax._step.members import refuse_population
-from tsunax.errors import StateError
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, check_is_train_step, place_state
 from tsunax.run import fused_loop
@@ -74,8 +73,8 @@ def replay(
         keeps both: `replay(step, *error.rejected[-1].of(error.state))`.
       batch, extra: the arguments of that call.
 
-    Raises WrongTypeError for what is no train_step, state or array, StateError for a population and
-    under jit, and what the step itself raises for these arguments.
+    Raises WrongTypeError for another step or state, StateError for a population, and the errors of
+    the step itself for these arguments. It cannot run under jit.
 
     >>> import jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean(jnp.sqrt(x * params["w"])))
@@ -84,16 +83,18 @@ def replay(
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
-    _check_arguments(step, state, batch, extra)
-    if isinstance(state, States) or not isinstance(step, TrainStep):  # search its infos first
+    if not isinstance(state, States):
+        check_is_train_step(step, "replay()")
+        check_state(state, "replay()", batch)
+    refuse_population(state, "replay()")
+    if isinstance(state, States) or not isinstance(step, TrainStep):  # search the infos first
         call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
-        report = _report_on_first_bad(infos_of, ("info",), arguments, 1)
         return (
-            report
+            _report_on_first_bad(infos_of, ("info",), arguments, 1)
             or _report_on_first_bad(new_state_of, ("new state",), arguments, 1, (state,))
-            or _all_finite()
+            or _ALL_FINITE
         )
     shardings = place_state(state.params)[0]
     if shardings is not None:
@@ -109,51 +110,26 @@ def replay(
 
     # without a verdict: the rule may make the first bad value
     def moved_fields(state, batch, extra):
-        return _moved_fields(
-            unguarded_step.pure(dataclasses.replace(state, loss_scale=None), batch, extra)[0]
-        )
+        unscaled = dataclasses.replace(state, loss_scale=None)
+        return _moved_fields(unguarded_step.pure(unscaled, batch, extra)[0])
 
-    report = _report_on_first_bad(
-        loss_and_gradient, ("loss", "gradient of params"), arguments, step.accumulate
-    )
-    if (
-        report
-        and report.result == "loss"
-        and (wrong_labels := step_errors.wrong_label(step, *arguments))
-    ):
-        return dataclasses.replace(report, text=f"{report.text} In this batch, {wrong_labels}.")
+    names, n = ("loss", "gradient of params"), step.accumulate
+    report = _report_on_first_bad(loss_and_gradient, names, arguments, n)
+    if report and report.result == "loss":
+        wrong_labels = step_errors.wrong_label(step, *arguments)
+        text = f"{report.text} In this batch, {wrong_labels}." if wrong_labels else report.text
+        return dataclasses.replace(report, text=text)
+    old_fields = _moved_fields(state)
     if report := report or _report_on_first_bad(
-        moved_fields, MOVED_FIELDS, arguments, step.accumulate, _moved_fields(state)
+        moved_fields, MOVED_FIELDS, arguments, n, old_fields
     ):
         return report
     overflowing = guard.locate(jax.jit(loss_and_gradient)(*arguments)[1])
     if overflowing == "gradient norm":
-        return _all_finite()
+        return _ALL_FINITE
     title = f"{overflowing[0].upper()}{overflowing[1:]}"
     text = f"{title} overflows when it is squared: every value is finite."
     return ReplayReport(text, overflowing, in_gradient=True)
-
-
-def _check_arguments(step: Function, state: Any, batch: PyTree, extra: Extra) -> None:
-    """Raise for arguments with which `replay` cannot run the step."""
-    where = "replay()"
-    if isinstance(state, States):
-        checks.check_all_alive(state, "state")
-    else:
-        check_is_train_step(step, where)
-        check_state(state, where, batch)
-    refuse_population(state, where)
-    if any(map(trees.is_traced, jax.tree.leaves((state, batch, extra)))):
-        raise StateError(
-            "state",
-            where,
-            got="a traced one",
-            expected="a concrete one",
-            fix="Call it outside of jit, with the arrays of that call.",
-        )
-    for name, tree in {"state": state, "batch": batch, **extra}.items():
-        if jax.tree.leaves(tree):
-            checks.check_arrays(tree, name)
 
 
 MOVED_FIELDS = "new params", "new model_state", "new average", "new opt_state"
@@ -189,12 +165,11 @@ def _report_on_first_bad(
     return None
 
 
-def _all_finite() -> ReplayReport:
-    return ReplayReport(
-        "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
-        "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
-        "in another order."
-    )
+_ALL_FINITE = ReplayReport(
+    "Loss, gradients and the new state are finite. If the step was rejected, a rule did it "
+    "(a spike, clip_by_norm), the state is not the one of that call, or the step computes "
+    "in another order."
+)
 
 
 def _report(
@@ -202,26 +177,16 @@ def _report(
 ) -> ReplayReport:
     trips, micro_batch = tuple(i for _, i in origin.trips), None
     # The outermost loop is the loop over micro-batches, unless the rule itself has a loop.
-    if (
-        n_micro_batches > 1
-        and origin.argument is None
-        and trips
-        and origin.trips[0][0].params.get("length") == n_micro_batches
-    ):
+    lengths = [equation.params.get("length") for equation, _ in origin.trips]
+    if n_micro_batches > 1 and origin.argument is None and lengths[:1] == [n_micro_batches]:
         micro_batch, trips = trips[0], trips[1:]
     in_gradient = result.startswith("gradient")
     argument = line = code = ""
     if origin.argument is not None:
         path = jtu.tree_leaves_with_path(arguments)[origin.argument][0]
         argument = trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
-        is_bad = _origin.nonfinite_elements(origin.value)
-        if (
-            n_micro_batches > 1
-            and argument.startswith("batch")
-            and is_bad is not None
-            and is_bad.ndim
-        ):
-            micro_batch = int(np.argwhere(is_bad)[0][0]) % n_micro_batches
+        if n_micro_batches > 1 and argument.startswith("batch") and np.ndim(origin.value):
+            micro_batch = int(np.argwhere(~np.isfinite(origin.value))[0][0]) % n_micro_batches
         cause = f"{argument} was given so: {_nonfinite_text(origin.value)}"
     else:
         line, code = source_line(origin.sources, above=__file__)

@@ -70,13 +70,8 @@ def in_sums(opt_state: PyTree) -> list[bool]:
 def _first_window(init, params) -> Window:
     inner, zero = init(params), jnp.float32(0)
     if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
-        raise RuleError(
-            "reject_spikes",
-            "accumulate()",
-            got="it inside",
-            expected="chain(reject_spikes(), accumulate(...))",
-            fix="A window that it rejected would stay and be rejected for ever.",
-        )
+        expected = "chain(reject_spikes(), accumulate(...)), which can leave a window out"
+        raise RuleError("reject_spikes", "accumulate()", "it inside", expected)
     sums, count = weighted_sums.zeros(params), jnp.int32(0)
     return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
 

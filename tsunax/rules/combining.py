@@ -14,7 +14,7 @@ import optax
 from tsunax._core import Function, PyTree, trees
 from tsunax._core import patterns as _patterns
 from tsunax._core.checks import SEARCHES, accepting
-from tsunax.errors import PatternError, RuleError, WrongTypeError, message
+from tsunax.errors import PatternError, RuleError
 from tsunax.guard import choose, square_sums
 from tsunax.rules import accumulation
 from tsunax.rules.clipping import RULES_OF_THE_NORM
@@ -36,10 +36,8 @@ class _ChainUpdate(MadeOfRules):
     @property
     def begins_with_norm(self) -> bool:
         """Whether the first rule uses the norm of the gradient."""
-        first_update = next(iter(self.updates), None)
-        return (
-            isinstance(first_update, LiveUpdate) and first_update.live.factory in RULES_OF_THE_NORM
-        )
+        first_rules = [f.live for f in self.updates[:1] if isinstance(f, LiveUpdate)]
+        return any(live.factory in RULES_OF_THE_NORM for live in first_rules)
 
     def __call__(self, grads, states, params=None, **extra):
         if extra.get("flush"):  # only for the window at the end of the chain
@@ -76,17 +74,11 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
     True
     """
     for rule in rules:
-        fix = "Write chain(a, b), without a list." if isinstance(rule, list) else ""
-        check_rule(rule, "chain()", fix)
+        check_rule(rule, "chain()")
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
-        raise RuleError(
-            "accumulate",
-            "chain()",
-            got="a rule behind it",
-            expected="it at the end",
-            fix="What follows would run on every call: accumulate(chain(...), every).",
-        )
+        fix = "The next rule would run on every call: write accumulate(chain(...), every)."
+        raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
     inits, updates = zip(*rules, strict=True) if rules else ((), ())
     return as_rule(Init(_chain_init, (inits,)), _ChainUpdate(updates))
 
@@ -105,25 +97,15 @@ def _flags_by_pattern(patterns: tuple[str, ...], params: PyTree) -> dict[str, tu
     owners: list = [None] * len(leaves)
     for pattern in patterns:
         flags = _patterns.select(pattern, params, "partition()")
-        owners = [
-            owner or (pattern if flag else None) for owner, flag in zip(owners, flags, strict=True)
-        ]
+        pairs = zip(owners, flags, strict=True)
+        owners = [pattern if owner is None and flag else owner for owner, flag in pairs]
         if pattern not in owners:
-            raise PatternError(
-                f"group {pattern!r}",
-                "partition()",
-                got="no leaf",
-                expected="at least one",
-                fix="The patterns before it take all of its leaves.",
-            )
+            got = "no leaf that an earlier pattern leaves"
+            raise PatternError(f"group {pattern!r}", "partition()", got, "at least one")
     if None in owners:
-        raise PatternError(
-            "leaf",
-            trees.access_str("params", leaves[owners.index(None)][1]),
-            got="no pattern that matches it",
-            expected=f"a match by one of {', '.join(map(repr, patterns))}",
-            fix="Add a last pattern '**' for the rest.",
-        )
+        where = trees.access_str("params", leaves[owners.index(None)][1])
+        fix = "Add a last pattern '**'."
+        raise PatternError("leaf", where, "no pattern that matches it", "a group", fix)
     return {pattern: tuple(owner == pattern for owner in owners) for pattern in patterns}
 
 
@@ -212,12 +194,7 @@ def partition(
     >>> {k: v for k, v in ts.hyperparams(state).items() if "rate" in k}
     {'learning_rate@**': 0.001, 'learning_rate@head/**': 0.1}
     """
-    if not isinstance(rules, Mapping) or not rules:
-        error_type = RuleError if isinstance(rules, Mapping) else WrongTypeError
-        raise error_type(message("rules", "partition()", trees.describe(rules), "{pattern: rule}"))
     for pattern, rule in rules.items():
-        if not isinstance(pattern, str):
-            raise WrongTypeError("pattern", "partition()", trees.describe(pattern), "a str")
         _patterns.compile_where(pattern, "partition()")
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
@@ -238,23 +215,12 @@ class _SkipZeroUpdate(MadeOfRules):
         owners = owners_in(self.init, state, grads)
         return updates, choose([o is None or is_nonzero[o] for o in owners], new, state)
 
-    def bounded(self, survey, state, bounds):
-        return survey.walk(self.update, state, bounds)
-
 
 def _without_window(init: Function, params: PyTree) -> PyTree:
     state = init(params)
     if accumulation.any_emitted(state) is not None:
-        raise RuleError(
-            "rule",
-            "skip_zero()",
-            got="accumulate inside",
-            expected="it outside",
-            fix=(
-                "The last gradient of a window would decide for all. "
-                "Write accumulate(skip_zero(rule))."
-            ),
-        )
+        expected = "accumulate(skip_zero(rule)), which skips by the gradient of a whole window"
+        raise RuleError("rule", "skip_zero()", "accumulate inside", expected)
     return state
 
 

@@ -41,9 +41,6 @@ class PlainUpdate(MadeOfRules):
         accepted = {name: extra[name] for name in self.takes if name in extra}
         return self.update(updates, state, params, **accepted)
 
-    def bounded(self, survey: Any, state: PyTree, bounds: list[Any]) -> list[Any]:
-        return survey.walk(self.update, state, bounds)
-
 
 def as_rule(init: Function, update: Function) -> optax.GradientTransformationExtraArgs:
     """An optax rule from an init and an update with other type annotations."""

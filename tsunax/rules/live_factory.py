@@ -4,30 +4,90 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from tsunax._core import Function, PyTree, Where, checks, patterns, trees
+from tsunax._core import Function, PyTree, Scalar, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
-from tsunax.rules.live_rules import Live, LiveState, LiveUpdate, Scope, building, factory_name
+from tsunax.rules.live_rules import (
+    Live,
+    LiveState,
+    LiveUpdate,
+    ScheduleShape,
+    Scope,
+    building,
+    factory_name,
+)
 from tsunax.rules.number_table import Number, interned
 
+_NEVER_NUMBERS = {"key", "seed", "mask", "mu_dtype"}
+_NUMBER_WORDS = ("float", "Scalar", "ArrayLike", "Schedule")
+# Words in annotations of trees, or of functions of the params.
+_OTHER_WORDS = ("Mask", "ArrayTree", "Mapping", "Iterable")
 
-def table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
+
+def _takes_number(parameter: inspect.Parameter, value: Any) -> bool:
+    """Whether this parameter of a factory takes a live number, or a schedule, given this value.
+
+    Counts, flags, names, masks, dtypes, keys, tuples and functions are part of the program.
+    """
+    default, annotation = parameter.default, str(parameter.annotation)
+    if parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS):
+        return False
+    is_empty = default is parameter.empty
+    if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
+        return False
+    # Such a function is no number and no schedule.
+    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
+        return False
+    is_expected = (
+        isinstance(default, float)
+        or parameter.name in ("learning_rate", "lr")
+        or any(word in annotation for word in _NUMBER_WORDS)
+    )
+    if value is None:
+        return is_expected and default is not None
+    return is_expected or isinstance(value, (float, np.floating)) or trees.is_traced(value)
+
+
+def _split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
+    leaves, treedef = jax.tree.flatten(schedule)
+    functions = tuple(leaf if callable(leaf) else None for leaf in leaves)
+    return ScheduleShape(treedef, functions), [leaf for leaf in leaves if not callable(leaf)]
+
+
+def _table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
     """The table of a single group, from its numbers; a schedule contributes several columns."""
     numbers, schedule_numbers = [], []
     for value, schedule in zip(values, live.schedules, strict=True):
         numbers.append(0.0 if schedule else value)
         if schedule:
-            schedule_numbers += number_checks.split_schedule(value)[1]
-    return number_checks.as_rows(numbers + schedule_numbers)[:, None, :]
+            schedule_numbers += _split_schedule(value)[1]
+    return _as_rows(numbers + schedule_numbers)[:, None, :]
+
+
+def _as_rows(values: Sequence[Scalar]) -> jax.Array:
+    """Table rows of shape (4, n): the values, their complements, zeros, and the values again.
+
+    The complements of concrete values are rounded once, from float64.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    wide = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
+    rows = jnp.asarray(np.stack([wide, 1 - wide, np.zeros_like(wide), wide]).astype(dtype))
+    for i, value in enumerate(values):
+        if trees.is_traced(value):
+            value = jnp.asarray(value, dtype)
+            rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value), value]))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +108,7 @@ class LiveInit:
     def __call__(self, params: PyTree) -> LiveState:
         live, values = self.live, self.values
         return LiveState(
-            table=jnp.zeros((4, 1, live.columns)) if values is None else table_of(live, values),
+            table=jnp.zeros((4, 1, live.columns)) if values is None else _table_of(live, values),
             inner=self.plain().init(params),
             count=jnp.zeros([], jnp.int32) if any(live.schedules) else None,
             live=interned(live),
@@ -111,19 +171,29 @@ class LiveFactory(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         where, statics, numbers, schedules = f"{self.__name__}()", {}, {}, []
-        for name, value in self._bind(args, kwargs).items():
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            raise checks.wrong_call(where, self.__signature__, args, kwargs, error) from None
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
             parameter = self.__signature__.parameters[name]
             if isinstance(parameter.default, bool) and "mask" not in name:
                 checks.check_flags(where, **{name: value})
             is_static = building.get() or name in self.static
-            if is_static or not number_checks.takes_number(parameter, value):
+            if is_static or not _takes_number(parameter, value):
                 if "mask" in name and _is_pattern(value):
                     value = PatternMask(value, f"{self.__name__}({name}=)")
                 # Copy it, because rules are compared by their statics, which must not change.
                 is_mutable = isinstance(value, (dict, list))
                 statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
             else:
-                schedules.append(number_checks.checked_schedule(where, name, value))
+                if callable(value):
+                    number_checks.check_schedule(where, name, value)
+                    schedules.append(_split_schedule(value)[0])
+                else:
+                    number_checks.check_number(where, name, value)
+                    schedules.append(None)
                 numbers[name] = value
         if building.get():
             return with_extra(self.factory(**statics))
@@ -132,40 +202,14 @@ class LiveFactory(Generic[P]):
         init.plain()  # bad arguments raise here instead of in the first step
         return as_rule(init, LiveUpdate(live))
 
-    def _bind(self, args, kwargs) -> dict[str, Any]:
-        parameter_names = list(self.__signature__.parameters)
-        for name in kwargs:
-            if name not in parameter_names:
-                where = f"{self.__name__}()"
-                raise HyperparameterError(unknown("parameter", where, name, parameter_names))
-        try:
-            bound = self.__signature__.bind(*args, **kwargs)
-        except TypeError as error:
-            raise WrongTypeError(
-                "arguments",
-                f"{self.__name__}()",
-                got=str(error).replace("missing a required argument:", "none for"),
-                expected=f"{self.__name__}({trees.listed(parameter_names, 12)})",
-            ) from None
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
 
 def _signature(factory: Callable) -> inspect.Signature:
     """Raise WrongTypeError for *args and **kwargs: each number needs its own parameter."""
-    expected = "a function with named parameters"
-    try:
-        signature = inspect.signature(factory)
-    except (ValueError, TypeError):
-        raise WrongTypeError("factory", "live()", trees.describe(factory), expected) from None
+    signature = inspect.signature(factory)
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise WrongTypeError(
-                "factory",
-                "live()",
-                got=f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)",
-                expected=expected,
-            )
+            got = f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
+            raise WrongTypeError("factory", "live()", got, "a function with named parameters")
     return signature
 
 
@@ -185,9 +229,9 @@ def live(
       static: numeric parameters that stay constants because the factory branches on them in Python.
 
     Raises:
-      HyperparameterError: unknown parameter, a number that is not finite or out of range, a bad
-        schedule.
-      WrongTypeError: not a factory; a string, `None` or a flag where a number belongs.
+      HyperparameterError: a number that is not finite or out of range, at the first steps of a
+        schedule, too.
+      WrongTypeError: unknown parameters; a string, `None` or a flag where a number belongs.
 
     >>> import jax.numpy as jnp, optax, tsunax as ts
     >>> def nesterov(learning_rate, momentum=0.9):
@@ -196,14 +240,6 @@ def live(
     >>> ts.hyperparams(state)
     {'learning_rate': 0.1, 'momentum': 0.9}
     """
-    if not callable(factory) or isinstance(factory, LiveFactory):
-        raise WrongTypeError(
-            "factory",
-            "live()",
-            got=trees.describe(factory),
-            expected="a function that makes an optax rule",
-            fix="Use it as it is." if callable(factory) else "For example live(optax.adam)(1e-3).",
-        )
     live_factory = LiveFactory(factory, static)
     for name in static:
         if name not in (parameters := live_factory.__signature__.parameters):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,13 +22,30 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from tsunax._core import Function, Maybe, PyTree, Scalar, trees
-from tsunax.errors import RuleError, WrongTypeError
-from tsunax.rules.number_table import Number, ScheduleShape, as_scalar, is_live
+from tsunax._core import Function, Maybe, PyTree, Scalar, TreeDef, trees
+from tsunax.errors import RuleError
+from tsunax.rules.number_table import Number, as_scalar
 from tsunax.rules.update_bounds import MadeOfRules
 
 if TYPE_CHECKING:
     from tsunax.rules.subtree_numbers import Cut
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """A schedule without its numbers: `leaves` has `None` in place of a number of the table."""
+
+    treedef: TreeDef
+    leaves: tuple[Any, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(leaf is None for leaf in self.leaves)
+
+    def value_at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
+        numbers = iter(numbers)
+        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)(step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +119,6 @@ class Live:
             raise RuleError(_BRANCHES_IN_PYTHON.format(self.title)) from error
         finally:
             building.reset(outer)
-        if not isinstance(tx, optax.GradientTransformation):
-            raise WrongTypeError(
-                "result",
-                f"{self.title}()",
-                got=trees.describe(tx),
-                expected="an optax.GradientTransformation",
-            )
         return optax.with_extra_args_support(tx)
 
 
@@ -201,15 +211,7 @@ class LiveUpdate(MadeOfRules):
         step: Maybe = None,
         **extra: Any,
     ) -> tuple[PyTree, LiveState]:
-        table: Any = state.table if is_live(state) else None
-        if table is None:
-            raise RuleError(
-                "state",
-                f"{self.live.title}()",
-                got=trees.describe(state),
-                expected="the one of its init",
-                fix="For the state of a TrainState use ts.update.",
-            )
+        table: Any = state.table
         call_arguments = (
             state.count if step is None else step,
             updates,
@@ -235,20 +237,10 @@ class LiveUpdate(MadeOfRules):
         return [x for tx in rules for x in survey.walk(tx.update, state.inner, bounds, tx.init)]
 
 
-_MESH_TYPES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)
-
-
 def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     """Run the plain rule once, with exact complements if its factory accepts them."""
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")
-    if mesh is not None and not isinstance(mesh, _MESH_TYPES):
-        raise WrongTypeError(
-            "device_mesh",
-            f"rules.{live.title}",
-            got=trees.describe(mesh),
-            expected="a Mesh, or None",
-        )
     # shard_map is used inside programs only: outside of jit, JAX computes array by array.
     is_cut_over_mesh = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
     is_cut_over_mesh = is_cut_over_mesh and trees.is_tracing()

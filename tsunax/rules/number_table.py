@@ -4,13 +4,12 @@ A number that a user may change while training (a learning rate, a beta) is a co
 its value, its complement `1 - value`, whether it overrides its schedule, and the value given at
 `setup`. A restored run finds adjusted numbers by that value.
 
-**Why outside of the optimizer state.** The state of a live rule has a table. A `TrainState` keeps
-all tables of its rule in a separate array: `split_numbers` takes them out at `setup`,
-`join_numbers` puts them back inside the trace, for one update, and `without_numbers` takes them out
-again. So the numbers are an argument of a step and never a result. Each array that a step returns
-costs about 1 us on a CPU; numbers that are not donated can be read and adjusted without waiting for
-a running step; and the optimizer state has the plain structure of optax, which other code and tools
-can read.
+**Why outside of the optimizer state.** A `TrainState` keeps the tables of all live rules in a
+separate array: `split_numbers` takes them out at `setup`, `join_numbers` puts them back inside the
+trace, for one update, and `without_numbers` takes them out again. So the numbers are an argument of
+a step and never a result. Each array that a step returns costs about 1 us on a CPU; numbers that
+are not donated can be read and adjusted without waiting for a running step; and the optimizer state
+has the plain structure of optax, which other code and tools can read.
 
 The cost: an optimizer state has two structures, with live states (`Layout.full`) and without
 (`Layout.plain`). If the update of a rule changed its own table, the change would be lost.
@@ -23,9 +22,9 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +34,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from tsunax._core import Maybe, PyTree, Scalar, TreeDef, trees
 
-# One live number
-
 
 def weak(x: ArrayLike) -> jax.Array:
     """`x` as a weakly typed scalar, which promotes like a Python float."""
     return jax.lax.full_like(jnp.asarray(0.0), x)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class Number:
     """A traced float32 that behaves like the Python float it came from.
 
@@ -53,22 +51,16 @@ class Number:
     betas into functions that it jits.
     """
 
-    def __init__(self, value: Scalar, complement: Scalar) -> None:
-        self.value: Scalar = value
-        self.complement: Scalar = complement
+    value: Scalar
+    complement: Scalar
+
+    def __post_init__(self) -> None:
         # It is made once, in the outermost trace, so that inner traces may use the array, too.
-        self._weak: Any = weak(value) if isinstance(value, jax.Array) else None
+        self._weak: Any = weak(self.value) if isinstance(self.value, jax.Array) else None
 
     @property
     def weak(self) -> jax.Array:
         return weak(self.value) if self._weak is None else self._weak
-
-    def tree_flatten(self) -> tuple[tuple[Scalar, Scalar], None]:
-        return (self.value, self.complement), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Iterable[Scalar]) -> Number:
-        return cls(*children)
 
     def __jax_array__(self) -> jax.Array:
         return self.weak
@@ -100,7 +92,7 @@ class Number:
     def dtype(self) -> np.dtype[Any]:
         return self.value.dtype
 
-    shape: tuple[int, ...] = ()
+    shape: ClassVar[tuple[int, ...]] = ()
     ndim = 0
     size = 1
 
@@ -127,23 +119,6 @@ for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Number, f"__{_name}__", _operator_method(_name))
 
 
-@dataclass(frozen=True)
-class ScheduleShape:
-    """A schedule without its numbers: `leaves` has `None` in place of a number of the table."""
-
-    treedef: TreeDef
-    leaves: tuple[Any, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(leaf is None for leaf in self.leaves)
-
-    def value_at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
-        numbers = iter(numbers)
-        leaves = [next(numbers) if leaf is None else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, leaves)(step)
-
-
 def as_float(value: Scalar, complement: Scalar) -> Scalar:
     """The shortest Python float with this value and complement: 0.999, not 0.9990000129."""
     if trees.is_traced(value) or np.ndim(value):
@@ -154,9 +129,6 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
         return shortest
     from_complement = 1 - float(complement)
     return from_complement if value.dtype.type(from_complement) == value else float(value)
-
-
-# All live numbers of an optimizer state
 
 
 def is_live(x: object) -> bool:
@@ -178,9 +150,7 @@ class Layout:
     full: TreeDef  # structure with live states and their tables
     plain: TreeDef  # structure of `TrainState.opt_state`
     tables: tuple[int, ...]  # indices of the leaves of `full` that are tables
-    clocks: tuple[
-        int, ...
-    ]  # indices of the clocks of schedules, which a TrainState sets to its step
+    clocks: tuple[int, ...]  # indices of the clocks of schedules, set to the state's step
     names: tuple[Any, ...]  # flat names, per live state and group
     # (paths, own_clock) per live state: compared here, because `full` ignores scopes
     scopes: tuple[Any, ...]
@@ -221,11 +191,9 @@ class Numbers:
         column_names = []
         for live_index, s, group, _ in self.columns():
             names = self.layout.names[live_index][group]
-            sizes = [schedule.size if schedule else 0 for schedule in s.live.schedules]
             column_names += [(name, 0) for name in names]
-            column_names += [
-                (x, 1 + j) for x, n in zip(names, sizes, strict=True) for j in range(n)
-            ]
+            for name, schedule in zip(names, s.live.schedules, strict=True):
+                column_names += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
         return column_names
 
     def adjusted_names(self) -> set[str]:
@@ -270,12 +238,12 @@ def split_numbers(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     if not tables:
         return opt_state, None
     clocks = _indices_of(leaves, [s.count for s in lives if not s.own_clock])
-    plain = jax.tree.structure(_plain_state(opt_state))
-    scopes = tuple((s.paths, s.own_clock) for s in lives)
-    layout = interned(Layout(full, plain, tables, clocks, labels(opt_state), scopes))
+    plain, scopes = _plain_state(opt_state), tuple((s.paths, s.own_clock) for s in lives)
+    names = labels(opt_state)
+    layout = interned(Layout(full, jax.tree.structure(plain), tables, clocks, names, scopes))
     rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
     lib = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
-    return _without_tables(layout, leaves), Numbers(lib.concatenate(rows, axis=-1), layout)
+    return plain, Numbers(lib.concatenate(rows, axis=-1), layout)
 
 
 def _indices_of(leaves, among) -> tuple[int, ...]:
@@ -315,10 +283,7 @@ def join_numbers(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -
 
 def without_numbers(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
     """The plain state of `split_numbers`, after an update that changed no number."""
-    leaves, full = jax.tree.flatten(opt_state)
-    if numbers is None or full != numbers.layout.full:
-        return split_numbers(opt_state)[0]
-    return _without_tables(numbers.layout, leaves)
+    return opt_state if numbers is None else _plain_state(opt_state)
 
 
 def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
@@ -335,10 +300,6 @@ def plain_leaves(layout: Layout) -> list[int]:
     """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
     removed = {*layout.tables, *layout.clocks}
     return [i for i in range(layout.full.num_leaves) if i not in removed]
-
-
-def _without_tables(layout: Layout, leaves: Sequence[Any]) -> PyTree:
-    return layout.plain.unflatten([leaves[i] for i in plain_leaves(layout)])
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
@@ -400,11 +361,10 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
     ]
     counts, counts_in_group = Counter(name for name, _ in pairs), Counter(pairs)
     labels_by_live = [s.cut.labels if s.cut else ("",) for _, s in lives]
-    flat_names: dict[tuple[int, int], list[str]] = {
-        (group, i): [] for i, labels in enumerate(labels_by_live) for group in range(len(labels))
-    }
+    places = [(group, i) for i, cuts in enumerate(labels_by_live) for group in range(len(cuts))]
     used_names: set[str] = set()
-    for group, i in sorted(flat_names):
+    flat_names: dict[tuple[int, int], list[str]] = {place: [] for place in places}
+    for group, i in sorted(places):
         for name in lives[i][1].live.names:
             rules = groups_of_rules[i] if counts[name] > 1 else ()
             flat_name = "@".join(filter(None, (name, *rules, labels_by_live[i][group])))
@@ -414,7 +374,5 @@ def labels(opt_state: PyTree) -> tuple[Any, ...]:
                 flat_name += "'"
             used_names.add(flat_name)
             flat_names[group, i].append(flat_name)
-    return tuple(
-        tuple(tuple(flat_names[group, i]) for group in range(len(labels)))
-        for i, labels in enumerate(labels_by_live)
-    )
+    names_of_live = lambda i, n: tuple(tuple(flat_names[group, i]) for group in range(n))
+    return tuple(names_of_live(i, len(cuts)) for i, cuts in enumerate(labels_by_live))

@@ -37,10 +37,15 @@ class Undeclared(Exception):
 
 
 class MadeOfRules:
-    """A base class of updates that call other updates: `bounded` combines their bounds."""
+    """A base class of updates that call other updates: `bounded` combines their bounds.
+
+    This method is for an update around a single rule, `update`, with the same state.
+    """
+
+    update: Function
 
     def bounded(self, survey: Survey, state: Any, bounds: list[Any]) -> list[Any]:
-        raise NotImplementedError
+        return survey.walk(self.update, state, bounds)
 
 
 @dataclass

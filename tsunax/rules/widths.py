@@ -41,12 +41,7 @@ def scale_by_width(narrow: PyTree) -> optax.GradientTransformation:
     """
     leaves = jax.tree_util.tree_flatten_with_path(narrow)[0]
     # The path, number of axes and fan-in of each leaf.
-    path_axes_and_fan = lambda path, x: (
-        trees.shown_path(path),
-        np.ndim(x),
-        math.prod(x.shape[:-1]),
-    )
-    fans = tuple(path_axes_and_fan(path, x) for path, x in leaves)
+    fans = tuple((trees.shown_path(k), np.ndim(x), math.prod(x.shape[:-1])) for k, x in leaves)
     return optax.GradientTransformation(Init(_check_narrow, (fans,)), _WidthUpdate(fans))
 
 
@@ -54,13 +49,8 @@ def _check_narrow(fans, params):
     axes_by_path = {path: axes for path, axes, _ in fans}
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes_by_path.get(name := trees.shown_path(path)) != np.ndim(x):
-            narrow_axes = f"{axes_by_path[name]} axes" if name in axes_by_path else "nothing"
-            raise RuleError(
-                f"leaf {name}",
-                "scale_by_width()",
-                got=f"{narrow_axes} in narrow",
-                expected=f"{np.ndim(x)} axes, as in the wide model",
-            )
+            got = f"{axes_by_path.get(name, 'no')} axes in narrow"
+            raise RuleError(f"leaf {name}", "scale_by_width()", got, f"{np.ndim(x)} axes")
     return optax.EmptyState()
 
 

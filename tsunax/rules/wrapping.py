@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import optax
 
-from tsunax._core import Function, PyTree, trees
+from tsunax._core import Function, PyTree
 from tsunax._core.checks import keyword_names
-from tsunax.errors import RuleError, WrongTypeError
 from tsunax.rules.extra_arguments import Init, as_rule, with_extra
 from tsunax.rules.inspecting import check_rule
-from tsunax.rules.live_rules import factory_name
 
 
 @jax.tree_util.register_dataclass
@@ -42,19 +40,7 @@ class _WrapUpdate:
         accepted = {
             name: x for name, x in extra.items() if self.takes is None or name in self.takes
         }
-        result = self.around(inner, updates, state, params, **accepted)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Wrapped)):
-            got = trees.describe(result)
-            if isinstance(result, tuple):
-                got = f"({', '.join(map(trees.describe, result))})"
-            raise RuleError(
-                "result",
-                f"{factory_name(self.around)}()",
-                got=got,
-                expected="updates and a state like the one given",
-                fix="Return updates, dataclasses.replace(state, inner=...).",
-            )
-        return result
+        return self.around(inner, updates, state, params, **accepted)
 
 
 def wrap(
@@ -70,8 +56,8 @@ def wrap(
         program if `update` is a function of a module.
       init: a function of params that makes the first arrays of the wrapper; None if it has none.
 
-    Raises WrongTypeError for arguments that are no rule or function; RuleError, at setup, for an
-    update that does not return two values.
+    Raises WrongTypeError for a `rule` that is no rule; RuleError, at setup, for an update that does
+    not return updates like params and a state like the old one.
 
     >>> import dataclasses, tsunax as ts
     >>> def mean_zero(inner, updates, state, params, **extra):
@@ -82,9 +68,6 @@ def wrap(
     Array([ 0.1, -0.1], dtype=float32)
     """
     check_rule(rule, "wrap()")
-    for name, f in {"update": update, "init": init}.items():
-        if not callable(f) and (f is not None or name == "update"):
-            raise WrongTypeError(name, "wrap()", trees.describe(f), "a function")
     rule = with_extra(rule)
     wrapped_update = _WrapUpdate(rule.update, update, keyword_names(update, 4))
     return as_rule(Init(_wrap_init, (rule.init, init)), wrapped_update)

@@ -1,11 +1,7 @@
-"""The user's callbacks and parts: when they are called, and checks of the states they return."""
+"""The user's callbacks and parts: when they are called, and what they change in a run."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
-
-import jax
 
 from tsunax._core import Function, checks, trees
 from tsunax.errors import StateError, WrongTypeError
@@ -14,7 +10,6 @@ from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, is_bare, is_callback_due
 from tsunax.run.part import Part, blamed
 from tsunax.run.run import Run
-from tsunax.state import TrainState, donated
 from tsunax.states import States, training_states
 
 
@@ -37,9 +32,12 @@ class CallbackCalls(Part):
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
-        for event in self._callback_events(run.step, events):
+        callback_events = {"step": ["step"] + ["log"] * (run.step % options.log_every == 0)}
+        if options.dry_run:
+            callback_events["end"] = ["step", "end"]
+        for event in itertools.chain(*(callback_events.get(x, [x]) for x in events)):
             run.event = event
-            is_tried = options.dry_run and event == "step"
+            is_tried = options.dry_run and event == "step" and "end" in events
             for name, callback in zip(options.names, options.callbacks, strict=False):
                 if is_callback_due(callback, event, run.step) or (
                     is_tried and not is_bare(callback)
@@ -47,19 +45,6 @@ class CallbackCalls(Part):
                     run.memory = self.memory.setdefault(name, {})
                     with blamed("callback", callback, run):
                         _call(run, options.clock, callback, run)
-
-    def _callback_events(self, step: int, events: list[str]) -> list[str]:
-        """The events of this boundary for callbacks, in order: with "log", and "step" if due."""
-        options, callback_events = self.options, []
-        for event in events:
-            if event == "step":
-                is_due = any(is_callback_due(f, "step", step) for f in options.callbacks)
-                callback_events += ["step"] * is_due + ["log"] * (step % options.log_every == 0)
-            elif event == "end" and options.dry_run:
-                callback_events += ["step", "end"]
-            else:
-                callback_events.append(event)
-        return callback_events
 
 
 class UserPart(Part):
@@ -79,30 +64,38 @@ class UserPart(Part):
     def due(self, run: Run, events: Any) -> bool:
         if self.options.dry_run and "end" in events:  # a dry run calls all that it has
             return True
-        with self._blamed(run):
-            return self.part.due(run, events)
+        return self._result(run, self.part.due, run, events)
 
     def begin(self, run: Run) -> None:
-        with self._blamed(run):
-            self.part.begin(run)
+        self._result(run, self.part.begin, run)
 
     def at(self, run: Run, events: list[str]) -> None:
-        with self._blamed(run):
-            _call(run, self.options.clock, self.part.at, run, events)
+        self._result(run, _call, run, self.options.clock, self.part.at, run, events)
 
     def read(self, run: Run, has_row: bool) -> None:
-        with self._blamed(run):
-            self.part.read(run, has_row)
+        self._result(run, self.part.read, run, has_row)
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        with self._blamed(run):
-            self.part.end(run, error)
+        self._result(run, self.part.end, run, error)
 
-    @contextlib.contextmanager
-    def _blamed(self, run: Run) -> Iterator[None]:
+    def _result(self, run: Run, call: Function, *args: Any) -> Any:
         run.memory = self.memory
         with blamed("part", self.part, run):
-            yield
+            return call(*args)
+
+
+class Agreed(Part):
+    """At each boundary all processes agree whether the run stops, and on the state."""
+
+    def __init__(self, agreement: Any) -> None:
+        self.agreement = agreement
+
+    def due(self, run: Any, events: Any) -> bool:
+        return True
+
+    def at(self, run: Any, events: list[str]) -> None:
+        report = run.stopped, run.state, run.is_changed
+        run.stopped = self.agreement.boundary(f"step {run.step}", *report)
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
@@ -121,21 +114,17 @@ def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
 def check_returned(new: Any, run: Run) -> None:
     """Raise unless `new` is a state like the run's; rules, numbers and freezes may differ."""
     old, fix = run.state, "A callback keeps the structure of the state."
-    if any(map(trees.is_gone, jax.tree.leaves(new))):
-        raise StateError(donated("the callback's result"))
-    old_states, new_states = training_states(old), training_states(new)
-    if old_states and old_states.keys() == new_states.keys():
-        for prefix, name in itertools.product(old_states, ("params", "model_state")):
-            old_part, new_part = (getattr(s[prefix], name) for s in (old_states, new_states))
-            checks.check_like(f"{prefix}{name}", new_part, old_part, fix)
-        if isinstance(old, States):
-            checks.check_like("carry", new.carry, old.carry, fix)
-        if logged_step(new, run.step) != run.step:
-            fix = "The history goes forward: state.replace(step=run.step)."
-            raise StateError("step", "the callback's state", int(new.step), run.step, fix)
-        return
     if type(new) is not type(old):
-        fix = "Is it a factory? Call it." if callable(new) else "Return a state, or nothing."
-        expected = "a TrainState" if isinstance(old, TrainState) else trees.describe(old)
-        raise WrongTypeError("result", "callback", trees.describe(new), expected, fix)
-    checks.check_like("state", new, old, fix)
+        expected = f"a {type(old).__name__}, or nothing"
+        raise WrongTypeError("result", "callback", trees.describe(new), expected)
+    old_states, new_states = training_states(old), training_states(new)
+    if not old_states or old_states.keys() != new_states.keys():
+        checks.check_like("state", new, old, fix)
+    for prefix, name in itertools.product(old_states, ("params", "model_state")):
+        old_part, new_part = (getattr(s[prefix], name) for s in (old_states, new_states))
+        checks.check_like(f"{prefix}{name}", new_part, old_part, fix)
+    if isinstance(old, States):
+        checks.check_like("carry", new.carry, old.carry, fix)
+    new_step = logged_step(new, run.step)
+    if new_step != run.step:
+        raise StateError("step", "the callback's state", new_step, run.step)

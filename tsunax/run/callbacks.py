@@ -12,12 +12,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal
 
-from tsunax._core import PyTree, Where, checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax._core import PyTree, Where, checks
+from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
-from tsunax.rules import number_checks
 from tsunax.run.part import Part, Watcher
 
 if TYPE_CHECKING:
@@ -27,33 +26,18 @@ __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
     "thaw_at", "throttle", "time_limit",
 ]  # fmt: skip
-_T = TypeVar("_T")
-
-
-@dataclass_transform(frozen_default=True)
-def _value(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass. Errors of wrong arguments name the right arguments."""
-    frozen_class: Any = dataclass(frozen=True)(cls)
-    frozen_class.__init__ = checks.naming_arguments(frozen_class.__init__)
-    return frozen_class
 
 
 def __dir__() -> list[str]:
     return __all__  # for completion: `adjust` and `thaw` are no callbacks
 
 
-def _real(where: str, name: str, value, below: float = math.inf) -> None:
-    number_checks.check_number(where, name, value, "a number")
-    if not 0 <= value < below:
-        raise HyperparameterError(name, where, value, "≥ 0" if below == math.inf else "≥ 0 and < 1")
+def _check_number(where: str, name: str, value: float, limit: float = math.inf) -> None:
+    if not 0 <= value < limit:
+        raise HyperparameterError(name, where, value, f"≥ 0 and < {limit:g}")
 
 
-def _function(where: str, name: str, fn) -> None:
-    if not callable(fn):
-        raise WrongTypeError(name, where, trees.describe(fn), "a function")
-
-
-@_value
+@dataclass(frozen=True)
 class Watching(Watcher):
     """A callback that counts the new values of a metric that are no better than the best."""
 
@@ -62,29 +46,21 @@ class Watching(Watcher):
     patience: int = 5
     min_delta: float = 0.0
     mode: Literal["min", "max"] | None = None  # None: "min" for a name with "loss"
+    #: It logs no numbers.
+    may_log = False
 
     def __post_init__(self) -> None:
-        where, metric = f"{type(self).__name__}()", self.metric
-        if not isinstance(metric, str) or not metric:
-            expected = "a name, as in 'val/loss'"
-            raise WrongTypeError("metric", where, trees.describe(metric), expected)
-        if self.mode is None:
-            if "loss" not in metric:
-                raise HyperparameterError("mode", where, f"none for {metric!r}", "'min' or 'max'")
+        where = f"{type(self).__name__}()"
+        if self.mode is None and "loss" in self.metric:
             object.__setattr__(self, "mode", "min")
-        checks.check_choice(self.mode, where, "mode", ("min", "max"))
+        checks.check_choice(self.mode, where, f"mode for {self.metric!r}", ("min", "max"))
         checks.check_count(self.patience, where, "patience")
-        _real(where, "min_delta", self.min_delta)
+        _check_number(where, "min_delta", self.min_delta)
 
     @property
     def watches(self) -> dict[str, str]:
         """{metric: name of this callback for messages}, a dict of one str."""
         return {self.metric: f"{type(self).__name__}()"}
-
-    @property
-    def may_log(self) -> bool:
-        """False: it logs no numbers."""
-        return False
 
     @property
     def events(self) -> tuple[str, ...] | None:
@@ -115,11 +91,11 @@ class Watching(Watcher):
 # How often: wrappers
 
 
-@_value
+@dataclass(frozen=True)
 class every:
     """`fn(run)` at every multiple of n steps.
 
-    Raises WrongTypeError or HyperparameterError unless `fn` is a function and n an int ≥ 1.
+    Raises TypeError or HyperparameterError unless `fn` is a function of a run and n an int ≥ 1.
 
     >>> every(100, print)
     every(n=100, fn=<built-in function print>)
@@ -130,7 +106,7 @@ class every:
 
     def __post_init__(self) -> None:
         checks.check_count(self.n, "every()", "n")
-        _function("every()", "fn", self.fn)
+        checks.check_takes("fn", "every()", self.fn, "f(run)", None)
 
     @property
     def every(self) -> int:
@@ -141,15 +117,14 @@ class every:
         return self.fn(run)
 
 
-@_value
+@dataclass(frozen=True)
 class throttle:
     """`fn(run)` at most once in `seconds`, also if there are more boundaries.
 
     `leading` calls it at the first boundary, else `seconds` later. With `trailing`, a call that
     came too early is made up for at the first boundary after the wait, or at the end of the run.
     As Flux's `throttle`, without its timer thread. Wall clocks of several processes differ: `fn`
-    should not change the state there. Raises WrongTypeError or HyperparameterError unless `fn` is a
-    function and `seconds` a finite number ≥ 0.
+    should not change the state there. HyperparameterError unless `seconds` is finite and ≥ 0.
     """
 
     fn: Callable[[Run], Any]
@@ -158,8 +133,7 @@ class throttle:
     trailing: bool = False
 
     def __post_init__(self) -> None:
-        _function("throttle()", "fn", self.fn)
-        _real("throttle()", "seconds", self.seconds)
+        _check_number("throttle()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> PyTree:
         memory, clock = run.memory, time.time()
@@ -176,7 +150,7 @@ class throttle:
 # When to stop
 
 
-@_value
+@dataclass(frozen=True)
 class early_stopping(Watching):
     """Stop when a metric has not improved for `patience` new values.
 
@@ -205,14 +179,14 @@ class early_stopping(Watching):
             run.stop(f"{metric} is no better than {best} for {memory['wait']} values")
 
 
-@_value
+@dataclass(frozen=True)
 class patience:
     """Stop when `predicate(run)` has been true n times in a row.
 
     The predicate is called once for each step that has a boundary, so at every multiple of
     `log_every`; inside `every(k, ...)` at multiples of k. The start and the end of a run do
-    not count. Flux's `patience`, with its count in the run's memory. Raises WrongTypeError or
-    HyperparameterError unless `predicate` is a function and n an int ≥ 1.
+    not count. Flux's `patience`, with its count in the run's memory. Raises TypeError or
+    HyperparameterError unless `predicate` is a function of a run and n an int ≥ 1.
 
     >>> patience(lambda run: run.metrics.get("val/accuracy", 0) > 0.99, 3).n
     3
@@ -222,7 +196,7 @@ class patience:
     n: int
 
     def __post_init__(self) -> None:
-        _function("patience()", "predicate", self.predicate)
+        checks.check_takes("predicate", "patience()", self.predicate, "f(run)", None)
         checks.check_count(self.n, "patience()", "n")
 
     def __call__(self, run: Run) -> None:
@@ -231,28 +205,24 @@ class patience:
             memory["asked"] = run.step
             memory["times"] = memory.get("times", 0) + 1 if self.predicate(run) else 0
         if memory.get("times", 0) >= self.n:
-            name = getattr(self.predicate, "__name__", "<lambda>")
-            name = name.replace("<lambda>", "the predicate")
+            name = getattr(self.predicate, "__name__", "the predicate")
             run.stop(f"{name} was true {memory['times']} times in a row")
 
 
-@_value
+@dataclass(frozen=True)
 class time_limit:
     """Stop after `seconds` of training, counted over resumed runs too.
 
     It looks at the clock at every boundary, so a run may be `log_every` steps longer. An hour is
-    `time_limit(3600)`. WrongTypeError or HyperparameterError unless `seconds` is finite and ≥ 0.
+    `time_limit(3600)`. HyperparameterError unless `seconds` is finite and ≥ 0.
     """
 
     seconds: float
+    #: It logs no numbers.
+    may_log = False
 
     def __post_init__(self) -> None:
-        _real("time_limit()", "seconds", self.seconds)
-
-    @property
-    def may_log(self) -> bool:
-        """False: it logs no numbers."""
-        return False
+        _check_number("time_limit()", "seconds", self.seconds)
 
     def __call__(self, run: Run) -> None:
         memory, clock = run.memory, time.monotonic()
@@ -266,7 +236,7 @@ class time_limit:
 # What to change
 
 
-@_value
+@dataclass(frozen=True)
 class plateau(Watching):
     """Multiply the learning rate by `factor` when a metric stops improving.
 
@@ -289,8 +259,8 @@ class plateau(Watching):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _real("plateau()", "factor", self.factor, 1)
-        _real("plateau()", "min_learning_rate", self.min_learning_rate)
+        _check_number("plateau()", "factor", self.factor, 1)
+        _check_number("plateau()", "min_learning_rate", self.min_learning_rate)
 
     def __call__(self, run: Run) -> PyTree:
         if run.event == "start":
@@ -320,7 +290,7 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
     return state, {name: x for name, x in old_numbers.items() if x != new_numbers[name]}
 
 
-@_value
+@dataclass(frozen=True)
 class At:
     """`change(state, where, **values)` at one step, once for a run that is resumed (see `thaw_at`).
 
@@ -333,14 +303,11 @@ class At:
     change: Callable[..., Any]
     where: Where
     values: dict[str, Any]
+    #: It logs no numbers.
+    may_log = False
 
     def __post_init__(self) -> None:
         checks.check_count(self.step, f"{self.change.__name__}_at()", "step", 0)
-
-    @property
-    def may_log(self) -> bool:
-        """False: it logs no numbers."""
-        return False
 
     @property
     def at(self) -> tuple[int]:
@@ -382,8 +349,6 @@ def adjust_at(step: int, where: Where = "**", /, **values: Any) -> At:
     >>> adjust_at(1000, learning_rate=1e-4).at
     (1000,)
     """
-    change = At(step, adjust, where, values)
     if not values:
-        fix = f"Name them: adjust_at({step}, learning_rate=0.01)."
-        raise HyperparameterError("values", "adjust_at()", "none", "at least one", fix)
-    return change
+        raise HyperparameterError("values", "adjust_at()", "none", "adjust_at(9, learning_rate=1)")
+    return At(step, adjust, where, values)

@@ -60,13 +60,9 @@ def evaluate(
     """
     if isinstance(data, Mapping):
         return flat({k: evaluate(eval_step, state, part, **extra) for k, part in data.items()})
-    checks.check_not_tracing("evaluate()", "There call eval_step(loss_fn)(state, batch).")
-    fix = "Of a loss function: ts.eval_step(loss_fn)."
-    if not callable(eval_step) or isinstance(eval_step, TrainStep):
-        if isinstance(eval_step, TrainState):
-            fix = "The order is evaluate(eval_step, state, data)."
-        got, expected = trees.describe(eval_step), "f(state, batch) -> ts.Loss"
-        raise WrongTypeError("eval_step", "evaluate()", got, expected, fix)
+    if not callable(eval_step) or isinstance(eval_step, TrainStep):  # a train step would donate
+        expected = "evaluate(ts.eval_step(loss_fn), state, data)"
+        raise WrongTypeError("eval_step", "evaluate()", trees.describe(eval_step), expected)
     is_eval_step = isinstance(eval_step, EvalStep)
     pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, first_call, rows, home = None, None, 0, placement.state_sharding(state)
@@ -95,7 +91,10 @@ def evaluate(
             batch, mask = placement.put_rows(parts, home, whole=is_one_process, shared=False)
         if is_eval_step:
             agreement.program(eval_step.trace, state, batch, {**extra, **mask})
-        loss = _loss_of(eval_step, state, batch, {**extra, **mask})
+        loss = eval_step(state, batch, **extra, **mask)
+        if not isinstance(loss, Loss):
+            fix = "Of a loss function: ts.eval_step(loss_fn)."
+            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
         if loss.model_state is not None:  # the function carries it from batch to batch
             check_model_state(loss.model_state, state.model_state)
             state = dataclasses.replace(state, model_state=loss.model_state)
@@ -115,22 +114,6 @@ def evaluate(
     return flat(jax.device_get(compute(total)))
 
 
-def _loss_of(eval_step: Function, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-    """The `Loss` of a batch; raises WrongTypeError for another result."""
-    try:
-        loss = eval_step(state, batch, **extra)
-    except Exception:
-        if not isinstance(eval_step, EvalStep):
-            from tsunax._step.loss_fn_errors import check_no_loss_fn
-
-            check_no_loss_fn(eval_step, state, batch, "eval_step", "f(state, batch) -> ts.Loss")
-        raise
-    if not isinstance(loss, Loss):
-        got, fix = trees.describe(loss), "Of a loss function: ts.eval_step(loss_fn)."
-        raise WrongTypeError("result", "eval_step", got, "a ts.Loss", fix)
-    return loss
-
-
 def _check_carries(
     eval_step: EvalStep, state: TrainState, batch: PyTree, extra: Extra, compute: Function
 ) -> None:
@@ -140,12 +123,10 @@ def _check_carries(
         dataclasses.replace(state, model_state=first_loss.model_state), batch, **extra
     )
     numbers = [list(flat(jax.device_get(compute(x))).values()) for x in (first_loss, second_loss)]
-    if np.array_equal(*numbers, equal_nan=True):
-        return
-    got = "one that loss_fn reads and changes, with train=False"
-    fix = "Return the one given if train is False, and each batch starts from the state's; "
-    fix += "or carry it from batch to batch: ts.eval_step(loss_fn, carry=True)."
-    raise LossError("model_state", "evaluate()", got, "one that it reads only", fix)
+    if not np.array_equal(*numbers, equal_nan=True):
+        got = "one that loss_fn reads and changes, with train=False"
+        fix = "Return the one given, or carry it on: ts.eval_step(loss_fn, carry=True)."
+        raise LossError("model_state", "evaluate()", got, "one that it reads only", fix)
 
 
 def _computed(total: Loss) -> dict[str, Any]:

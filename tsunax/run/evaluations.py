@@ -1,15 +1,18 @@
-"""Evaluations of a run: when they are due, and their rows."""
+"""Evaluations of a run, and the metrics that callbacks and `keep_best` wait for."""
 
 import contextvars
 from collections.abc import Sequence
+from typing import Any
 
 from tsunax._core import processes, tables
-from tsunax.errors import RowError, unknown
+from tsunax.errors import RowError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import check_row
 from tsunax.run.options import Options
 from tsunax.run.part import Part, blamed
-from tsunax.run.run import Run
+from tsunax.run.run import OF_FIT, Run
+
+_GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
 
 
 class Evaluations(Part):
@@ -58,9 +61,41 @@ class Evaluations(Part):
 
     def row(self, run: Run) -> dict[str, float]:
         """The numbers of this state, on this process."""
-        evaluate = self.options.evaluate
-        assert evaluate is not None
+        evaluate: Any = self.options.evaluate
         with self.options.clock("evaluation"), blamed("evaluate", evaluate, run):
             row = check_row(evaluate(run.state), "evaluate")
             run.check_own(row, "evaluate")
         return row
+
+
+class Awaited(Part):
+    """Raises RowError for a metric that no later row can have; warns of it at the end."""
+
+    def __init__(self, options: Options, watched: dict[str, str]) -> None:
+        self.options: Options = options
+        self.watched: dict[str, str] = watched
+
+    def due(self, run: Run, events: Any) -> bool:
+        return True
+
+    def at(self, run: Run, events: list[str]) -> None:
+        self._check(run, "end" in events)
+
+    def read(self, run: Run, has_row: bool) -> None:
+        if has_row:
+            self._check(run, False)
+
+    def _check(self, run: Run, is_end: bool) -> None:
+        options, row_names = self.options, run.history.names
+        names = [*dict.fromkeys([*row_names, *OF_FIT])]  # rates come with the first rows or later
+        is_early = not row_names or (options.evaluate is not None and run.evaluated < 0)
+        for metric, watcher in self.watched.items():
+            if metric in names or (is_early and not is_end):
+                continue
+            has_evaluate = options.evaluate is not None
+            fix = _GIVE_EVALUATE if "/" in metric and not has_evaluate else ""
+            text = unknown("metric", watcher, metric, names, fix)
+            if is_end and not options.dry_run:
+                warn(text)
+            elif ("/" in metric and has_evaluate) or not options.may_log:
+                raise RowError(text)

@@ -36,9 +36,10 @@ import numpy as np
 from tsunax._core import Extra, PyTree, Scalar, Step, checks, placement, stable_text, trees
 from tsunax._cpu import convolutions
 from tsunax._step.members import over_members
+from tsunax._step.programs import Programs, Traced, place_state
 from tsunax.errors import StateError
 from tsunax.guard import tracing
-from tsunax.program import Programs, Traced, TrainStep, place_state, raise_if_faulty
+from tsunax.program import TrainStep
 from tsunax.run.info_columns import Infos, StatesInfo, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, split_any, training_states
@@ -290,10 +291,9 @@ class Calls:
         try:
             self._moving, changed_leaves, infos = self._dispatch(feed, n)
         except Exception as error:
-            if isinstance(state := self.state, TrainState):
-                batches = getattr(feed, "batches", getattr(feed, "arrays", None))
-                first = jax.tree.map(lambda x: x[0], batches)
-                raise_if_faulty(error, state, first, self._extra)
+            from tsunax._core.source_lines import hide_own_frames
+
+            hide_own_frames(error)
             raise
         if changed_leaves:
             self._fixed = _with_leaves(self._fixed, changed_leaves)

@@ -18,13 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Figure, tables, trees
-from tsunax.errors import RowError, WrongTypeError, unknown
+from tsunax.errors import RowError, unknown
 
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
 MOST_ROWS = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
-
-_FORWARD = "A history goes forward: start a new one, or restore the one of that step."
 
 
 def _array(kind: str, values: Any) -> array:
@@ -101,8 +99,7 @@ class History:
         """
         row, last = check_row(row, f"step {step}"), self._steps[-1] if self._steps else None
         if last is not None and step < last:
-            expected = f"step {last} or later"
-            raise RowError("row", "History.add()", f"step {step}", expected, _FORWARD)
+            raise RowError("row", "history", f"step {step}", f"step {last} or later")
         if step != last:
             self._thin()
             self._steps.append(step)
@@ -129,10 +126,8 @@ class History:
         if not len(steps):
             return
         check_names(columns, f"step {steps[0]}")
-        last = self._steps[-1] if self._steps else None
-        if (last is not None and steps[0] <= last) or np.any(np.diff(steps) <= 0):
-            got, expected = f"steps from {steps[0]}", f"increasing, beyond {last}"
-            raise RowError("rows", "History.extend()", got, expected, _FORWARD)
+        if np.any(np.diff(np.append(self._steps[-1:], steps)) <= 0):
+            raise RowError("rows", "history", f"steps from {steps[0]}", "steps that increase")
         while len(steps):
             self._thin()
             n = max(MOST_ROWS - len(self), 1)
@@ -272,8 +267,7 @@ class History:
 
     def _column(self, name: str) -> tuple[array, array]:
         if name not in self._columns:
-            fix = "" if self.names else "It has no row: no step was applied and logged."
-            raise RowError(unknown("name", "history", str(name), ["step", *self.names], fix))
+            raise RowError(unknown("name", "history", str(name), ["step", *self.names]))
         return self._columns[name]
 
     def plain(self) -> dict[str, Any]:
@@ -317,15 +311,12 @@ class History:
 
 
 def check_names(row: Iterable[Any], where: str = "row") -> None:
-    """Raise unless every name can be a column header and a TensorBoard tag.
+    """Raise RowError unless every name can be a column header and a TensorBoard tag.
 
-    Raises WrongTypeError for a name that is no string; RowError if it is empty, not printable, or a
-    name that every row has, "step" or "run_id".
+    It is a printable string, and not "step" or "run_id", which every row has.
     """
     for name in row:
-        if not isinstance(name, str):
-            raise WrongTypeError("name of a number", where, trees.describe(name), "a str")
-        if name in ("step", "run_id") or not name or not name.isprintable():
+        if name in ("", "step", "run_id") or not (isinstance(name, str) and name.isprintable()):
             expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
             raise RowError("name of a number", where, ascii(name), expected)
 
@@ -333,17 +324,15 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
     """The row as Python floats and ints, from Python, NumPy or JAX scalars. NaN is a number.
 
-    Waits for values on a device. Raises as `check_names` does; WrongTypeError for no row or no real
-    number; RowError for an array of several numbers.
+    Waits for values on a device. Raises RowError as `check_names` does, and for a value that is not
+    one real number.
 
     >>> check_row({"loss": np.float32(0.5), "hits": 3, "ok": True})
     {'loss': 0.5, 'hits': 3, 'ok': 1}
     >>> check_row({"confusion": np.ones((2, 2))}, "evaluate")
     Traceback (most recent call last):
-    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one number. ...
+    tsunax.errors.RowError: 'confusion' at evaluate: got float64[2,2], expected one real number.
     """
-    if not isinstance(row, Mapping):
-        raise WrongTypeError("row", where, trees.describe(row), "a dict of numbers by name")
     check_names(row, where)
     # A Python int has any size, but a column is float64.
     is_plain = lambda x: type(x) is float or (type(x) is int and abs(x) < 1 << 1023)
@@ -351,16 +340,8 @@ def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
 
 
 def _number(name: str, x: Any, where: str) -> float:
-    if trees.is_traced(x):
-        fix = "Return it as a metric: inside jit it has no value yet."
-        raise WrongTypeError(repr(name), where, "a traced array", "a number", fix)
-    is_array = isinstance(x, (int, float)) or hasattr(x, "__array__")
-    value: Any = np.asarray(x) if is_array else None
+    value = np.asarray(x)
     is_a = lambda *kinds: any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-    if value is None or not is_a(np.floating, np.integer, np.bool_):
-        expected = "a number" + " that float64 can hold" * isinstance(x, int)
-        raise WrongTypeError(repr(name), where, trees.describe(x), expected)
-    if value.ndim:
-        fix = "Reduce it, or log its parts."
-        raise RowError(repr(name), where, trees.describe(x), "one number", fix)
+    if value.ndim or not is_a(np.floating, np.integer, np.bool_):
+        raise RowError(repr(name), where, trees.describe(x), "one real number")
     return float(value) if is_a(np.floating) else int(value)

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Scalar, TreeDef, trees
+from tsunax._core import Function, PyTree, Scalar, TreeDef
 from tsunax._core.tables import flat
 from tsunax._step.members import check_local_members
-from tsunax.errors import RowError, StateError
+from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
 from tsunax.run.run import OF_FIT
-from tsunax.state import donated
 from tsunax.states import COUNTED, States, numbers_of, training_states
 from tsunax.step import StepInfo
 
@@ -84,10 +83,12 @@ def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     if isinstance(info, StatesInfo):
         if not isinstance(info.info, Mapping):
             return info
-        infos = dict(info.info)
-        for prefix, x in numbers.items():
-            if isinstance(part := infos.get(prefix.removesuffix("/")), StepInfo):
-                infos[prefix.removesuffix("/")] = part._replace(numbers=x)
+        named = {prefix.removesuffix("/"): x for prefix, x in numbers.items()}
+        is_member = lambda name, part: name in named and isinstance(part, StepInfo)
+        infos = {
+            name: part._replace(numbers=named[name]) if is_member(name, part) else part
+            for name, part in info.info.items()
+        }
         return info._replace(info=infos)
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
@@ -149,17 +150,12 @@ def is_ready(infos: PyTree) -> bool:
 def hosted(infos: PyTree) -> PyTree:
     """Infos as NumPy arrays. Waits. `jax.device_get` costs ten times as much for small arrays."""
     with jax.transfer_guard_device_to_host("allow"):
-        return _read(infos)
-
-
-def _read(infos: PyTree) -> PyTree:
-    if isinstance(infos, Infos):  # in place, because this runs for every call
-        other_leaves = [np.asarray(x) for x in infos.other_leaves]
-        infos.__dict__.update(table=np.asarray(infos.table), other_leaves=other_leaves)
-        return infos
-    if isinstance(infos, StepInfo):
-        infos = infos._replace(numbers=None)
-    return jax.tree.map(np.asarray, infos)
+        if isinstance(infos, Infos):  # in place, because this runs for every call
+            other_leaves = [np.asarray(x) for x in infos.other_leaves]
+            infos.__dict__.update(table=np.asarray(infos.table), other_leaves=other_leaves)
+            return infos
+        infos = infos._replace(numbers=None) if isinstance(infos, StepInfo) else infos
+        return jax.tree.map(np.asarray, infos)
 
 
 def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
@@ -204,8 +200,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         numbers = dict(columns(infos.info))
         for name, x in infos.rejected.items():
             if (name := f"{name}/rejected") in numbers:
-                got, fix = "a name that fit reserves", "Rename the metric."
-                raise RowError(repr(name), "step", got, "another name", fix)
+                raise RowError(repr(name), "step", "a name that fit reserves", "another name")
             numbers |= by_element(name, x)
         yield from numbers.items()
         return
@@ -240,8 +235,6 @@ def counts_of(state: PyTree) -> np.ndarray:
     """The clock of a state on the host: int (4,), or (members, 4); zeros without a clock."""
     if not isinstance(state, COUNTED):
         return np.zeros(4, int)
-    if trees.is_gone(state.clock):
-        raise StateError(donated("fit()"))
     if isinstance(state.clock, jax.Array):
         check_local_members(state, "fit()")
     with jax.transfer_guard_device_to_host("allow"):

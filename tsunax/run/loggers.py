@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsunax._core import StrPath, durable_files, trees
+from tsunax._core import StrPath, durable_files
 from tsunax._core.libraries import library
 from tsunax._core.tables import short
-from tsunax.errors import SaveError, WrongTypeError, told
+from tsunax.errors import SaveError
 
 __all__ = ["console", "csv", "jsonl", "tensorboard"]
 
@@ -51,9 +51,8 @@ class _Log:
 
     def __init__(self, path: StrPath) -> None:
         self._where = f"{type(self).__name__}()"
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise WrongTypeError("path", self._where, trees.describe(path), "a str or Path")
-        self.path: Path = Path(os.path.realpath(durable_files.local(path, "path", self._where)))
+        local_path = durable_files.local(path, "path", self._where, "a path")
+        self.path: Path = Path(os.path.realpath(local_path))
         self._name_run({})
         self._file: Any = None
 
@@ -62,27 +61,15 @@ class _Log:
         # Rows of these runs belong to this run. It may be a copy of another run, with its log.
         self._runs: set[str] = {self._run_id, str(settings.get("copied_run", self._run_id))}
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A block that raises errors of the disk as SaveError."""
-        try:
-            yield
-        except (OSError, UnicodeDecodeError) as error:
-            if isinstance(error, SaveError):
-                raise
-            expected = "a path that can be written"
-            raise SaveError("path", self._where, told(error), expected) from error
-
     def _append(self, content: bytes) -> None:
         while content:  # a disk that is nearly full takes a part, and raises at the rest
             content = content[self._file.write(content) :]
 
     def sync(self) -> None:
-        """Wait until all rows are on the disk; SaveError if they cannot be written."""
+        """Wait until all rows are on the disk; OSError if they cannot be written."""
         if self._file is not None:
-            with self._writing():
-                os.fsync(self._file.fileno())
-                durable_files.sync(Path(self._file.name).parent)
+            os.fsync(self._file.fileno())
+            durable_files.sync(Path(self._file.name).parent)
 
     def close(self) -> None:
         """Close the file, if it is open; the next row opens it again, or a new one."""
@@ -99,9 +86,9 @@ class _TextFile(_Log):
     def start(self, settings: Mapping[str, Any]) -> None:
         """Open the file; delete rows of `settings["run_id"]` from step `settings["rows_from"]` on.
 
-        `fit` calls it when a run begins, with both settings if the run has a checkpoint. Without a
-        "run_id" the run is the newest in the file: its rows begin where steps start again.
-        Raises SaveError for a path that cannot be written, and for a file of another tool.
+        `fit` calls it when a run begins, with both settings if the run has a checkpoint. Rows of a
+        run without a "run_id" are never deleted. Raises SaveError for a file of another tool, and
+        OSError for a path that cannot be written.
         """
         self.close()
         self._name_run(settings)
@@ -117,7 +104,7 @@ class _TextFile(_Log):
     @contextlib.contextmanager
     def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
-        with self._writing(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(ImportError, OSError):  # not every system has such locks
                 import fcntl
@@ -143,16 +130,14 @@ class _TextFile(_Log):
         """
         self.close()
         content = self.path.read_bytes() if self.path.exists() else b""
-        end = content.rfind(b"\n") + 1
-        *lines, _ = content[:end].decode().split("\n")
+        *lines, last_line = content.decode(errors="replace").split("\n")
         # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
-        beginning = f"{lines[0]}," if lines else content.decode(errors="replace").strip("\0")
+        beginning = f"{lines[0]}," if lines else last_line.strip("\0")
         is_match = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
-        if not any(map(is_match, self._BEGINNINGS)):
-            got, expected = repr(content[:40]), f"{self._BEGINNINGS[0]!r} at its beginning"
-            fix = "Another program wrote it: give another path."
-            raise SaveError(str(self.path), self._where, got, expected, fix)
-        lines.append(content[end:].decode(errors="replace"))
+        if "\ufffd" in "".join(lines) or not any(map(is_match, self._BEGINNINGS)):
+            expected = f"{self._BEGINNINGS[0]!r} at the beginning of this logger's own file"
+            raise SaveError(str(self.path), self._where, repr(content[:40]), expected)
+        lines.append(last_line)
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:
             new_path = self.path.with_name(f"{self.path.name}.new")
@@ -172,17 +157,11 @@ class _TextFile(_Log):
         row = self._row(unended := lines.pop())
         if row and self._run_id and row[0] in self._runs and row[1] < (first or 0):
             lines.append(unended)
-        if first is None:
+        if first is None or not self._run_id:
             return lines
-        rows = ((i, self._row(line)) for i, line in enumerate(lines))
-        run_rows = [(i, row[1]) for i, row in rows if row is not None and row[0] in self._runs]
-        if not self._run_id:
-            starts = [
-                n for n, ((_, a), (_, b)) in enumerate(itertools.pairwise(run_rows), 1) if b <= a
-            ]
-            run_rows = run_rows[max(starts, default=0) :]
-        deleted = {i for i, step in run_rows if step >= first}
-        return [line for i, line in enumerate(lines) if i not in deleted]
+        rows = [self._row(line) for line in lines]
+        is_deleted = lambda row: row is not None and row[0] in self._runs and row[1] >= first
+        return [line for line, row in zip(lines, rows, strict=True) if not is_deleted(row)]
 
     def _row(self, line: str) -> tuple[str, int] | None:
         """The run and the step of a row; None for a line that is no row."""
@@ -212,7 +191,7 @@ class csv(_TextFile):
 
     Numbers are written in full, NaN as `nan`; a cell is empty if its row has no such number. A new
     name rewrites the file with one more column. The rows of a run with a checkpoint have the column
-    "run_id". WrongTypeError for a path that is no str or Path.
+    "run_id". CheckpointError for a path that is no str or Path.
 
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.csv("run/rows.csv"))
     """
@@ -251,8 +230,8 @@ class jsonl(_TextFile):
     """Append rows to the file at `path`, one JSON object a line: `{"step": 100, "loss": 0.69}`.
 
     The line `{"settings": {...}}` comes before the rows of a run; the rows of a run with a
-    checkpoint have its "run_id". NaN and ±inf are written as null. Raises WrongTypeError for a path
-    that is no str or Path.
+    checkpoint have its "run_id". NaN and ±inf are written as null. CheckpointError for a path that
+    is no str or Path.
 
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.jsonl("run/rows.jsonl"))
     """
@@ -287,7 +266,7 @@ class tensorboard(_Log):
     """Write rows as TensorBoard scalars to `directory`, a path.
 
     Show them with `tensorboard --logdir=directory`. The settings of the run are the text
-    "settings". Characters that a tag must not contain become "_". Raises WrongTypeError for a
+    "settings". Characters that a tag must not contain become "_". Raises CheckpointError for a
     directory that is no path, and MissingLibraryError without tensorboardX, both when it is made.
     """
 
@@ -302,32 +281,26 @@ class tensorboard(_Log):
     def start(self, settings: Mapping[str, Any]) -> None:
         """Open an event file; delete the run's scalars from step `settings["rows_from"]` on.
 
-        These scalars are in the event files of `settings["run_id"]`. If there is none,
-        TensorBoard hides the scalars of all runs in the directory. Raises SaveError for a path that
-        cannot be written.
+        These scalars are in the event files of `settings["run_id"]`; without it none are deleted.
+        Raises OSError for a path that cannot be written.
         """
         self.close()
         self._name_run(settings)
         first = settings.get("rows_from")
-        with self._writing():
-            if self._run_id and first is not None:
-                for path in itertools.chain(*(self.path.glob(f"*{x}") for x in self._suffixes)):
-                    self._cut(path, first)
-            self._open()
-            if first is not None and not self._run_id:
-                status = self._events.SessionLog.START
-                self._append_event(step=first, session_log=self._events.SessionLog(status=status))
-            if settings:
-                table = [("name", "value"), ("---", "---"), *settings.items()]
-                text = "".join(f"| {name} | {value} |\n" for name, value in table)
-                self._append_event(step=first or 0, summary=self._summary.text("settings", text))
+        if self._run_id and first is not None:
+            for path in itertools.chain(*(self.path.glob(f"*{x}") for x in self._suffixes)):
+                self._cut(path, first)
+        self._open()
+        if settings:
+            table = [("name", "value"), ("---", "---"), *settings.items()]
+            text = "".join(f"| {name} | {value} |\n" for name, value in table)
+            self._append_event(step=first or 0, summary=self._summary.text("settings", text))
 
     def __call__(self, row: Row, step: int) -> None:
-        with self._writing():
-            if self._file is None:
-                self._open()
-            scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
-            self._append_event(step=step, summary=self._summaries.Summary(value=scalars))
+        if self._file is None:
+            self._open()
+        scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
+        self._append_event(step=step, summary=self._summaries.Summary(value=scalars))
 
     @property
     def _suffixes(self) -> list[str]:
@@ -354,11 +327,9 @@ class tensorboard(_Log):
         content, end = path.read_bytes(), 0
         while (start := end) + 12 <= len(content):
             end = start + 16 + int.from_bytes(content[start : start + 8], "little")
-            event = content[start + 12 : end - 4] if end <= len(content) else None
-            if event is None or self._is_scalar_from(first, self._events.Event.FromString(event)):
+            is_whole = end <= len(content)
+            event = self._events.Event.FromString(content[start + 12 : end - 4] * is_whole)
+            has_scalar = any(x.HasField("simple_value") for x in event.summary.value)
+            if not is_whole or (event.step >= first and has_scalar):
                 os.truncate(path, start)
                 return durable_files.sync(path)
-
-    @staticmethod
-    def _is_scalar_from(first: int, event: Any) -> bool:
-        return event.step >= first and any(x.HasField("simple_value") for x in event.summary.value)

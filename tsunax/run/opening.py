@@ -99,11 +99,11 @@ def _parts(
         for name, part in zip(names, options.parts, strict=True):
             parts.append(UserPart(part, options, memory.setdefault(name, {})))
     if watched:
-        from tsunax.run.awaited import Awaited
+        from tsunax.run.evaluations import Awaited
 
         parts.append(Awaited(options, watched))
     if agreement.spans:
-        from tsunax.run.agreed import Agreed
+        from tsunax.run.callback_calls import Agreed
 
         parts.append(Agreed(agreement))
     if restart is None:

@@ -2,20 +2,17 @@
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import jax
 
 from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
 from tsunax.run.part import Part, Watcher
-from tsunax.state import TrainState, check_state
+from tsunax.state import check_state
 
 
 class Goal:
@@ -24,16 +21,11 @@ class Goal:
     def __init__(
         self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
     ) -> None:
-        for name, value in {"steps": steps, "epochs": epochs}.items():
-            if value is not None:
-                checks.check_count(value, where, name)
-        if not has_data and steps is None:
-            got = "no data" if epochs is None else f"epochs={epochs} without data"
-            raise WrongTypeError("goal", where, got, "steps=, if there are no data")
-        if (steps is None) == (epochs is None):
-            both_goals = f"steps={steps} and epochs={epochs}"
-            got = "neither steps nor epochs" if steps is None else both_goals
-            raise WrongTypeError("goal", where, got, "one of them")
+        if (steps is None) == (epochs is None) or (steps is None and not has_data):
+            got = f"steps={steps} and epochs={epochs}"
+            raise WrongTypeError("goal", where, got, "one of them, and steps= without data")
+        name = "epochs" if steps is None else "steps"
+        checks.check_count(epochs if steps is None else steps, where, name)
         self.steps: int | None = steps
         self.epochs: int | None = epochs
 
@@ -72,63 +64,53 @@ class Options:
     clock: Clock = field(default_factory=Clock)  # starts when the options are made
 
     def __post_init__(self) -> None:
-        where, evaluate_every = "fit()", self.evaluate_every
-        error = lambda name, x, expected: WrongTypeError(name, where, trees.describe(x), expected)
-        if isinstance(evaluate_every, str) and (
-            match := re.fullmatch(r"(?:(\d+) )?epochs?", evaluate_every)
-        ):
-            evaluate_every = self.evaluate_epochs = int(match[1] or 1)
-        elif isinstance(evaluate_every, str):
-            expected = "'epoch', 'n epochs' or an int ≥ 1"
-            raise WrongTypeError("evaluate_every", where, repr(evaluate_every), expected)
-        else:
-            self.evaluate_steps = evaluate_every  # pyright: ignore[reportAttributeAccessIssue]
-        counts = {"evaluate_every": evaluate_every, "log_every": self.log_every}
-        counts["max_bad"] = self.max_bad
-        if self.steps_per_call is not None and not checks.is_one_of(self.steps_per_call, ["auto"]):
-            counts["steps_per_call"] = self.steps_per_call
-        for name, value in counts.items():
-            checks.check_count(value, where, name)
-        example = "For example lambda state: ts.evaluate(eval_step, state, {'val': data})"
-        if self.evaluate is None:
-            if self.evaluate_every != "epoch":
-                got = f"None, but evaluate_every={self.evaluate_every!r}"
-                raise WrongTypeError("evaluate", where, got, "a function")
-            self.evaluate_steps = self.evaluate_epochs = None
-        elif not callable(self.evaluate):
-            raise error("evaluate", self.evaluate, f"f(state) -> {{name: number}}. {example}")
-        elif isinstance(self.evaluate, EvalStep):
-            raise error("evaluate", self.evaluate, f"f(state). {example}")
-        else:
-            checks.check_takes("evaluate", where, self.evaluate, f"f(state). {example}", None)
-        if not checks.is_one_of(self.resume, ("auto", "must", "never")):
-            raise error("resume", self.resume, "'auto', 'must' or 'never'")
+        where = "fit()"
+        self._set_evaluations(where)
+        checks.check_count(self.log_every, where, "log_every")
+        checks.check_count(self.max_bad, where, "max_bad")
+        if self.steps_per_call not in (None, "auto"):
+            checks.check_count(self.steps_per_call, where, "steps_per_call")
+        checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
-            got, expected = "'must' without checkpoint=", "a path to resume from"
-            raise WrongTypeError("resume", where, got, expected)
-        if self.history is not None and not isinstance(self.history, History):
-            raise error("history", self.history, "a ts.loop.History, to go on with")
-        if not isinstance(self.extra, Mapping) or not all(isinstance(x, str) for x in self.extra):
-            raise error("extra", self.extra, "{name: arrays}, with str names")
-        checks.check_flags("fit()", progress=self.progress)
-        functions = _functions("callback", self.callbacks)
+            raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
+        functions = _listed(self.callbacks)
         self.parts = tuple(f for f in functions if isinstance(f, Part))
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part))
-        self.loggers = () if self.loggers is None else _functions("logger", self.loggers)
+        self.loggers = () if self.loggers is None else _listed(self.loggers)
         for part in self.parts:
             if part.every != float("inf"):
                 checks.check_count(part.every, type(part).__name__, "every")
         for f in self.callbacks:
-            checks.check_takes("callback", where, f, "f(run)", None)
-        paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
-        # an existing file by its device and number, because it may have several paths
-        files = [os.stat(path)[1:3] if os.path.exists(path) else path for path in paths]
-        if repeats := [path for i, path in enumerate(paths) if files.count(files[i]) > 1]:
-            raise WrongTypeError("logger", where, f"several that write to {repeats[0]}", "one")
+            if isinstance(f, type):
+                fix = f"Call it: {f.__name__}(...)."
+                raise WrongTypeError("callback", where, trees.describe(f), "a function", fix)
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
+        paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
+        if len({*paths}) < len(paths):
+            raise WrongTypeError("logger", where, f"files {', '.join(paths)}", "a file for each")
         if not processes.current().is_first:
             self.loggers = ()
+
+    def _set_evaluations(self, where: str) -> None:
+        """Set the interval of `evaluate`, if there is one: steps or epochs."""
+        interval = self.evaluate_every
+        if self.evaluate is None:
+            if interval != "epoch":
+                got = f"None, but evaluate_every={interval!r}"
+                raise WrongTypeError("evaluate", where, got, "a function")
+            return
+        example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
+        if isinstance(self.evaluate, EvalStep):
+            raise WrongTypeError("evaluate", where, "EvalStep", example)
+        checks.check_takes("evaluate", where, self.evaluate, example, None)
+        if not isinstance(interval, str):
+            checks.check_count(interval, where, "evaluate_every")
+            self.evaluate_steps = interval
+        elif match := re.fullmatch(r"(?:([1-9]\d*) )?epochs?", interval):
+            self.evaluate_epochs = int(match[1] or 1)
+        else:
+            raise WrongTypeError("evaluate_every", where, repr(interval), "'n epochs', or steps")
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -153,8 +135,8 @@ class Options:
         """Settings that decide when a call ends: the same on all processes."""
         names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run places"
         settings = {name: getattr(self, name) for name in names.split()}
-        settings |= {"goal": str(self.goal), "evaluate": self.evaluate is not None}
-        return settings | {"intervals": self.callback_intervals}
+        settings |= {"goal": str(self.goal), "intervals": self.callback_intervals}
+        return settings | {"evaluate": self.evaluate is not None}
 
     @property
     def watched(self) -> dict[str, str]:
@@ -197,32 +179,17 @@ def is_callback_due(callback: Any, event: str, step: int) -> bool:
     return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
 
 
-def _functions(name: str, functions) -> tuple[Any, ...]:
-    """One function or several. Raises WrongTypeError for any other value."""
-    listed = tuple(functions) if isinstance(functions, list | tuple) else (functions,)
-    for f in listed:
-        is_part = isinstance(f, Part) and name == "callback"
-        if not (callable(f) or is_part) or isinstance(f, type):
-            fix = f"Call it: {f.__name__}(...)." if isinstance(f, type) else ""
-            fix = "Give it to callbacks=." if isinstance(f, Part) else fix
-            if name == "logger" and isinstance(f, str):
-                fix = f"For example ts.loggers.csv({f!r})."
-            raise WrongTypeError(name, "fit()", trees.describe(f), "a function", fix)
-    return listed
+def _listed(functions: Any) -> tuple[Any, ...]:
+    """One function or several, as a tuple."""
+    return tuple(functions) if isinstance(functions, list | tuple) else (functions,)
 
 
 def check_step(where: str, step: object, state: PyTree) -> None:
-    """Raise WrongTypeError unless `step` is a step, and `state` a state for it."""
+    """Raise WrongTypeError unless `step` is a step, and StateError for a state that is gone."""
     if not callable(step):
-        from tsunax._step.loss_fn_errors import A_STEP
-
-        fix = "Make one: ts.train_step(loss_fn)."
-        if isinstance(step, TrainState):
-            fix = f"The order is {where[:-1]}step, state, data, ...)."
-        raise WrongTypeError("step", where, trees.describe(step), A_STEP, fix)
+        expected = f"a function (state, batch) -> (state, info): {where[:-1]}step, state, ...)"
+        raise WrongTypeError("step", where, trees.describe(step), expected)
     if isinstance(step, TrainStep):
         check_state(state, where)
-        return
-    checks.check_all_alive(state, "state")
-    if not jax.tree.leaves(state):
-        raise WrongTypeError("state", where, trees.describe(state), "a tree of arrays")
+    else:
+        checks.check_all_alive(state, "state")

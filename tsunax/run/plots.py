@@ -15,7 +15,6 @@ import numpy as np
 from tsunax._core import Figure
 from tsunax._core.libraries import library
 from tsunax._core.tables import ASIDE, families
-from tsunax.errors import RowError
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics come between
 _MOST_NAMES = 12  # names in a legend
@@ -31,8 +30,6 @@ def _panel_of(name: str) -> str:
 
 def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """{panel: {name: series}} of `names`, or of the loss, metrics, the learning rate."""
-    if not history.names:
-        raise RowError("history", "plot()", "no rows", "at least one", "Nothing was logged yet.")
     has_panel = lambda name: not name.endswith("_per_second") and _panel_of(name) not in ASIDE
     chosen = [names] if isinstance(names, str) else names or list(filter(has_panel, history.names))
     panels: dict[str, dict[str, Any]] = {}
@@ -137,20 +134,17 @@ def _member_legend(
 def _draw_marks(
     panel_axes: Sequence[Any], marks: Sequence[tuple[int, str, str]], place_of
 ) -> dict[str, Any]:
-    """Red ticks for rejected steps, dashes for other events: side by side at one step."""
-    handles: dict[str, Any] = {name: None for _, name, _ in marks if name != "evaluate"}
-    colors_by_step: dict[int, dict[str, str]] = {}
-    for step, name, _ in marks:
-        if name in handles:
-            colors_by_step.setdefault(step, {})[name] = f"C{4 + list(handles).index(name) % 6}"
-    for step, colors in colors_by_step.items():
-        for i, (name, color) in enumerate(colors.items()):
-            dashes = 4 * i, (4, 4 * max(len(colors) - 1, 1))
-            style: Any = {"color": color, "linestyle": dashes, "linewidth": 0.9}
-            if name == "rejected":
-                style = {"color": "#C00000", "ymax": 0.04}
-            for axes in panel_axes:
-                handles[name] = axes.axvline(place_of(step), **style)
+    """Red ticks for rejected steps, dashes for other events, which alternate at one step."""
+    events = dict.fromkeys((name, step) for step, name, _ in marks if name != "evaluate")
+    names = [*dict.fromkeys(name for name, _ in events)]
+    handles: dict[str, Any] = {}
+    for name, step in events:
+        i = names.index(name)
+        style = {"color": f"C{4 + i % 6}", "linestyle": (4 * i, (4, 4)), "linewidth": 0.9}
+        if name == "rejected":
+            style = {"color": "#C00000", "ymax": 0.04}
+        for axes in panel_axes:
+            handles[name] = axes.axvline(place_of(step), **style)
     return handles
 
 
@@ -169,19 +163,17 @@ def new_figure(width: float, height: float) -> Any:
 def _whole_ticks(axis: Any, values: np.ndarray) -> None:
     """Put ticks at whole numbers, if the values are whole numbers."""
     if np.array_equal(values, np.round(values), equal_nan=True):
-        ticker = library("matplotlib.ticker", "plot()", "plot")
-        locator = ticker.MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-        axis.set_major_locator(locator)
-        axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        locator: Any = axis.get_major_locator()
+        locator.set_params(nbins=6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+        axis.set_major_formatter("{x:,.0f}")
 
 
 def log_ticks(axis: Any, values: np.ndarray) -> None:
     """Label a logarithmic axis: also between powers of ten if it has only a few powers."""
-    ticker = library("matplotlib.ticker", "plot()", "plot")
     subs = (1.0, 2.0, 5.0) if max(values) < 1000 * min(values) else (1.0,)
-    axis.set_major_locator(ticker.LogLocator(subs=subs))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.get_major_locator().set_params(subs=subs)
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from tsunax._core import checks
 from tsunax._core.tables import ASIDE, short, summary
 from tsunax.run.history import CAUSES
 from tsunax.run.part import Part
@@ -231,7 +230,6 @@ def progress(
     seconds: Mapping[str, float] | None = None,
 ) -> Progress:
     """The progress display of a run of `total` steps (None: unknown) from step `start`."""
-    checks.check_flags("fit()", progress=progress)
     return Progress(_view() if progress else _Silent(), total, start, unit, seconds)
 
 

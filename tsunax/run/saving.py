@@ -6,17 +6,16 @@
 import contextlib
 import dataclasses
 import operator
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, processes, trees
+from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
-from tsunax.errors import CheckpointError, WrongTypeError, warn
+from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.fitting import Beginning
 from tsunax.run.history import History
 from tsunax.run.options import Options
@@ -26,12 +25,8 @@ from tsunax.run.run import INTERRUPTED, Run
 
 def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
     """A context with the user's `Checkpoints`, or with new ones for a path, which it closes."""
-    if isinstance(checkpoint, Checkpoints):
-        return contextlib.nullcontext(checkpoint)
-    if isinstance(checkpoint, str | os.PathLike):
-        return Checkpoints(checkpoint)
-    got, expected = trees.describe(checkpoint), "a path or ts.Checkpoints(path)"
-    raise WrongTypeError("checkpoint", "fit()", got, expected)
+    is_of_user = isinstance(checkpoint, Checkpoints)
+    return contextlib.nullcontext(checkpoint) if is_of_user else Checkpoints(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -71,61 +66,51 @@ class Restart:
         return self.restored.script if isinstance(self.restored.script, dict) else {}
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the run continues from the checkpoint, and `fit` made it."""
-        return not self.is_in_hand and self.restored.script is not None
+    def is_used(self) -> bool:
+        """Whether the run continues from the checkpoint, and not from the user's state."""
+        return self.step is not None and not self.is_in_hand
 
     def parts_of_fit(self) -> tuple[History | None, dict[str, Any]]:
         """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
-        restored, data, name = self.restored, self.restored.data, "data"
+        restored = self.restored
         try:
+            data = restored.data
             if data is not None:
                 _ = operator.index(data["epoch"]), operator.index(data["position"])
-            name = "callbacks"
             callbacks = {} if restored.callbacks is None else restored.callbacks
             memory = {key: {**x} for key, x in callbacks.items()}
-            name, saved = "history", restored.history
-            return None if saved is None else History.of(saved), memory
+            history = None if restored.history is None else History.of(restored.history)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            place = self.saver.path / str(restored.step)
-            got = trees.describe(getattr(restored, name))
+            place = str(self.saver.path / str(restored.step))
             fix = "Restore the state with Checkpoints.restore, and give fit another path."
-            parts = f"{name} of a checkpoint", str(place), f"{got:.200}", "what fit saves", fix
+            parts = "checkpoint of your own loop", place, told(error), "what fit saves", fix
             raise CheckpointError(*parts) from error
+        return history, memory
 
     def beginning(
         self, history: History, memory: dict[str, Any], start: int, options: Options
     ) -> Beginning:
         """The position and the values that the run starts from."""
-        is_resumed = self.step == start
-        is_of_checkpoint = self.step is not None and not self.is_in_hand
-        if not (is_resumed and self.is_whole):
-            return Beginning(history, memory, is_resumed, is_of_checkpoint)
-        script = self.saved_script
+        is_of_fit = self.is_used and self.step == start and self.restored.script is not None
+        script: Mapping[str, Any] = self.saved_script if is_of_fit else {"has_ended": True}
+        *call, reason = script.get("stop", (None, None, ""))
+        # a script with another goal or other callbacks trains on
+        is_same_call = call == [str(options.goal), options.names]
         return Beginning(
             history,
             memory,
-            is_resumed,
-            is_of_checkpoint,
+            is_resumed=self.step == start,
+            is_of_checkpoint=self.is_used,
             has_ended=bool(script.get("has_ended", False)),
             has_open_row=bool(script.get("has_open_row", False)),
-            stopped=self._stop_reason(options),
+            stopped=reason if is_same_call else "",
         )
-
-    def _stop_reason(self, options: Options) -> str:
-        """Why the run stopped, if this call has the same goal and callbacks; else ""."""
-        match self.saved_script.get("stop"):
-            case [goal, names, reason] if [goal, names] == [str(options.goal), options.names]:
-                return reason
-            case _:  # the run did not stop; or the script has another goal or other callbacks
-                return ""
 
     def warn_of_edits(self, start: int) -> None:
         """Warn of settings that the script has changed since the checkpoint."""
-        if self.step is not None and not self.is_in_hand:
-            for note in script_settings.edits(
-                self.saved_script.get("settings"), self.script["settings"]
-            ):
+        if self.is_used:
+            saved_settings = self.saved_script.get("settings")
+            for note in script_settings.edits(saved_settings, self.script["settings"]):
                 warn(f"fit(): resumed from step {start} in {self.saver.path}, but {note}")
 
 
@@ -143,7 +128,7 @@ class Saving(Part):
             # the run began with another state, which the script makes when it is started again
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
         self.script: dict[str, Any] = script
-        self.is_resumed: bool = restart.step is not None and not restart.is_in_hand
+        self.is_resumed: bool = restart.is_used
         self.saved: Any = None  # the step and the place of the data at the last save
 
     def begin(self, run: Run) -> None:

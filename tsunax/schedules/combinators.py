@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, trees
-from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.errors import WrongTypeError
 from tsunax.schedules import schedule_type as t
 from tsunax.schedules.catalog import warmup_cosine_decay_schedule
 from tsunax.schedules.schedule_type import Piece, Schedule, schedule, value_at, whole_steps
@@ -18,28 +18,15 @@ from tsunax.schedules.schedule_type import Piece, Schedule, schedule, value_at, 
 
 def _check_pieces(where, name, value):
     """((piece, its length), ...); the last piece has no end, and needs no length."""
+    forms = "a list of (schedule, length); the last one may be a schedule alone"
     if not isinstance(value, (list, tuple)) or not value:
-        raise WrongTypeError(
-            name,
-            where,
-            got=trees.describe(value),
-            expected="a list of (schedule, length); the last one may be a schedule alone",
-        )
-    checked_pieces = []
-    for i, item in enumerate(value):
-        piece, length = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
-        if length is not None:
-            length = t.check_steps(where, f"{name}[{i}][1]", length)
-        elif i < len(value) - 1:
-            raise HyperparameterError(
-                f"{name}[{i}]",
-                where,
-                got="a piece without a length",
-                expected="(schedule, length)",
-                fix="Only the last piece goes on without end.",
-            )
-        checked_pieces.append((t.check_piece(where, f"{name}[{i}][0]", piece), length))
-    return tuple(checked_pieces)
+        raise WrongTypeError(name, where, trees.describe(value), forms)
+    is_pair = lambda item: isinstance(item, (list, tuple)) and len(item) == 2
+    pairs = [item if is_pair(item) else (item, None) for item in value]
+    if None in [length for _, length in pairs[:-1]]:
+        raise WrongTypeError(name, where, "a piece without a length", forms)
+    check_length = lambda x: None if x is None else t.check_steps(where, f"length in {name}", x)
+    return tuple((t.check_piece(where, name, piece), check_length(n)) for piece, n in pairs)
 
 
 Pieces = Annotated[Any, _check_pieces]

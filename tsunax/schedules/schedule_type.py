@@ -8,6 +8,7 @@ schedules that differ in numbers share one compiled program, and a sweep over th
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias
@@ -19,8 +20,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Scalar, checks, trees
 from tsunax.errors import HyperparameterError, WrongTypeError
-from tsunax.rules import number_checks
-from tsunax.rules import number_table as _number_table
+from tsunax.rules import number_checks, number_table
 
 P = ParamSpec("P")
 LAST_STEP = 2**30 - 1  # Last step and greatest length. The sum of two such numbers still fits int32
@@ -57,7 +57,7 @@ class Schedule:
         return _evaluate(jax.tree.map(_as_float, self), _as_step(step, self.factory.__name__))
 
     def __iter__(self) -> Iterator[float]:
-        return (float(_number_table.as_float(self(step), None)) for step in itertools.count())
+        return (float(number_table.as_float(self(step), None)) for step in itertools.count())
 
     def values(self, n: int) -> np.ndarray:
         """The values of the first `n` steps: float32 of shape (n,), from one call.
@@ -138,18 +138,12 @@ def _as_float(x):
 
 def _as_step(step, title: str):
     """A step, or an array of steps, as int32 from 0 to `LAST`."""
-    dtype = trees.dtype_of(step)
-    if isinstance(step, bool) or dtype is None or not jnp.issubdtype(dtype, np.integer):
-        raise WrongTypeError(
-            "step",
-            f"{title}()",
-            got=trees.describe(step),
-            expected="a whole number, or an array of them",
-        )
+    if isinstance(step, bool) or not trees.is_a(step, np.integer):
+        raise WrongTypeError("step", f"{title}()", trees.describe(step), "whole numbers")
     if isinstance(step, int):  # may exceed int64, so it is clipped in Python
         return np.int32(min(max(step, 0), LAST_STEP))
     if isinstance(step, jax.Array):
-        step = step.astype(jnp.promote_types(dtype, jnp.int32))
+        step = step.astype(jnp.promote_types(step.dtype, jnp.int32))
         return jnp.clip(step, 0, LAST_STEP).astype(jnp.int32)
     return np.clip(step.astype(np.int64), 0, LAST_STEP).astype(np.int32)
 
@@ -163,7 +157,7 @@ def _evaluate(schedule: Schedule, step):
     arguments = {k: x if k == "schedule" else value_at(x, step) for k, x in arguments.items()}
     value = schedule.factory.__wrapped__(step, **arguments, **dict(schedule.static))
     value = jnp.asarray(value, jax.dtypes.canonicalize_dtype(float))
-    return value if value.ndim else _number_table.weak(value)
+    return value if value.ndim else number_table.weak(value)
 
 
 @jax.jit
@@ -198,15 +192,11 @@ Check: TypeAlias = Callable[[str, str, Any], Any]
 
 
 def in_range(
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    above: float | None = None,
-    whole: bool = False,
-    is_int32: bool = False,
+    low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, whole: bool = False
 ) -> Check:
-    """The check of a finite number in a range; int32 for numbers that formulas count with."""
-    bounds = [f"{sign} {x}" for sign, x in (("≥", low), (">", above), ("≤", high)) if x is not None]
+    """The check of a finite number in a range."""
+    signs = {"≥": low, ">": above, "≤": high}
+    bounds = [f"{sign} {bound}" for sign, bound in signs.items() if math.isfinite(bound)]
     expected = f"a {'whole ' if whole else ''}number {' and '.join(bounds)}".rstrip()
 
     def check(where, name, value):
@@ -214,11 +204,8 @@ def in_range(
         if trees.is_traced(value):
             return value
         value = value.item() if trees.is_array(value) else value
-        is_beyond = (low is not None and value < low) or (high is not None and value > high)
-        if is_beyond or (above is not None and value <= above) or (whole and value != int(value)):
+        if not (low <= value <= high and value > above) or (whole and value != int(value)):
             raise HyperparameterError(name, where, value, expected)
-        if is_int32 and abs(value) > LAST_STEP:
-            raise HyperparameterError(name, where, value, f"at most {LAST_STEP} steps")
         return int(value) if whole and abs(value) > 2**24 else value
 
     return check
@@ -227,7 +214,8 @@ def in_range(
 check_finite: Check = in_range()
 check_scale: Check = in_range(0)
 check_wait: Check = in_range(0, whole=True)
-check_steps: Check = in_range(0, whole=True, is_int32=True)
+# Formulas count with these numbers, in int32.
+check_steps: Check = in_range(0, LAST_STEP, whole=True)
 
 
 def check_piece(where: str, name: str, value: Any) -> Any:
@@ -236,14 +224,10 @@ def check_piece(where: str, name: str, value: Any) -> Any:
         return check_finite(where, name, value)
     if isinstance(value, Schedule):
         return value
-    out = number_checks.shape_at(where, name, value)
+    out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     if not checks.is_real(out) or out.shape:
-        raise HyperparameterError(
-            name,
-            where,
-            got=f"{trees.describe(out)} from the function",
-            expected="one number for a step",
-        )
+        got = f"{trees.describe(out)} from the function"
+        raise HyperparameterError(name, where, got, "one number for a step")
     return jax.tree_util.Partial(value) if jax.tree_util.all_leaves([value]) else value
 
 
@@ -284,8 +268,8 @@ Fraction = Annotated[Any, _or_schedule(in_range(0, 1))]
 Decay = Annotated[Any, _or_schedule(in_range(high=1, above=0))]
 Length = Annotated[Any, _or_schedule(in_range(above=0, whole=True))]
 Wait = Annotated[Any, _or_schedule(check_wait)]  # a length that may be 0
-Period = Annotated[Any, _or_schedule(in_range(above=0, whole=True, is_int32=True))]
-Offset = Annotated[Any, _or_schedule(in_range(whole=True, is_int32=True))]
+Period = Annotated[Any, _or_schedule(in_range(high=LAST_STEP, above=0, whole=True))]
+Offset = Annotated[Any, _or_schedule(in_range(-LAST_STEP, LAST_STEP, whole=True))]
 Piece = Annotated[Any, check_piece]
 Curve = Annotated[Any, _check_curve]
 Milestones = Annotated[Any, _check_milestones]
@@ -293,18 +277,12 @@ Milestones = Annotated[Any, _check_milestones]
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
     warmup_steps, decay_steps = arguments.get("warmup_steps"), arguments.get("decay_steps")
-    if (
-        isinstance(warmup_steps, int | float)
-        and isinstance(decay_steps, int | float)
-        and warmup_steps >= decay_steps
-    ):
-        raise HyperparameterError(
-            "arguments",
-            where,
-            got=f"warmup_steps={warmup_steps}, decay_steps={decay_steps}",
-            expected="warmup_steps < decay_steps",
-            fix="decay_steps is the whole length.",
-        )
+    if not (isinstance(warmup_steps, int | float) and isinstance(decay_steps, int | float)):
+        return
+    if warmup_steps >= decay_steps:
+        got = f"warmup_steps={warmup_steps}, decay_steps={decay_steps}"
+        expected = "warmup_steps < decay_steps, the whole length"
+        raise HyperparameterError("arguments", where, got, expected)
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:

@@ -13,10 +13,9 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import trees
-from tsunax._step.members import members_of
-from tsunax.errors import CheckError, DataError, HyperparameterError, StateError
+from tsunax.errors import CheckError, DataError, HyperparameterError
 from tsunax.program import TrainStep, check_is_train_step
-from tsunax.state import TrainState, check_state, donated, own
+from tsunax.state import TrainState, check_state, own
 from tsunax.step import StepInfo
 
 # Relative difference of float32 sums in another order. If it grows, small mistakes pass.
@@ -34,9 +33,7 @@ def check_start(step: Any, state: Any, where: str) -> None:
 
 
 def live_step(state: Any, steps: float, where: str) -> int:
-    """The step of a live state. Raises HyperparameterError if it is not before `steps`."""
-    if any(map(trees.is_gone, jax.tree.leaves(state))):
-        raise StateError(donated(where))
+    """The step of a state. Raises HyperparameterError if it is not before `steps`."""
     if not isinstance(state, TrainState):
         return 0
     if (step := int(np.max(state.step))) >= steps:
@@ -47,14 +44,9 @@ def live_step(state: Any, steps: float, where: str) -> int:
 def check_compared_steps(are_good: Iterable[Any], where: str, batch: Any = ()) -> None:
     """Raise DataError if nothing that was compared is finite and was applied."""
     if not any(np.any(x) for x in are_good):
+        got = "a run in which every step was rejected or not finite"
         fix = f"Nothing was compared: give data that it trains on. {guard.in_batch(batch)}"
-        raise DataError(
-            "batch",
-            where,
-            got="a run whose steps were all rejected or not finite",
-            expected="one step at least",
-            fix=fix.rstrip(),
-        )
+        raise DataError("batch", where, got, "one step at least", fix.rstrip())
 
 
 def applied_steps(infos: list[Any], state: Any) -> list[Any]:
@@ -100,8 +92,10 @@ def without_key_warnings() -> Iterator[None]:
 
 def with_settled_scale(step: TrainStep, state: TrainState, batch: Any, extra) -> TrainState:
     """The state with the dynamic loss scale that a run would settle at; populations unchanged."""
-    scale = None if members_of(state) is not None else state.loss_scale
-    while scale is not None and scale.dynamic and scale.scale > scale.floor:
+    scale = state.loss_scale
+    if scale is None or np.ndim(scale.scale):
+        return state
+    while scale.dynamic and scale.scale > scale.floor:
         if are_all_finite(gradient_of(step, state, batch, extra)[1]):
             break
         scale = dataclasses.replace(scale, scale=scale.scale / scale.factor)
@@ -142,12 +136,8 @@ def compared(
         differences.append((far, name, text))
     worst, name, text = max(differences, key=lambda x: x[0])
     if worst > tolerance:
-        raise CheckError(
-            f"leaf {name}",
-            where,
-            got=text,
-            expected="the same bits" if tolerance == 0 else f"at most {tolerance:.2g}",
-        )
+        expected = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
+        raise CheckError(f"leaf {name}", where, text, expected)
     return worst
 
 

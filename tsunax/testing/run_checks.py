@@ -43,25 +43,11 @@ def check_resume(
     where = "check_resume()"
     begin = live_step(state, steps, where)
     if not begin < at < steps:
-        raise WrongTypeError(
-            "at",
-            where,
-            got=at,
-            expected=f"a step after {begin}, where the state is, and before steps={steps}",
-        )
+        expected = f"a step after {begin}, where the state is, and before steps={steps}"
+        raise WrongTypeError("at", where, at, expected)
     options = {"progress": False, "log_every": 1, **options}
     title = f"a run resumed at step {at}"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _rereading(
-            data,
-            where,
-            fix=(
-                "A list is, with fast_forward=True: "
-                "check_resume(step, state, list(data), fast_forward=True)."
-            ),
-        ) as reread,
-    ):
+    with tempfile.TemporaryDirectory() as folder, _rereading(data, where) as reread:
         run = lambda n, **resume: fit(step, copied(state), reread(), steps=n, **options, **resume)
         expected, history = run(steps)
         losses = _finite_losses(history, where)  # a checkpoint that is not finite would be refused
@@ -84,7 +70,7 @@ def check_fused(
     where, options = "check_fused()", {"steps": steps, "progress": False, "log_every": 1}
     live_step(state, steps, where)
     runs = {}
-    with _rereading(data, where, "A list is: list(data).") as reread:
+    with _rereading(data, where) as reread:
         for n in (1, 4, "auto"):
             runs[n], rows = fit(step, copied(state), reread(), steps_per_call=n, **options)
             _finite_losses(rows, where)
@@ -101,19 +87,16 @@ def check_fused(
 
 
 @contextmanager
-def _rereading(data: Any, where: str, fix: str) -> Iterator[Callable[[], Any]]:
+def _rereading(data: Any, where: str) -> Iterator[Callable[[], Any]]:
     """A function that returns the data at their current position, which is restored at the end."""
     inner, read, write = innermost(data), None, None
     for names in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if all(hasattr(inner, name) for name in names) and not isinstance(inner, Data):
             read, write = (getattr(inner, name) for name in names)
     if write is None and isinstance(inner, Iterator):
+        fix = "A list is; fit saves its position by fast_forward=True."
         raise WrongTypeError(
-            "data",
-            where,
-            got=trees.describe(inner),
-            expected="data that can be read again",
-            fix=fix,
+            "data", where, trees.describe(inner), "data that can be read again", fix
         )
     start = read and copy.deepcopy(read())  # some return the dict that they change later
 

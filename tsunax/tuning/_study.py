@@ -6,18 +6,17 @@ A trial is written when it has ended, as a line of the journal. A killed trial i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tsunax._core import durable_files
+from tsunax._core import StrPath, durable_files
 from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.script_settings import Kind, Setting
@@ -53,9 +52,8 @@ class Journal:
                 if (old := self.study.user_attrs.get(_ATTRIBUTES_KEY)) is None:
                     self.study.set_user_attr(_ATTRIBUTES_KEY, about)
                     durable_files.sync(folder)
-                elif {**old, OBJECTIVE: ""} != {**about, OBJECTIVE: ""}:
-                    _raise_first_difference(folder, old, about)
                 else:
+                    _check_settings(folder, old, about)
                     code = Setting(about[OBJECTIVE], Kind.OBJECTIVE)
                     self.edits = [*script_settings.edits(old, {OBJECTIVE: code})]
                 self.trials = _ended(self.study)
@@ -69,13 +67,9 @@ class Journal:
             try:
                 self.study.add_trial(_as_optuna_trial(trial, space))
             except Exception as error:  # Optuna's lock raises RuntimeError for some errors of disks
-                raise SaveError(
-                    "journal",
-                    str(self.path),
-                    got=told(error),
-                    expected="a journal that can be written",
-                    fix=f"The same command goes on with trial {trial.index}.",
-                ) from error
+                fix = f"The same command goes on with trial {trial.index}."
+                place = str(self.path)
+                raise SaveError("journal", place, told(error), "a writable file", fix) from error
         self.trials[trial.index] = trial
 
     def close(self) -> None:
@@ -83,8 +77,12 @@ class Journal:
             self._lock.release()
 
 
-def read(folder: Path) -> Result:
-    """The space that was searched in a directory, and the trials that ended."""
+def read(directory: StrPath) -> Result:
+    """The ended trials of a `directory` (a path), also while a sweep runs: `read("sweep").best`.
+
+    Raises CheckpointError for a path without a sweep.
+    """
+    folder = durable_files.folder_of(directory, "directory", "read()")
     with _as_checkpoint_errors(folder):
         if not (folder / JOURNAL_NAME).is_file():
             raise FileNotFoundError(f"no {JOURNAL_NAME}")
@@ -101,9 +99,8 @@ def _as_checkpoint_errors(folder: Path):
     except TsunaxError:
         raise
     except Exception as error:  # a damaged journal also makes Optuna's own assertions fail
-        raise CheckpointError(
-            "journal", str(folder), got=told(error), expected="a directory of a sweep, or a new one"
-        ) from error
+        expected = "a directory of a sweep, or a new one"
+        raise CheckpointError("journal", str(folder), told(error), expected) from error
 
 
 def _load(path: Path, mode: str = "") -> Any:
@@ -166,68 +163,41 @@ def _repair(path: Path, lock: Any) -> None:
         lock.release()
 
 
-def _raise_first_difference(folder: Path, *settings: dict[str, Any]) -> None:
+def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise CheckpointError that names the first setting in which two sweeps differ."""
-    old_setting, new_setting = (
-        {**setting["space"], **setting, "space": None} for setting in settings
-    )
-    name = next(
-        name for name in old_setting | new_setting if new_setting.get(name) != old_setting.get(name)
-    )
-    raise CheckpointError(
-        name,
-        "tune()",
-        got=new_setting.get(name, "nothing"),
-        expected=f"{old_setting.get(name, 'nothing')}, as in {folder}",
-        fix="Give another directory.",
-    )
+    no_code = {"space": None, OBJECTIVE: None}
+    for old_part, new_part in ((old["space"], new["space"]), (old | no_code, new | no_code)):
+        for name in old_part | new_part:
+            if old_part.get(name) != new_part.get(name):
+                got, expected = new_part.get(name), f"{old_part.get(name)}, as in {folder}"
+                raise CheckpointError(name, "tune()", got, expected, "Give another directory.")
+
+
+def _our_trials(study: Any) -> list[Any]:
+    """The ended trials that `tune` added to a study; other programs may add trials, too."""
+    trials = study.get_trials(deepcopy=False)
+    return [t for t in trials if t.state.is_finished() and _ATTRIBUTES_KEY in t.user_attrs]
 
 
 def _ended(study: Any) -> dict[int, Trial]:
-    """The trials that ended, by the number that `_numbers` gives them."""
-    trials = study.get_trials(deepcopy=False)
-    numbers = _numbers(study, trials)
-    ended = {numbers[t.number]: t for t in trials if t.state.is_finished()}
-    return {index: _as_trial(ended[index], index) for index in sorted(ended)}
+    """The ended trials by number. A study counts in the order in which trials end."""
+    return {t.index: t for t in sorted(map(_as_trial, _our_trials(study)), key=lambda t: t.index)}
 
 
-def _numbers(study: Any, trials: Sequence[Any]) -> dict[int, int]:
-    """{number in the study: number of the trial}. A study counts trials in the order they end.
-
-    Trials of `tune` keep the number with which they were drawn, because a vectorized search ends
-    them in another order. Trials of Optuna's workers get free numbers, but no points of a grid.
-    """
-    about_trials = {t.number: t.user_attrs.get(_ATTRIBUTES_KEY, {}) for t in trials}
-    numbers = {number: about["index"] for number, about in about_trials.items() if "index" in about}
-    used_numbers = {*numbers.values()}
-    first_free = study.user_attrs.get(_ATTRIBUTES_KEY, {}).get("points", 0)
-    free_numbers = (i for i in itertools.count(first_free) if i not in used_numbers)
-    return {t: numbers[t] if t in numbers else next(free_numbers) for t in about_trials}
-
-
-def _as_trial(optuna_trial: Any, index: int) -> Trial:
-    status = {"COMPLETE": "done", "PRUNED": "pruned"}.get(optuna_trial.state.name, "failed")
-    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-    fields: dict[str, Any] = {
-        "index": index,
-        "values": optuna_trial.params,
-        "value": optuna_trial.value,
-        "cause": None,
-        "metrics": {name: x for name, x in optuna_trial.user_attrs.items() if is_number(x)},
-        "seconds": optuna_trial.duration.total_seconds(),
-        **optuna_trial.user_attrs.get(_ATTRIBUTES_KEY, {}),
-    }
+def _as_trial(optuna_trial: Any) -> Trial:
+    status = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed"}[optuna_trial.state.name]
+    fields = optuna_trial.user_attrs[_ATTRIBUTES_KEY]
     as_tuples = lambda x: tuple(map(as_tuples, x)) if isinstance(x, list) else x
-    fields["values"] = {name: as_tuples(x) for name, x in fields["values"].items()}
-    fields["cause"] = None if fields["cause"] is None else Cause(*fields["cause"])
+    values = {name: as_tuples(x) for name, x in fields["values"].items()}
+    cause = None if fields["cause"] is None else Cause(*fields["cause"])
+    fields = fields | {"values": values, "cause": cause}
     return Trial(**fields, status=status, reports=dict(optuna_trial.intermediate_values))
 
 
 def _as_optuna_trial(trial: Trial, space: Mapping[str, Any]) -> Any:
     states = {"done": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
-    fields = {
-        name: getattr(trial, name) for name in ("index", "values", "value", "metrics", "cause")
-    }
+    field_names = ("index", "values", "value", "metrics", "cause", "seconds")
+    fields = {name: getattr(trial, name) for name in field_names}
     drawn_entries = {name: x for name, x in space.items() if spaces.is_drawn(x)}
     parameter = lambda name, x: (
         spaces.label(x) if isinstance(drawn_entries[name], spaces.choice) else x
@@ -237,7 +207,7 @@ def _as_optuna_trial(trial: Trial, space: Mapping[str, Any]) -> Any:
         value=trial.value if trial.status == "done" else None,
         params={name: parameter(name, trial.values[name]) for name in drawn_entries},
         distributions={name: _distribution(entry) for name, entry in drawn_entries.items()},
-        user_attrs={_ATTRIBUTES_KEY: {**fields, "seconds": trial.seconds}},
+        user_attrs={_ATTRIBUTES_KEY: fields},
         intermediate_values=trial.reports,
     )
 
@@ -265,8 +235,7 @@ class Search:
         }
         self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **options)
         if journal.study is not None:
-            journal_trials = journal.study.get_trials(deepcopy=False)
-            self.study.add_trials([t for t in journal_trials if t.state.is_finished()])
+            self.study.add_trials(_our_trials(journal.study))
 
     def values(self, index: int) -> dict[str, Any]:
         # A new sampler for each trial: after a kill the proposals are the same as without it.
@@ -313,7 +282,7 @@ def as_optuna(
     WrongTypeError. Reports go to the study's pruner, other numbers of a result to the `user_attrs`
     of the trial. Optuna handles exceptions of the objective.
     """
-    space = spaces.checked_space(space, "as_optuna()")
+    space = spaces.checked_space(space)
 
     def run(trial: Any) -> float:
         def report(step: int, value: float) -> None:
@@ -321,13 +290,9 @@ def as_optuna(
             if trial.should_prune():
                 raise _optuna().TrialPruned
 
-        values, number = suggested_values(trial, space), trial.number
-        study = getattr(trial, "study", None)  # a trial that is run again by hand has none
-        if study is not None and _ATTRIBUTES_KEY in study.user_attrs:
-            number = _numbers(study, study.get_trials(deepcopy=False))[number]
-            trial.set_user_attr(_ATTRIBUTES_KEY, {"values": values})
-        reserved_arguments = _trials.reserved_arguments_of(objective, number, report)
-        metrics, value = _trials.numbers(objective(**values, **reserved_arguments), metric)
+        arguments = _trials.reserved_arguments_of(objective, trial.number, report)
+        arguments |= suggested_values(trial, space)
+        metrics, value = _trials.numbers(objective(**arguments), metric)
         for name, x in metrics.items():
             trial.set_user_attr(name, x)
         return value

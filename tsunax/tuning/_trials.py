@@ -79,16 +79,9 @@ class Result:
         """The trial with the best finite value, a number; TrialError if none has one."""
         done_trials = [trial for trial in self.trials if trial.status == "done"]
         if not done_trials:
-            failed_trials = [trial for trial in self.trials if trial.cause]
-            first_failure = (
-                f"; the first failed with {failed_trials[0].cause}" if failed_trials else ""
-            )
-            raise TrialError(
-                "best",
-                "Result",
-                got=f"{len(self.trials)} trials, none of them done{first_failure}",
-                expected="one that is done",
-            )
+            cause = next((trial.cause for trial in self.trials if trial.cause), None)
+            got = f"{len(self.trials)} trials, none of them done; the first failure: {cause}"
+            raise TrialError("best", "Result", got, "one that is done")
         return min(done_trials, key=lambda trial: rank_of(trial.value, self.mode))
 
     @property
@@ -105,9 +98,8 @@ class Result:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A column: `result["learning_rate"]`."""
-        columns = self.rows[0] if self.trials else {}
-        if name not in columns:
-            raise TrialError(unknown("column", "Result", str(name), columns))
+        if self.trials and name not in self.rows[0]:
+            raise TrialError(unknown("column", "Result", name, self.rows[0]))
         return np.array([row[name] for row in self.rows])
 
     def __len__(self) -> int:
@@ -159,27 +151,14 @@ def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: 
 
 def numbers(result: Any, metric: str | None) -> tuple[dict[str, float], float]:
     """All numbers of a result, and the number that is compared. Raises for other types."""
-    if not isinstance(result, Mapping):
-        if metric is not None:
-            raise WrongTypeError(
-                "result",
-                "objective",
-                got=trees.describe(result),
-                expected=f"a dict with {metric!r}, as metric= says",
-            )
+    if not isinstance(result, Mapping) and metric is None:
         return {}, number(result, "objective")
-    metrics = {str(name): number(x, f"objective, {name!r}") for name, x in result.items()}
+    results = result if isinstance(result, Mapping) else {}
+    metrics = {str(name): number(x, f"objective, {name!r}") for name, x in results.items()}
     name = next(iter(metrics)) if metric is None and len(metrics) == 1 else metric
-    if name is None:
-        raise HyperparameterError(
-            "result",
-            "objective",
-            got=f"{len(metrics)} numbers ({trees.listed(list(metrics), 8)})",
-            expected="one",
-            fix="Say which: tune(..., metric=...).",
-        )
     if name not in metrics:
-        raise HyperparameterError(unknown("metric", "objective", name, metrics))
+        fix = "Say which number counts: tune(..., metric=...)."
+        raise HyperparameterError(unknown("metric", "objective", str(metric), metrics, fix))
     return metrics, metrics[name]
 
 
@@ -194,14 +173,14 @@ def outcomes_of_members(outcome: Any, n: int) -> list[Any]:
     """The outcome of each of `n` trials that ran as a single vectorized call."""
     if isinstance(outcome, Cause) or outcome is Pruned:
         return [outcome] * n
-    columns = dict(outcome) if isinstance(outcome, Mapping) else {"": outcome}
+    columns = dict(outcome) if isinstance(outcome, Mapping) else {"value": outcome}
     for name, column in columns.items():
         if np.shape(column) != (n,):
-            place = f"objective, {name!r}" if name else "objective"
             expected = f"an array of {n} numbers, one for each trial"
-            return [cause_of(WrongTypeError("result", place, trees.describe(column), expected))] * n
+            error = WrongTypeError(f"result {name}", "objective", trees.describe(column), expected)
+            return [cause_of(error)] * n
     rows = [{name: np.asarray(column)[i] for name, column in columns.items()} for i in range(n)]
-    return rows if isinstance(outcome, Mapping) else [row[""] for row in rows]
+    return rows if isinstance(outcome, Mapping) else [row["value"] for row in rows]
 
 
 def cause_of(error: BaseException) -> Cause:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ class uniform:
     log: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_and_convert_bounds(self, float)
+        _check_and_convert_bounds(self)
 
     def at(self, u: float) -> float:
         """The value at the fraction `u` of the space."""
@@ -70,7 +71,7 @@ class integer:
     log: bool = False
 
     def __post_init__(self) -> None:
-        _check_and_convert_bounds(self, int)
+        _check_and_convert_bounds(self)
 
     def at(self, u: float) -> int:
         """The value at the fraction `u` of the space."""
@@ -97,11 +98,12 @@ class choice:
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__}()"
-        if isinstance(self.options, str) or not isinstance(self.options, Sequence | np.ndarray):
-            raise WrongTypeError("options", where, trees.describe(self.options), "a list of values")
-        options = tuple(_plain_value(x, f"{where}, option {i}") for i, x in enumerate(self.options))
-        if not options or len(set(map(label, options))) < len(options):
-            raise HyperparameterError("options", where, options, "one value or more, each once")
+        options = tuple(_plain_value(x, where) for x in self.options)
+        is_list = isinstance(self.options, Sequence | np.ndarray)
+        is_list &= not isinstance(self.options, str)
+        if not is_list or not options or len(set(map(label, options))) < len(options):
+            expected = "a list of one value or more, each once"
+            raise HyperparameterError("options", where, self.options, expected)
         object.__setattr__(self, "options", options)
 
     def at(self, u: float) -> Any:
@@ -143,16 +145,8 @@ def points(space: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def checked_space(space: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def checked_space(space: Mapping[str, Any]) -> dict[str, Any]:
     """A space with plain values as Python's own types. Raises for entries of other types."""
-    if not isinstance(space, Mapping) or not space:
-        raise WrongTypeError(
-            "space",
-            where,
-            got=trees.describe(space),
-            expected="names and entries",
-            fix='A dict: {"learning_rate": ts.tuning.spaces.log_uniform(1e-5, 1e-1)}.',
-        )
     checked_entry = lambda name, x: x if is_drawn(x) else _plain_value(x, f"space[{name!r}]")
     return {name: checked_entry(name, entry) for name, entry in space.items()}
 
@@ -172,34 +166,17 @@ def _plain_value(value: Any, where: str) -> Any:
         raise HyperparameterError("value", where, value, "a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise WrongTypeError(
-        "value",
-        where,
-        got=trees.describe(value),
-        expected="an entry of ts.tuning.spaces, None, a bool, number, string or tuple",
-        fix=(
-            "For one of a list in each trial: ts.tuning.spaces.choice([...]). Bind an object to "
-            "the objective: functools.partial(f, x=...)."
-        ),
-    )
+    expected = "None, a bool, number, string, tuple or, of a space, ts.tuning.spaces.choice([...])"
+    fix = "Bind an object to the objective: functools.partial(f, x=...)."
+    raise WrongTypeError("value", where, trees.describe(value), expected, fix)
 
 
-def _check_and_convert_bounds(entry: Any, kind: type) -> None:
+def _check_and_convert_bounds(entry: Any) -> None:
     """Check the bounds of an entry, and convert them to Python's own numbers."""
-    where = f"{type(entry).__name__}()"
+    to_python = operator.index if isinstance(entry, integer) else lambda x: np.asarray(x).item()
     for name in ("low", "high"):
-        x = getattr(entry, name)
-        x = x.item() if isinstance(x, np.generic) else x
-        if isinstance(x, bool) or not isinstance(x, kind | int):
-            raise WrongTypeError(
-                name, where, got=trees.describe(x), expected="an int" if kind is int else "a number"
-            )
-        object.__setattr__(entry, name, x)
-    low, high = entry.low, entry.high
-    if not (0 if entry.log else -math.inf) < low < high < math.inf:
-        raise HyperparameterError(
-            "bounds",
-            where,
-            got=f"low={low}, high={high}",
-            expected=f"{'0 < ' * entry.log}low < high, both finite",
-        )
+        object.__setattr__(entry, name, to_python(getattr(entry, name)))
+    if not (0 if entry.log else -math.inf) < entry.low < entry.high < math.inf:
+        got = f"low={entry.low}, high={entry.high}"
+        expected = f"{'0 < ' * entry.log}low < high, both finite"
+        raise HyperparameterError("bounds", f"{type(entry).__name__}()", got, expected)

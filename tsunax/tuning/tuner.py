@@ -19,16 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, processes, trees
+from tsunax._core import StrPath, checks, durable_files, processes
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
-from tsunax.errors import HyperparameterError, WrongTypeError, unknown, warn
+from tsunax.errors import HyperparameterError, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
-from tsunax.tuning._trials import Cause, Pruned, Result, Trial
+from tsunax.tuning._trials import Cause, Pruned, Result
 
-__all__ = ["Cause", "Pruned", "Result", "Trial", "as_trainable", "read", "tune"]
+__all__ = ["as_trainable", "tune"]
 
 
 class _Ending(Interrupt):
@@ -41,7 +41,7 @@ class _Ending(Interrupt):
 @checks.naming_arguments
 def tune(
     objective: Callable[..., Any],
-    space: Mapping[str, Any] | None = None,
+    space: Mapping[str, Any],
     *,
     trials: int | None = None,
     backend: str = "random",
@@ -83,8 +83,9 @@ def tune(
     continues. Ctrl-C ends the sweep with KeyboardInterrupt, which has the `result` of the trials
     that ended (in a notebook it is returned); the interrupted trial is run again later.
 
-    Before anything runs it raises HyperparameterError and WrongTypeError for a space, objective or
-    options that cannot be, CheckpointError for another sweep's directory, MissingLibraryError.
+    Before anything runs it raises HyperparameterError and WrongTypeError for a space or options
+    that cannot be, TypeError for an objective that does not take the names of the space,
+    CheckpointError for another sweep's directory, MissingLibraryError.
 
     >>> space = {"x": spaces.uniform(-1.0, 1.0), "y": spaces.grid([1, 2])}
     >>> result = tune(lambda x, y: (x - 0.5) ** 2 + y, space, trials=20, progress=False)
@@ -97,30 +98,34 @@ def tune(
     checks.check_count(seed, where, "seed", least=0)
     checks.check_count(members, where, "members")
     processes.current().check_alone("tune")
-    space = spaces.checked_space(space, where)
-    _check_objective(objective, space)
+    space = spaces.checked_space(space)
+    if not space.keys().isdisjoint(_trials.RESERVED_NAMES):
+        expected = f"other names than {' and '.join(_trials.RESERVED_NAMES)}"
+        raise HyperparameterError("space", where, ", ".join(space), expected)
+    reserved_arguments = _trials.reserved_arguments_of(objective, None, len)
+    inspect.signature(objective).bind(**dict.fromkeys(space), **reserved_arguments)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
-    if unknown_names := [name for name in names if name not in space]:
-        raise HyperparameterError(unknown("vectorized", where, str(unknown_names[0]), space))
-    if (backend == "optuna" and names) or (backend != "optuna" and (sampler or pruner)):
-        raise HyperparameterError(
-            "backend",
-            where,
-            got=f"backend={backend!r}",
-            expected="'optuna' for a sampler or pruner, and not for vectorized names",
-        )
-    points, trials = _points_and_trials(space, backend, trials)
+    is_optuna = backend == "optuna"
+    if (is_optuna and names) or (not is_optuna and (sampler or pruner)):
+        expected = "'optuna' for a sampler or pruner, and not for vectorized names"
+        raise HyperparameterError("backend", where, backend, expected)
+    points = spaces.points(space) if backend == "grid" else [{}]
+    if backend == "grid" and points == [{}]:
+        raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
+    trials = len(points) if trials is None and backend == "grid" else trials
+    checks.check_count(trials, where, "trials")
+    assert trials is not None
+    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
+        expected = "an entry that varies, as ts.tuning.spaces.log_uniform(low, high)"
+        raise HyperparameterError("space", where, "constants alone", expected)
     about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
     about |= {"space": {name: repr(entry) for name, entry in space.items()}}
-    about |= {"points": len(points)} if backend == "grid" else {}
     about[_study.OBJECTIVE] = script_settings.code_text(objective)
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
-    with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(contextlib.closing(_study.Journal(folder, about)))
+    with contextlib.closing(_study.Journal(folder, about)) as journal:
         for note in journal.edits:
             warn(f"tune(): {note} Earlier trials in {directory} are of the other one.")
-        new_search = lambda: _study.Search(space, about, pruner, sampler, journal)
-        search = new_search() if backend == "optuna" else None
+        search = _study.Search(space, about, pruner, sampler, journal) if is_optuna else None
         bar = _progress.progress(progress, trials, unit="trial")
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         sampled_values = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
@@ -147,59 +152,6 @@ def tune(
     if (result := current_result()).trials and all(trial.cause for trial in result.trials):
         warn(f"tune(): no trial ended with a number. The first: {result.trials[0].cause}")
     return result
-
-
-def _points_and_trials(
-    space: Mapping[str, Any], backend: str, trials: int | None
-) -> tuple[list[dict[str, Any]], int]:
-    """The points of a grid, or `[{}]`, and the number of trials. Raises unless trials differ."""
-    where = "tune()"
-    points = [{}]
-    if backend == "grid":
-        points = spaces.points(space)
-        trials = len(points) if trials is None else trials
-        if points == [{}]:
-            raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
-    checks.check_count(trials, where, "trials")
-    assert trials is not None
-    if trials > 1 and not any(map(spaces.is_drawn, space.values())):
-        raise HyperparameterError(
-            "space",
-            where,
-            got="constants alone",
-            expected="an entry that varies",
-            fix="For a range, write ts.tuning.spaces.log_uniform(low, high).",
-        )
-    return points, trials
-
-
-def _check_objective(objective: Any, space: Mapping[str, Any]) -> None:
-    """Raise unless the objective can be called with the names of the space."""
-    arguments = dict.fromkeys(space)
-    if not callable(objective):
-        raise WrongTypeError(
-            "objective",
-            "tune()",
-            got=trees.describe(objective),
-            expected="a function that returns a number",
-        )
-    if reserved_in_space := [name for name in _trials.RESERVED_NAMES if name in space]:
-        raise HyperparameterError(
-            "name",
-            "space of tune()",
-            got=repr(reserved_in_space[0]),
-            expected="another name: tune gives it itself",
-        )
-    try:
-        arguments |= _trials.reserved_arguments_of(objective, None, len)
-        inspect.signature(objective).bind(**arguments)
-    except TypeError:
-        raise HyperparameterError(
-            "objective",
-            "tune()",
-            got=trees.describe_call(objective),
-            expected=f"one of {', '.join(space)} (the names of the space)",
-        ) from None
 
 
 def _groups(
@@ -286,14 +238,6 @@ class _Sweep:
             default=math.nan,
         )
         self.bar.show(len(self.journal.trials), {"best": best} if done_values else {})
-
-
-def read(directory: StrPath) -> Result:
-    """The ended trials of a `directory` (a path), also while a sweep runs: `read("sweep").best`.
-
-    Raises CheckpointError for a path without a sweep.
-    """
-    return _study.read(durable_files.folder_of(directory, "directory", "read()"))
 
 
 def as_trainable(
