@@ -118,7 +118,7 @@ def test_the_average_is_f32_beside_bfloat16_and_the_loss_function_may_have_it():
         state, _ = step(state, jnp.ones(3, jnp.bfloat16))
     assert c.compiled.count("train_step") == 0
     assert ts.averaged(state).params["w"].dtype == jnp.bfloat16
-    with pytest.raises(LossError, match=r"keyword 'ema'.*setup\(\.\.\., ema=0.999\)"):
+    with pytest.raises(LossError, match=r"got 'ema'.*setup\(\.\.\., ema=\.\.\.\)"):
         step(ts.setup(ts.rules.sgd(0.5), {"w": jnp.ones(3)}), jnp.ones(3))
 
 
@@ -149,8 +149,6 @@ def test_batch_statistics_of_averaged_params():
         averaged = refresh(averaged, batch)
     np.testing.assert_allclose(averaged.model_state["mean"], averaged.params["w"].sum(), rtol=1e-6)
     assert int(averaged.step) == int(state.step)
-    with pytest.raises(WrongTypeError, match=r"leaf at batch\['x'\]: got 'text' \(str\)"):
-        refresh(state, {"x": "text"})
     with pytest.raises(StateError, match="model_state"):
         ts.update_batch_stats(lambda params, batch: jnp.mean(batch @ params["w"]))(state, batch)
 

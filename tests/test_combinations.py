@@ -133,7 +133,7 @@ def test_two_rules_that_differ_in_a_container_are_two_rules():
 
 def test_skip_zero_around_accumulate_is_refused():
     with pytest.raises(
-        RuleError, match=r"skip_zero\(\): got accumulate inside.* Write accumulate\(skip_zero\(rule\)\)"
+        RuleError, match=r"skip_zero\(\): got accumulate inside, expected accumulate\(skip_zero\(rule\)\)"
     ):
         ts.setup(ts.rules.skip_zero(ts.rules.accumulate(ts.rules.sgd(1.0), every=2)), {"w": jnp.ones(2)})
     rule = ts.rules.accumulate(ts.rules.skip_zero(ts.rules.sgd(1.0)), every=2)

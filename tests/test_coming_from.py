@@ -669,7 +669,7 @@ def with_result():
         "enc": PARAMS["enc"] - 0.1 * X.T @ (slope * PARAMS["head"]),
         "head": PARAMS["head"] - 0.1 * (slope * (X @ PARAMS["enc"])).sum(0),
     }
-    with pytest.raises(ts.errors.LossError, match="expected a scalar, or an object with merge and compute"):
+    with pytest.raises(ts.errors.LossError, match="expected a scalar, an object with merge and compute"):
         ts.value_and_grad(lambda p, b: ts.Loss.mean(squared(p, b), metrics={"result": b[0] @ p["enc"]}))(state, (X, Y))
     return ((errors**2).mean(), X @ PARAMS["enc"], by_formula), (info.loss, result, state.params)
 

@@ -233,7 +233,7 @@ def test_a_second_average_migrates_by_the_names_of_leaves():
     np.testing.assert_array_equal(new.slow.params["w"], state.slow.params["w"])
     lagged, _ = ts.migration.migrate(start(), ts.rules.sgd(0.1))
     assert_trees_equal(lagged.lag, start().lag)
-    with pytest.raises(StateError, match=r"field 'lag' at migrate.*Lagged.of"):
+    with pytest.raises(StateError, match=r"field 'lag' at migrate"):
         ts.migration.migrate(start(), ts.rules.sgd(0.1), params={**start().params, "more": jnp.zeros(3)})
 
 

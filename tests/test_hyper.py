@@ -648,7 +648,7 @@ def test_members_of_a_population_take_one_value_each(where):
 def test_a_single_state_has_no_members(members):
     state = ts.setup(rules.adam(0.1), PARAMS)
     for edit in (ts.freeze, ts.thaw):
-        with pytest.raises(ts.errors.StateError, match="expected indices of members below 0, or a mask"):
+        with pytest.raises(ts.errors.StateError, match="expected a mask, or different indices of members below 0"):
             edit(state, "**", members=members)
 
 
@@ -1104,8 +1104,8 @@ SHAPES_ARE_NO_STATE = {
 
 
 @pytest.mark.parametrize("name", SHAPES_ARE_NO_STATE)
-def test_a_state_of_shapes_is_refused_with_the_way_to_arrays(name):
+def test_a_state_of_shapes_is_refused(name):
     state = jax.eval_shape(lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(2)}))
     step = ts.train_step(lambda params, x: jnp.sum(params["w"] * x))
-    with pytest.raises(WrongTypeError, match=r"leaf at state\..*ShapeDtypeStruct.*ts\.shard\(make, mesh\)"):
+    with pytest.raises(WrongTypeError, match=r"leaf at state\..*ShapeDtypeStruct, expected an array"):
         SHAPES_ARE_NO_STATE[name](state, step)

@@ -24,7 +24,7 @@ from tsunax.checkpoints.saving import Best
 from tsunax.errors import DataError, DeviceError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
-from tsunax.run import callbacks, fitting, fused_loop
+from tsunax.run import callbacks, chunks, fitting, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -556,6 +556,89 @@ def test_metrics_with_a_number_for_each_row(per_call):
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
 
 
+SPARED = {  # a call with bad rows in its batch at step 3
+    "iterate": lambda step, data: list(iterate(step, _fresh(), data, steps=6)),
+    "iterate, 4 a call": lambda step, data: list(iterate(step, _fresh(), data, steps=6, steps_per_call=4)),
+    "run_epoch": lambda step, data: run_epoch(step, _fresh(), data),
+    "run_steps": lambda step, data: run_steps(step, _fresh(), jax.tree.map(lambda *x: np.stack(x), *data)),
+    "fit": lambda step, data: fit(step, _fresh(), data, steps=6),
+    "fit, single calls": lambda step, data: fit(step, _fresh(), data, steps=6, steps_per_call=None),
+}
+
+
+@pytest.mark.parametrize("name", SPARED)
+def test_every_loop_raises_at_a_rejected_step_if_the_step_does(name):
+    """Under "skip" all of them go on."""
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
+    batches[3] = (np.full_like(X[:8], np.nan), Y[:8])
+    with pytest.raises(NonFiniteError, match=r"was rejected: .*batch.0. has 48 of 48 not finite") as caught:
+        SPARED[name](ts.train_step(loss_fn, on_nonfinite="raise"), batches)
+    assert int(caught.value.state.rejected) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        SPARED[name](STEP, batches)
+
+
+@pytest.mark.parametrize("per_call", [None, 1, 4, "auto"])
+@pytest.mark.parametrize("is_population", [False, True])
+def test_what_a_run_that_raises_leaves_does_not_depend_on_its_calls(is_population, per_call):
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
+    batches[3] = (np.full_like(X[:8], np.nan), Y[:8])
+    ends = []
+
+    class Part(callbacks.Part):
+        def end(self, run, error):
+            ends.append((run.step, float(jnp.sum(run.state.params["out"]["bias"]))))
+
+    step = ts.train_step(loss_fn, on_nonfinite="raise")
+    state = ts.population(lambda key: _fresh(), 2, key=0) if is_population else _fresh()
+    with pytest.raises(NonFiniteError, match=f"step {3 + is_population} of epoch 0 was rejected: loss") as caught:
+        fit(step, state, batches, steps=6, steps_per_call=per_call, callbacks=Part(), log_every=1)
+    error = caught.value
+    assert not getattr(error, "__notes__", []) and error.state is not None
+    assert [mark[0] for mark in error.history.marks if mark[1] == "rejected"] == [3 + is_population]
+    assert error.history["step"].tolist() == [1, 2, 3]
+    assert len(error.rejected) == (0 if is_population else 1)
+    assert ends[0][0] == 3 + is_population and np.isfinite(ends[0][1])
+
+
+@pytest.mark.parametrize("kind", ["data", "resident", "generator"])
+def test_iterate_yields_every_few_steps_and_at_the_end_of_an_epoch(kind):
+    kinds = {
+        "data": lambda: data(drop_remainder=True),
+        "resident": lambda: data(drop_remainder=True, device=True),
+        "generator": lambda: ((X[:8], Y[:8]) for _ in range(18)),
+    }
+    steps = [int(state.step) for state, _ in iterate(STEP, _fresh(), kinds[kind](), steps=18, steps_per_call=4)]
+    assert steps == ([4, 8, 12, 16, 18] if kind == "generator" else [4, 6, 10, 12, 16, 18])
+
+
+def test_counts_of_numpy_are_counts():
+    steps = []
+    every = callbacks.every(np.int64(3), lambda run: steps.append((run.event, run.step)))
+    state, history = fit(
+        STEP, _fresh(), data(), steps=np.int64(7), log_every=np.int64(2), callbacks=every, max_bad=np.int32(3)
+    )
+    assert (int(state.step), steps) == (7, [("step", 3), ("step", 6)])
+    assert history["step"].tolist() == [1, 2, 4, 6, 7]
+
+
+def test_a_call_has_no_more_room_than_steps_up_to_a_boundary():
+    limits = chunks.Limits(100, interval=4)
+    assert chunks.buffer_size(1 << 20, limits) == 4
+    assert chunks.buffer_size(1 << 20, chunks.Limits(100)) == 100
+
+
+def test_an_error_of_a_logger_names_the_step_of_its_row():
+    def log(row, step):
+        if step == 4:
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full") as caught:
+        fit(STEP, _fresh(), data(), steps=9, log_every=2, logger=log)
+    assert any("at step 4" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
 def test_a_goal_in_steps_that_is_the_end_of_an_epoch(kind):
@@ -573,9 +656,8 @@ def test_iterate(per_call):
     for state, info in iterate(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=per_call):
         seen.append((int(state.step), float(info.loss)))
     assert_trees_equal(state, expected)
-    assert seen[-1][0] == 9 and len(seen) == (
-        9 if per_call == 1 else 5
-    )  # 1 to look, 4, 1, the short one of the epoch, 2
+    # the epoch ends at 7
+    assert [step for step, _ in seen] == ([*range(1, 10)] if per_call == 1 else [4, 7, 9])
 
 
 def test_iterate_takes_a_state_back():

@@ -395,6 +395,39 @@ def test_a_fresh_state_that_the_script_adjusts_resumes_as_it_was(tmp_path):
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(0.01)
 
 
+FREEZES = {  # the first script, the second, the leaf that moves after the resume, the warning
+    "added": (None, "b", {"w"}, "frozen leaves: none then, b now"),
+    "added, freezable": ("", "b", {"w"}, "frozen leaves: none then, b now"),
+    "changed": ("b", "w", {"b"}, "frozen leaves: b then, w now"),
+    "removed": ("b", "", {"w", "b"}, "frozen leaves: b then, none now"),
+    "not repeated": ("b", None, {"w"}, None),
+    "the same": ("b", "b", {"w"}, None),
+}
+
+
+@pytest.mark.parametrize("store", ["files", pytest.param("orbax", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("name", FREEZES)
+def test_an_edited_freeze_is_the_scripts_with_a_warning(tmp_path, name, store):
+    """A plain `setup` is no edit: what was frozen stays frozen."""
+    first, second, moved, text = FREEZES[name]
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"] - 1.0) ** 2))
+
+    def script(where):
+        params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
+        state = ts.setup(ts.rules.sgd(0.1), params, freezable=where == "")
+        return ts.freeze(state, where) if where else state
+
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        state, _ = fit(checkpoints, script(first), 4, step)
+        before = jax.device_get(state.params)
+        context = contextlib.nullcontext() if text is None else pytest.warns(UserWarning, match=text)
+        with context:
+            state, _ = fit(checkpoints, script(second), 8, step)
+        assert {name for name in before if np.any(before[name] != np.asarray(state.params[name]))} == moved
+        # an edit is told once: the next checkpoint was made by this script
+        state, _ = fit(checkpoints, script(second), 12, step)
+
+
 def test_the_decay_of_an_average_is_the_scripts(tmp_path):
     with ts.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make(ema=0.9))

@@ -527,8 +527,8 @@ def test_states_and_updates_have_the_dtypes_of_plain_optax(row, kinds):
 
 def without_tables(tree):
     """The optax state in every live state."""
-    inner = lambda x: without_tables(x.inner) if live_rules.is_live(x) else x
-    return jax.tree.map(inner, tree, is_leaf=live_rules.is_live)
+    is_live = lambda x: isinstance(x, live_rules.LiveState)
+    return jax.tree.map(lambda x: without_tables(x.inner) if is_live(x) else x, tree, is_leaf=is_live)
 
 
 @some("adam", "sgd")

@@ -662,7 +662,7 @@ def test_a_rule_that_changes_its_state_is_named_with_the_place(asks):
     if asks:
         update = lambda g, s, p=None, *, mine, plain=rule.update: plain(g, s)
         rule = optax.GradientTransformationExtraArgs(rule.init, update)
-    with pytest.raises(RuleError, match=r"optimizer state at opt_state\[1\]\['m'\]: got float32\[2\], expected None"):
+    with pytest.raises(RuleError, match=r"at opt_state\[1\]\['m'\]: got float32\[2\], expected None"):
         state = ts.setup(ts.rules.chain(optax.identity(), rule), make_params())
         assert asks
         ts.update(state, make_params(), mine=1.0)

@@ -22,7 +22,7 @@ def update_batch_stats(loss_fn: Function) -> Function:
 
     It runs the forward pass in training mode. For batch statistics that belong to averaged
     parameters, over some batches: `state = update_batch_stats(loss_fn)(averaged(state), batch)`.
-    Raises StateError unless `loss_fn` returns a model state like that of the state.
+    Raises StateError unless `loss_fn` returns a model state with the structure of the old one.
     """
     fn = LossFn.of(loss_fn)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Step, StrPath, checks, placement, processes, trees
+from tsunax._core import Extra, Function, PyTree, Step, StrPath, checks, placement, processes, trees
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
@@ -35,7 +35,7 @@ from tsunax.run.chunks import Limits
 from tsunax.run.feed import RESIDENT, Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
-from tsunax.run.info_columns import logged_step
+from tsunax.run.info_columns import Infos, logged_step
 from tsunax.run.options import Goal, Options, check_step
 from tsunax.run.part import Part
 from tsunax.run.run import with_state
@@ -71,8 +71,26 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     batches = jax.tree.map(lambda x: chunks.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
     feed, n = chunks.place(fused_loop.Stacked(batches), k, home, step=step)
-    state, infos = _loop_of(step)(state, feed, n, placement.place_extra(extra, state))
+    extra = placement.place_extra(extra, state)
+    state, infos = _loop_of(step)(state, feed, n, extra)
+    _raise_if_rejected(step, state, infos, feed, k, extra)
     return state, infos.stacked(state, slice(k))
+
+
+def _raise_if_rejected(
+    step: Step, state: PyTree, infos: Infos, feed: Any, steps: int, extra: Extra
+) -> None:
+    """Raise NonFiniteError under "raise" for a rejected step of a call. The state is after it."""
+    is_strict = isinstance(step, TrainStep) and step.on_nonfinite == "raise"
+    if not is_strict or trees.is_traced(infos.table):
+        return
+    verdicts = infos.stacked(state, slice(steps)).verdict
+    for i in np.flatnonzero(np.asarray(verdicts > 0).reshape(steps, -1).any(1)):
+        from tsunax._step import step_errors
+
+        info, batch = infos.stacked(state, int(i)), feed.batch_at(int(i))
+        place = f"step {i + 1} of the {steps} of a call" if steps > 1 else ""
+        step_errors.raise_if_rejected(step, state, info, batch, extra, place)
 
 
 def _length_of(batches: PyTree) -> int:
@@ -117,6 +135,7 @@ def run_epoch(
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
             steps_done += chunk.steps
+            _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
             parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return trainee.state, infos.stacked(trainee.state)
@@ -148,25 +167,31 @@ def iterate(
     """
     goal = Goal("iterate()", steps, epochs, has_data=data is not None)
     check_step("iterate()", step, state)
-    checks.check_count(steps_per_call, "iterate()", "steps_per_call")
+    steps_per_call = checks.check_count(steps_per_call, "iterate()", "steps_per_call")
     feed = Feed(
         step, data, state, Limits(steps_per_call, steps=goal.steps_left(0)), continues_data=True
     )
     agreement = processes.current().agreement("iterate()", state, innermost(data))
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     agreement.start({"step": step}, {}, **settings, place=feed.source.state())
-    trainee, steps_done = Trainee(state), 0
+    trainee, steps_done, yielded_at, info = Trainee(state), 0, 0, None
     caller = Caller(_loop_of(step), feed, agreement, trainee, extra)
 
     def next_chunks() -> list[chunks.Chunk] | None:
         if goal.reached(steps_done, feed.epoch):
             return None
-        return caller.take(int(min(steps_per_call, goal.steps_left(steps_done))), steps_done)
+        most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
+        return caller.take(int(most_steps), steps_done)
 
-    for _ in caller.calls(next_chunks):
+    for calls in caller.calls(next_chunks):  # no calls at the end of an epoch
         for chunk, infos in caller.read():
             steps_done += chunk.steps
-            sent_state = yield trainee.state, infos.stacked(trainee.state, chunk.steps - 1)
+            _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
+            info = infos.stacked(trainee.state, chunk.steps - 1)
+        is_due = steps_done - yielded_at == steps_per_call or goal.reached(steps_done, feed.epoch)
+        if steps_done > yielded_at and (is_due or not calls):
+            sent_state = yield trainee.state, info
+            yielded_at = steps_done
             if sent_state is not None:
                 check_step("iterate()", step, sent_state)
                 trainee.state = sent_state

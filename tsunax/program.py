@@ -160,6 +160,12 @@ class TrainStep(GradientOptions):
     def __call__(
         self, state: TrainState, batch: PyTree = None, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
+        return self.call(state, batch, extra, raises=self.on_nonfinite == "raise")
+
+    def call(
+        self, state: TrainState, batch: PyTree, extra: Extra, *, raises: bool = False
+    ) -> tuple[TrainState, StepInfo]:
+        """A step. Unless it `raises`, it skips rejected calls: the caller reads the verdict."""
         if not isinstance(state, TrainState):
             check_state(state, "step()", batch)
         try:
@@ -184,14 +190,16 @@ class TrainStep(GradientOptions):
             program = self.programs[shardings]
             moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:
+            from tsunax._core import placement
             from tsunax._core.source_lines import hide_own_frames
 
             hide_own_frames(error)
+            placement.check_devices(batch, placement.state_sharding(state))
             raise
         state = assemble(kind, moving, fixed)
         weight = weight.value if type(weight) is StaticWeight else weight
         info = StepInfo._make((loss, weight, *other_fields, state.numbers))
-        if self.on_nonfinite == "raise":
+        if raises:
             from tsunax._step import step_errors
 
             step_errors.raise_if_rejected(self, state, info, batch, extra)
@@ -283,8 +291,8 @@ def train_step(
 
     Raises, before anything is compiled: WrongTypeError, and LossError for a loss_fn that cannot be
     used or that no trained leaf moves. When called: StateError for a donated state, NonFiniteError
-    under "raise" (but a traced state is skipped, because nothing can wait there, and a dynamic loss
-    scale may come down).
+    under "raise" (but a traced state is skipped, because nothing can wait there: give `fit` of a
+    function that calls the step `max_bad=1`; and a dynamic loss scale may come down).
 
     >>> import jax.numpy as jnp
     >>> import tsunax as ts

@@ -175,6 +175,8 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
 
 def _check_members(members: Mapping[str, object]) -> None:
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
+    if not members:
+        raise StateError("members", "States()", "none", "TrainStates by name")
     for name, state in members.items():
         if not name.isidentifier() or name.startswith("_") or name in reserved_names:
             raise StateError("name", "States()", repr(name), "a name that can be an attribute")

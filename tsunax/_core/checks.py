@@ -43,16 +43,13 @@ def check_arrays(tree: Any, root: str, fix: str = "") -> None:
         check_alive(leaf, where)
 
 
-_DELETED = (
-    *("a deleted array", "a live one"),
-    "An earlier step consumed (donated) it: use what the step returned.",
-)
+_CONSUMED = "An earlier step consumed (donated) it: use what the step returned."
 
 
 def check_alive(leaf: Any, where: str) -> None:
     """Raise StateError for a deleted array, with its path and the reason."""
     if trees.is_gone(leaf):
-        raise StateError("leaf", where, *_DELETED)
+        raise StateError("leaf", where, "a deleted array", "a live one", _CONSUMED)
 
 
 def check_not_tracing(where: str, fix: str) -> None:
@@ -113,7 +110,9 @@ def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | Non
         return "leaf without elements", f"shape {np.shape(leaf)}", "no 0 in the shape", fix
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "leaf", "a ShapeDtypeStruct", "an array", "For shapes use jax.eval_shape."
-    return ("leaf without a buffer", *_DELETED) if trees.is_gone(leaf) else None
+    if trees.is_gone(leaf):
+        return "leaf without a buffer", "a deleted array", "a live one", _CONSUMED
+    return None
 
 
 def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
@@ -142,6 +141,7 @@ def count_beyond(leaf: Any, limit: float = np.inf) -> Any:
     # A view of the buffer. It must not outlive this call: meanwhile no step can donate the buffer.
     x = np.asarray(leaf)
     x = np.abs(x) if np.iscomplexobj(x) else x
+    limit = np.float64(limit)  # a Python float would be cast to the dtype of x, with a warning
     if not x.size or (x.max() < limit and x.min() > -limit):  # neither makes a copy
         return 0
     return np.count_nonzero(~(np.abs(x) < limit))
@@ -207,12 +207,13 @@ def is_real(x: Any) -> bool:
     return trees.is_a(x, np.floating, np.integer)
 
 
-def check_count(n: Any, where: str, name: str, least: int = 1) -> None:
-    """Raise WrongTypeError unless `n` is an int, HyperparameterError if it is below `least`."""
+def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
+    """An int, also of NumPy, as Python's; WrongTypeError or HyperparameterError below `least`."""
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
         raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
         raise HyperparameterError(name, where, n, f"an int ≥ {least}")
+    return int(n)
 
 
 def is_one_of(value: Any, choices: Sequence[str]) -> bool:

@@ -33,8 +33,8 @@ def check_options(options: Any, whole: bool, where: str) -> None:
             noise_scale and (options.accumulate < 2 or per_example)
         ),
     }
-    for conflict, has_both in conflicts.items():
-        if has_both:
+    for conflict, has_conflict in conflicts.items():
+        if has_conflict:
             raise WrongTypeError("options", where, conflict, "options that fit together")
 
 

@@ -37,7 +37,8 @@ def check_byte_order(batch: PyTree, extra: Extra) -> None:
     """
     for x in jax.tree.leaves((batch, extra)):  # at each step: a loop takes half of `any`'s time
         if isinstance(x, np.ndarray) and not x.dtype.isnative:
-            checks.check_dtype(x.dtype, "the batch or the extra arguments")
+            leaves = (*trees.leaves_at("batch", batch), *trees.leaves_at("extra", extra))
+            checks.check_dtype(x.dtype, next(path for path, leaf in leaves if leaf is x))
 
 
 def call_on_mesh(

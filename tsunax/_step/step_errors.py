@@ -32,8 +32,11 @@ def check_not_donated(state: TrainState, arguments: Extra) -> None:
             )
 
 
-def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
-    """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale."""
+def raise_if_rejected(step, state: TrainState, info: Any, batch, extra, place: str = "") -> None:
+    """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale.
+
+    `place` names the step in a call of many steps; the state is the state after the call.
+    """
     rejected = np.flatnonzero(info.verdict > 0)
     if not len(rejected):
         return
@@ -46,7 +49,8 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra) -> None:
         reason = rejection_reason(step, state, info, batch, extra)
         if state.loss_scale is not None:
             reason += f", {int(state.rejected_in_a_row)} rejected in a row"
-        text = f"step {int(state.step)} (call {int(state.calls) - 1}) was rejected: {reason}"
+        place = place or f"step {int(state.step)} (call {int(state.calls) - 1})"
+        text = f"{place} was rejected: {reason}"
     raise NonFiniteError(f"{text}. `error.state` is the state after the call.", state, info)
 
 

@@ -172,7 +172,7 @@ def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
                 "values": values,
                 "rates": {name: as_float32(rate) for name, rate in x["rates"].items()},
                 "scale": as_float32(x["scale"]),
-                "frozen": list(map(str, x["frozen"] or [])),
+                "frozen": list(map(str, x.get("frozen") or [])),
                 "injected": {name: np.asarray(y) for name, y in injected},
             }
         return numbers_by_state

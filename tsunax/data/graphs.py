@@ -125,15 +125,15 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
     part = {name: jax.tree.map(np.asarray, item.get(name)) for name in ("nodes", *optional)}
     part |= {name: np.asarray(item[name]) for name in ("senders", "receivers")}
     n, m = check_batch(part["nodes"], where_packed, f"{where}['nodes']"), part["senders"].size
-    ends = part["senders"], part["receivers"]
+    end_nodes = part["senders"], part["receivers"]
     is_node = lambda x: x.dtype.kind in "iu" and 0 <= x.min() <= x.max() < n
-    are_nodes = all(x.shape == (m,) and (m == 0 or is_node(x)) for x in ends)
+    are_nodes = all(x.shape == (m,) and (m == 0 or is_node(x)) for x in end_nodes)
     rows_of_edges = {x.shape[:1] for x in jax.tree.leaves(part["edges"])}
     if not are_nodes or rows_of_edges - {(m,)}:
-        got = f"senders {trees.describe(ends[0])}, receivers {trees.describe(ends[1])}"
+        got = f"senders {trees.describe(end_nodes[0])}, receivers {trees.describe(end_nodes[1])}"
         expected = f"integers from 0 to {n - 1} in both, and in 'edges' one row for each of {m}"
         raise DataError(where, where_packed, got, expected)
-    part |= {"senders": ends[0].astype(np.int32), "receivers": ends[1].astype(np.int32)}
+    part |= {"senders": end_nodes[0].astype(np.int32), "receivers": end_nodes[1].astype(np.int32)}
     part["globals"] = jax.tree.map(lambda x: x[None], part["globals"])
     part |= {"graph_of_node": np.zeros(n, np.int32), "mask": np.ones(1, bool)}
     if np.any(_size(part) > limits):

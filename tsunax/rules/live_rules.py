@@ -211,6 +211,9 @@ class LiveUpdate(MadeOfRules):
         step: Maybe = None,
         **extra: Any,
     ) -> tuple[PyTree, LiveState]:
+        if not isinstance(state, LiveState):
+            got, fix = trees.describe(state), "For the state of a TrainState use ts.update."
+            raise RuleError("state", f"{self.live.title}()", got, "the state of its init", fix)
         table: Any = state.table
         call_arguments = (
             state.count if step is None else step,

@@ -1,4 +1,4 @@
-"""The user's callbacks and parts: when they are called, and what they change in a run."""
+"""The user's callbacks and parts: when they are called, and their changes of a run."""
 
 import itertools
 from typing import Any

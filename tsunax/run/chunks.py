@@ -197,7 +197,7 @@ def buffer_size(
     It depends on sizes and settings alone: the clock chooses how many batches a call has.
     """
     if isinstance(limits.steps_per_call, int):
-        return max(2, limits.steps_per_call)
+        return int(max(2, min(limits.steps_per_call, limits.interval)))
     return int(max(2, min(bytes // max(batch_bytes, 1), most_batches, limits.interval)))
 
 

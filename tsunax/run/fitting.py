@@ -23,7 +23,7 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, processes
 from tsunax._core.interrupts import Interrupt
-from tsunax.errors import NonFiniteError, RowError, StateError, warn
+from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
 from tsunax.run.calling import Caller
@@ -147,7 +147,7 @@ class Fit:
         step = self.run.step
         if step != self.next_boundary[0]:
             goal = self.options.goal.steps_left(0)
-            places = [part.next_step(step) for part in self.parts] + [goal] * (goal > step)
+            places = [part.next_step(step) for part in self.parts] + ([goal] if goal > step else [])
             self.next_boundary = step, min(places, default=float("inf"))
         return self.next_boundary[1] - step - self.caller.ahead
 
@@ -276,7 +276,7 @@ class Fit:
                 yield
             except BaseException as error:
                 # log the numbers of applied steps, if they can be read
-                if not isinstance(error, NonFiniteError):
+                if not self.rejections.has_ended_run:
                     with contextlib.suppress(Exception):
                         self.read(0)
                 with_state(error, self.run)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
@@ -25,9 +27,9 @@ class Goal:
             got = f"steps={steps} and epochs={epochs}"
             raise WrongTypeError("goal", where, got, "one of them, and steps= without data")
         name = "epochs" if steps is None else "steps"
-        checks.check_count(epochs if steps is None else steps, where, name)
-        self.steps: int | None = steps
-        self.epochs: int | None = epochs
+        count = checks.check_count(epochs if steps is None else steps, where, name)
+        self.steps: int | None = None if steps is None else count
+        self.epochs: int | None = count if steps is None else None
 
     def steps_left(self, step: int) -> float:
         return float("inf") if self.steps is None else self.steps - step
@@ -66,10 +68,10 @@ class Options:
     def __post_init__(self) -> None:
         where = "fit()"
         self._set_evaluations(where)
-        checks.check_count(self.log_every, where, "log_every")
-        checks.check_count(self.max_bad, where, "max_bad")
+        self.log_every = checks.check_count(self.log_every, where, "log_every")
+        self.max_bad = checks.check_count(self.max_bad, where, "max_bad")
         if self.steps_per_call not in (None, "auto"):
-            checks.check_count(self.steps_per_call, where, "steps_per_call")
+            self.steps_per_call = checks.check_count(self.steps_per_call, where, "steps_per_call")
         checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
@@ -105,8 +107,7 @@ class Options:
             raise WrongTypeError("evaluate", where, "EvalStep", example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
         if not isinstance(interval, str):
-            checks.check_count(interval, where, "evaluate_every")
-            self.evaluate_steps = interval
+            self.evaluate_steps = checks.check_count(interval, where, "evaluate_every")
         elif match := re.fullmatch(r"(?:([1-9]\d*) )?epochs?", interval):
             self.evaluate_epochs = int(match[1] or 1)
         else:
@@ -124,7 +125,7 @@ class Options:
     @functools.cached_property
     def callback_intervals(self) -> list[int]:
         """Callbacks need a boundary at every multiple of these intervals, and at `places`."""
-        intervals = [f.every for f in self.callbacks if has_interval(f)]
+        intervals = [int(f.every) for f in self.callbacks if has_interval(f)]
         return intervals + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
 
     @functools.cached_property
@@ -151,7 +152,7 @@ class Options:
 
 
 def has_interval(callback: object) -> bool:
-    return isinstance(getattr(callback, "every", None), int)
+    return isinstance(getattr(callback, "every", None), (int, np.integer))
 
 
 def is_bare(callback: object) -> bool:

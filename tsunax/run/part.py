@@ -85,12 +85,12 @@ class Watcher:
 
 
 @contextlib.contextmanager
-def blamed(role: str, fn: Function | Part, run: Any) -> Iterator[None]:
-    """A block that adds to an exception which function raised it, and when."""
+def blamed(role: str, fn: Function | Part, run: Any, step: int | None = None) -> Iterator[None]:
+    """A block that adds to an exception which function raised it, and at which step."""
     try:
         yield
     except Exception as error:
-        place = f"step {run.step} (epoch {run.epoch})"
+        place = f"step {run.step} (epoch {run.epoch})" if step is None else f"step {step}"
         name = trees.describe_call(fn) if callable(fn) else type(fn).__name__
         error.add_note(f"raised by the {role} {name} at {place}")
         raise

@@ -25,7 +25,9 @@ class Rejections:
     def __init__(self, step: Step, state: PyTree, run: Run, max_bad: int) -> None:
         self.step: Step = step
         self.run: Run = run
-        self.max_bad: int = 1 if getattr(step, "on_nonfinite", None) == "raise" else max_bad
+        self.raises: bool = getattr(step, "on_nonfinite", None) == "raise"  # at any rejection
+        self.max_bad: int = 1 if self.raises else max_bad
+        self.has_ended_run: bool = False
         counts = np.atleast_2d(counts_of(state))
         self.by_member: np.ndarray = counts[:, 2]  # rejected calls of each member
         self.count: int = int(np.max(self.by_member))  # calls that any member rejected
@@ -90,8 +92,8 @@ class Rejections:
                 searches = step_errors.is_searching(run.state, info, info.verdict) | ~by_member
             if len(searches) and all(searches):
                 continue  # rejected to find a loss scale
-            self.in_a_row += not members
-            raises = self.max_bad == 1 and not members
+            self.in_a_row += self.raises or not members
+            raises = self.max_bad == 1 and (self.raises or not members)
             if self.count in (1, 10, 100, 1000, 10_000, 100_000) and not raises:
                 reason, loss = _reason(parts) or "a loss, gradient or update is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
@@ -130,12 +132,15 @@ class Rejections:
 
     def give_up(self, i: int, chunks: Sequence[Chunk], extra: Mapping[str, Any]) -> None:
         """Raise NonFiniteError for call i, one rejected call too many, with the reason."""
-        run = self.run
+        run, self.has_ended_run = self.run, True
         assert run.info is not None
         last = f"the last of {self.max_bad} in a row, " if self.max_bad > 1 else ""
-        raises = getattr(self.step, "on_nonfinite", None) == "raise"  # then `max_bad` is 1
-        limit = "on_nonfinite='raise'" if raises else f"{last}max_bad={self.max_bad}"
+        limit = "on_nonfinite='raise'" if self.raises else f"{last}max_bad={self.max_bad}"
         reason, hint = _reason(self._rejected_parts(run.info)) or "not finite", ""
+        if self.is_population and isinstance(run.info, StepInfo):
+            members = np.flatnonzero(run.info.verdict > 0)
+            reason = guard.explain(int(run.info.verdict[members[0]]), run.state.opt_state)
+            reason += f", members {trees.listed(list(map(str, members)), 8)}"
         later_calls = most_calls(run.state) - self.calls  # a call of the loop has many steps
         if self._has_batch(run.info):
             from tsunax._step import step_errors
@@ -145,8 +150,8 @@ class Rejections:
             state = "error.state, exact=False" if later_calls else "error.state"
             hint = f" Next: ts.replay(step, *error.rejected[-1].of({state}))."
         summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {reason}; {limit}"
-        # another member of States may have applied its update
-        when = "after" if isinstance(run.state, States) else "before"
+        # another member may have applied its update
+        when = "after" if isinstance(run.state, States) or self.is_population else "before"
         when = f"{later_calls} calls after" if later_calls else when
         text = f"{summary}. `error.state` is the state {when} it.{hint}"
         raise NonFiniteError(text, run.state, run.info)

@@ -88,7 +88,7 @@ class Run:
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
         parts_of_rows = options.goal, options.loggers, options.clock, settings
-        self.rows: "Rows" = Rows(self, *parts_of_rows)
+        self.rows: Rows = Rows(self, *parts_of_rows)
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the row of this step; a newer number replaces an older one of its name."""
@@ -230,7 +230,7 @@ class Rows(Part):
         row, self.run.row = self.run.row, {}
         self.flushed_step = self.step if row else self.flushed_step
         for logger in self.loggers if row and self.step != self.resumed_row else ():
-            with self.clock("callbacks"), blamed("logger", logger, self.run):
+            with self.clock("callbacks"), blamed("logger", logger, self.run, self.step):
                 logger(dict(row), step=self.step)
 
     def sync(self) -> None:
@@ -248,7 +248,7 @@ def with_state(error: Any, run: Run) -> Any:
     if getattr(error, "state", None) is None:
         error.state = None if is_donated else run.state
     error.history, error.rejected = run.history, tuple(run.rejected)
-    if is_donated and not has_history:
+    if error.state is None and not has_history:
         place = f"step {run.step}"
         error.add_note(f"the failed call had consumed the state of {place}: error.state is None")
     return error
