@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import os
 import re
 
@@ -166,6 +167,21 @@ def medium_if(is_medium, cases):
     ['a', ParameterSet(values=('B',), marks=...medium...)]
     """
     return [pytest.param(case, marks=pytest.mark.medium) if is_medium(case) else case for case in cases]
+
+
+def covering_array(*factors, is_possible=lambda *row: True):
+    """Rows of values such that every possible pair of values of two factors is in one of them.
+
+    >>> len(covering_array("ab", "cd", "ef"))
+    4
+    """
+    rows = [row for row in itertools.product(*factors) if is_possible(*row)]
+    pairs_of = lambda row: set(itertools.combinations(enumerate(row), 2))
+    missing, chosen = set().union(*map(pairs_of, rows)), []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return chosen
 
 
 def need(name: str):

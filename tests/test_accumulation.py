@@ -186,6 +186,7 @@ def test_each_micro_batch_has_its_key_and_the_model_state_of_the_one_before():
     assert not np.intersect1d(again.model_state["noise"], after.model_state["noise"]).size
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("where", [0, pytest.param(2, marks=pytest.mark.medium)])
 @pytest.mark.parametrize("what", ["loss", pytest.param("gradient", marks=pytest.mark.medium)])
 def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, covering_array
 from tsunax.errors import NonFiniteError, RuleError, StateError, WrongTypeError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -46,32 +46,38 @@ def state_of(place, named, trainable):
     return ts.shard(make(), ts.mesh()) if place == "mesh" else make()
 
 
-@pytest.mark.parametrize("named", NAMED)
-@pytest.mark.parametrize("place", ["one", "population", "mesh"])
-def test_every_combination_computes_the_same(place, named):
-    found = {}
-    policies = ("skip", "raise") if place != "mesh" else ("skip",)
-    for accumulate, policy, trainable in itertools.product((1, 2), policies, ("**", "w")):
-        step = ts.train_step(losses_of(named), accumulate=accumulate, on_nonfinite=policy, donate=False)
-        state = state_of(place, named, trainable)
-        for _ in range(2):
-            state, info = step(state, X)
-        if "mask" in named:  # nobody's mask is no mask
-            again, _ = step(state, X, mask=None)
-            assert_trees_close(again.params, step(state, X)[0].params, rtol=0, atol=0)
-        if place == "population":
-            state = ts.populations.member(state, 1)
-        if "model_state" in named:
-            assert float(state.model_state["sum"]) == 32 and int(state.model_state["n"]) == 2 * accumulate
-        found.setdefault(trainable, []).append(state.params)
-        assert np.all(info.applied)
-    one = ts.train_step(losses_of(""), donate=False)
-    for trainable, states in found.items():
-        expected = state_of("one", "", trainable)
-        for _ in range(2):
-            expected, _ = one(expected, X)
-        for params in states:
-            assert_trees_close(params, expected.params, **CLOSE)
+FACTORS = ["one", "population", "mesh"], NAMED, [1, 2], ["skip", "raise"], ["**", "w"]
+is_possible = lambda place, named, accumulate, policy, trainable: (place, policy) != ("mesh", "raise")
+ALL = [row for row in itertools.product(*FACTORS) if is_possible(*row)]
+PAIRS = covering_array(*FACTORS, is_possible=is_possible)
+
+
+def test_the_combinations_of_the_fast_tests_have_every_pair():
+    pairs = lambda rows: {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    assert pairs(PAIRS) == pairs(ALL) and len(PAIRS) < len(ALL) / 4
+
+
+@pytest.mark.parametrize(
+    ("place", "named", "accumulate", "policy", "trainable"),
+    [*PAIRS, *(pytest.param(*row, marks=pytest.mark.medium) for row in ALL if row not in PAIRS)],
+)
+def test_every_combination_computes_the_same(place, named, accumulate, policy, trainable):
+    step = ts.train_step(losses_of(named), accumulate=accumulate, on_nonfinite=policy, donate=False)
+    state = state_of(place, named, trainable)
+    for _ in range(2):
+        state, info = step(state, X)
+    if "mask" in named:  # nobody's mask is no mask
+        again, _ = step(state, X, mask=None)
+        assert_trees_close(again.params, step(state, X)[0].params, rtol=0, atol=0)
+    if place == "population":
+        state = ts.populations.member(state, 1)
+    if "model_state" in named:
+        assert float(state.model_state["sum"]) == 32 and int(state.model_state["n"]) == 2 * accumulate
+    assert np.all(info.applied)
+    one, expected = ts.train_step(losses_of(""), donate=False), state_of("one", "", trainable)
+    for _ in range(2):
+        expected, _ = one(expected, X)
+    assert_trees_close(state.params, expected.params, **CLOSE)
 
 
 def test_a_population_raises_for_its_rejected_members():
@@ -159,6 +165,7 @@ def test_an_evaluation_without_a_batch():
     assert float(ts.eval_step(loss)(state).compute()) == 4
 
 
+@pytest.mark.medium
 def test_bases_stay_orthogonal_beside_low_moments():
     policy = ts.precision.Policy(moments="bfloat16")
     state = ts.setup(ts.rules.soap(0.01, precondition_frequency=2), {"w": jnp.ones((8, 8))}, precision=policy, key=0)

@@ -112,6 +112,7 @@ def computed():
     return stacked, jax.jit(lambda xs, ws: lax.map(lambda x: fast(all_of)(x, ws), xs))(xs, ws)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bits_are_those_outside_of_a_loop(case):
     outside, inside = (results[case.name] for results in computed())

@@ -132,6 +132,7 @@ def test_a_sum_that_overflows_is_refused_when_it_starts_again():
         ts.train_step(loss_fn)(state, X)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("decay", [np.nan, -0.5, 1.5, np.inf])
 def test_a_decay_of_an_average_out_of_its_range_rejects_the_step(decay):
     state = fresh(ema=lambda step: jnp.where(step == 2, decay, 0.9))

@@ -89,6 +89,7 @@ def test_the_gradient_of_packed_graphs_is_that_of_each_alone(accumulate):
     assert_trees_close(grads, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_run_compiles_once_is_evaluated_per_graph_and_spread_over_devices():
     packed = ts.data.pack_graphs(GRAPHS, **SIZES)
     step, make = ts.train_step(loss_fn), lambda: ts.setup(ts.rules.adam(1e-2), PARAMS)
@@ -206,6 +207,7 @@ def loss_of_tuple(params, batch):
     return ts.Loss.mean((jax.ops.segment_sum(x, owner, 4) - targets) ** 2, jnp.arange(4) < 3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "make",
     [

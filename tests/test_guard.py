@@ -318,6 +318,7 @@ def test_an_adjusted_number_changes_who_judges_and_compiles_nothing():
     assert compiles.compiled.count("train_step") == 0
 
 
+@pytest.mark.medium
 def test_both_ways_to_choose_have_the_same_bits():
     """A cond on a CPU, a select for each array elsewhere, and either with a judged update."""
     loss_fn = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) @ params["v"])

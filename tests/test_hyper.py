@@ -629,6 +629,7 @@ def test_a_new_cut_in_a_scan_is_another_structure():
         jax.lax.scan(lambda s, _: (ts.adjust(s, "head/**", learning_rate=0.1), 0), state, None, length=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("where", ["**", "head/**"])
 def test_members_of_a_population_take_one_value_each(where):
     make = lambda rate: ts.adjust(ts.setup(rules.adam(rate), PARAMS), where)
@@ -807,6 +808,7 @@ def test_everything_may_be_frozen():
     assert int(after.step) == 13 and int(after.calls) == 13
 
 
+@pytest.mark.medium
 def test_freeze_in_jit_scan_and_vmap():
     state = train(ts.setup(rules.adam(0.01), PARAMS, freezable=True))
     expected = train(ts.freeze(state, "head/**"), BATCHES[:1]).params
@@ -910,6 +912,7 @@ def running():
     return ts.freeze(train(state, BATCHES[2:5]), "encoder/b")
 
 
+@pytest.mark.medium
 def test_a_cut_state_is_rebuilt_from_its_arrays():
     state = running()
     blank = shaped()

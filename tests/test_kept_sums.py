@@ -80,6 +80,7 @@ CASES = {  # the loss, what train_step takes, what setup takes, what fit takes
 MORE = "scan over layers", "remat", "bfloat16"  # the same rewriting, of other programs
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", medium_if(MORE.__contains__, CASES))
 def test_bits_are_those_without_it(name, monkeypatch):
     loss_fn, options, setting, fit = CASES[name]

@@ -429,6 +429,7 @@ def test_any_state_and_any_step():
     assert history["loss"].shape == (5,)  # and the params that were given are still there: `expected` began with them
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("per_call", (1, 3))
 @pytest.mark.parametrize("wrapped", ("pure", "compiled"))
 def test_what_a_function_changes_that_a_step_only_reads(wrapped, per_call):
@@ -1316,6 +1317,7 @@ def test_a_new_state_begins_a_loader_that_is_read_ahead_anew():
         assert used.get_state() == {"epoch": 2, "position": 0, "data": None}
 
 
+@pytest.mark.medium
 def test_a_new_state_begins_where_the_data_were_put():
     used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
     used.set_state({"epoch": 0, "position": 3})
@@ -1448,6 +1450,7 @@ class Pressing(list):
             yield batch
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("steps_per_call", [None, 1, "auto"])
 def test_what_a_step_calls_for_happens_before_a_signal_ends_the_run(tmp_path, steps_per_call):
     def run(at=0, folder=None):
@@ -1692,6 +1695,7 @@ def test_batches_of_another_device():
     assert ts.devices.device_of(state) == jax.devices()[2]
 
 
+@pytest.mark.medium
 @pytest.mark.several_devices
 def test_a_callback_spreads_the_state_while_data_are_on_one_device():
     """The program cannot gather rows there any more: batches are copied instead, with the same numbers."""
@@ -1805,6 +1809,7 @@ def test_progress_says_from_where_a_run_goes_on(tmp_path, capsys):
         assert (f"resumed from {tmp_path}, step 4" in capsys.readouterr().err) == (steps == 8)
 
 
+@pytest.mark.medium
 def test_progress_shows_no_total_if_a_step_is_several_calls(capsys):
     state, _ = ts.fit(STEP, ts.setup(ts.rules.accumulate(RULE, every=2), init()), data(), epochs=2)
     said = capsys.readouterr().err

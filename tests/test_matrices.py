@@ -54,6 +54,7 @@ def flops(compiled):
 # The program
 
 
+@pytest.mark.medium
 def test_few_bytes_fully_sharded():
     params = matrices(*[(256, 256)] * 4)
     adam = sent(program(ts.rules.adam(1e-3), params, FULLY))
@@ -62,6 +63,7 @@ def test_few_bytes_fully_sharded():
     assert own <= 2 * adam and plain > 5 * adam, (adam, own, plain)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("count", "axes"),
     [
@@ -132,6 +134,7 @@ def test_the_numbers_of_one_device(params, layout):
     assert_trees_close((many.params, many.opt_state, many.average), (one.params, one.opt_state, one.average), **CLOSE)
 
 
+@pytest.mark.medium
 def test_fused_in_fit():
     one = ts.setup(muon("nine"), matrices(*PARAMS["nine"]))
     many, data, step = ts.shard(one, ts.mesh(**FULLY)), list(batches(6)), ts.train_step(loss_fn, donate=False)
@@ -204,6 +207,7 @@ def test_explicit_axes():
     assert_trees_close(many.params, one.params, **CLOSE)
 
 
+@pytest.mark.medium
 def test_a_mesh_given_to_an_update():
     one = ts.setup(ts.rules.muon(0.02), matrices((64, 32)))
     mesh, grads = ts.mesh(**FULLY), jax.tree.map(jnp.asarray, matrices((64, 32), seed=1))

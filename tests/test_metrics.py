@@ -128,6 +128,7 @@ def cut(rows):
     return [{k: v[a:b] for k, v in rows.items()} for a, b in itertools.pairwise(ends)]
 
 
+@pytest.mark.medium
 @settings(max_examples=40)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from(["none", "mask", "weights"]), st.permutations(range(3)), st.booleans()
@@ -221,6 +222,7 @@ def step_reference(params, batch, mask):
     }
 
 
+@pytest.mark.medium
 def test_through_the_steps_it_is_the_metric_of_all_rows():
     params, batch, mask = step_rows()
     expected, found = step_reference(params, batch, mask)

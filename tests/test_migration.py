@@ -153,6 +153,7 @@ def check(rule: str, edit: Edit):
 QUICK = ("add an average", "split into groups", "add accumulation", "train a part")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("rule", "edit"), [pair if pair[1] in QUICK else pytest.param(*pair, marks=pytest.mark.medium) for pair in FAST]
 )

@@ -179,6 +179,7 @@ def test_the_numbers_of_a_loop_written_by_hand(library):
     assert_trees_close(as_weights(state.params), params, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "variant", medium_if(lambda name: name != "accumulate", [name for name in VARIANTS if name != "plain"])
 )

@@ -167,6 +167,7 @@ def test_a_rejected_step_keeps_the_statistics_and_its_key_is_not_used_again(libr
     assert ((after.metrics["dropped"] == 0) != (at_once.metrics["dropped"] == 0)).any()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_nothing_and_everything_dropped(library, rate):
     model, step, _ = trained(library, rate)
@@ -225,6 +226,7 @@ def test_a_key_given_to_an_evaluation_is_monte_carlo_dropout(library):
 # ------------------------------------------------------------------------------------ frozen is not eval mode
 
 
+@pytest.mark.medium
 def test_frozen_parameters_do_not_stop_the_statistics(library):
     model, step, _ = trained(library)
     state = ts.freeze(start(model), "**")
@@ -296,6 +298,7 @@ def test_a_key_without_train_is_an_error(kind):
         apply(**given)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["nnx", "linen", "raw", "equinox"])
 def test_a_training_step_names_the_mode_of_its_models(kind):
     """Forgotten, dropout would be off in training, and batch statistics would stay."""
@@ -340,6 +343,7 @@ def test_attention_without_dropout_has_one_mode():
     ts.train_step(loss_fn)(ts.setup(ts.rules.sgd(0.1), model.params), jnp.ones((2, 3, 4)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_new_batch_statistics_must_be_returned(accumulate):
     model = ts.models.nnx(nnx.BatchNorm(FEATURES, rngs=nnx.Rngs(0)))

@@ -165,6 +165,7 @@ def test_saved_and_restored_to_either_place(n, tmp_path):
     assert_trees_equal(on[2], on[0])
 
 
+@pytest.mark.medium
 @N
 def test_what_is_shown(n):
     step = ts.train_step(loss_fn)

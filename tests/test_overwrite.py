@@ -72,6 +72,7 @@ def by_flax(steps, every=1):
     return state
 
 
+@pytest.mark.medium
 def test_the_gradient_replaces_them_as_in_flax():
     state, step = start(), ts.train_step(loss_fn)
     rows = jax.tree.leaves(state.opt_state)
@@ -108,6 +109,7 @@ def test_norms_moments_masters_and_averages_are_without_them():
     assert_trees_equal(ts.averaged(after).params[OWG], after.params[OWG])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [4])
 def test_micro_batches_combine_by_their_maximum(accumulate):
     x = batch(0) * np.linspace(1, 2, 32, dtype=np.float32)[:, None]

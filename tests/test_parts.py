@@ -280,6 +280,7 @@ def _cleared(step):
         jax.clear_caches()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("run", [_of_other_shapes, _adjusted, _cleared])
 def test_a_program_is_traced_under_the_users_setting_again(run):
     with jax.transfer_guard_device_to_host("log"):

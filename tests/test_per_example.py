@@ -81,6 +81,7 @@ def test_rows_without_weight_have_no_gradient_and_others_are_not_touched():
         np.testing.assert_allclose(loss.metrics["worst"].compute(), worst, rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_each_row_has_a_key_however_the_batch_is_cut():
     def noisy(params, batch, key):
         return loss_fn(params, batch | {"x": batch["x"] * jax.random.bernoulli(key, 0.5, batch["x"].shape)})

@@ -228,6 +228,7 @@ def distance(params, batch):
     return jnp.mean(jnp.sum(jnp.abs(params["z"][None] - batch) ** 2, -1))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_a_step_of_complex_params_is_steepest_descent(accumulate, scale):

@@ -31,6 +31,7 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["w"] - jnp.sin(x.sum(1))) ** 2)
 
 
+@pytest.mark.medium
 def test_lbfgs_compares_params_in_float32_beside_low_moments():
     losses = []
     for policy in (None, ts.precision.Policy(moments="bfloat16")):
@@ -167,6 +168,7 @@ def test_a_learning_rate_is_found_for_a_loss_without_data():
     assert 0 < rate < 10
 
 
+@pytest.mark.medium
 def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_path):
     data, step, calls = ts.batches(X, 12), ts.train_step(loss_fn, accumulate=3), []
     text = (
@@ -196,6 +198,7 @@ def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_pa
     ts.fit(ts.train_step(padding, accumulate=3), state(), ts.batches(X, 12), epochs=1, progress=False)
 
 
+@pytest.mark.medium
 def test_the_first_warning_of_a_rejected_step_names_wrong_labels_and_data():
     def classes(params, batch):
         logits = batch[0] * params["w"][None]
@@ -220,6 +223,7 @@ def test_a_finished_run_says_that_nothing_is_to_do_whatever_would_not_divide(tmp
         again(ts.train_step(loss_fn, accumulate=3), checkpoint=tmp_path)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fault", ["log", "gradient", "accumulate"])
 def test_labels_are_not_blamed_for_what_they_did_not_do(fault):
     calls = []
@@ -242,6 +246,7 @@ def test_labels_are_not_blamed_for_what_they_did_not_do(fault):
         assert len(calls) == 3  # two rejected steps, and the search for the leaf: no run for the labels
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bad", [8, 1])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_replay_names_wrong_labels(bad, accumulate):

@@ -286,6 +286,7 @@ def test_losses_of_the_whole_batch_are_others_than_those_of_its_parts(fn):
 QUIET = [pytest.param(fn, marks=[] if i % 6 == 0 else pytest.mark.medium) for i, fn in enumerate(MEANS)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fn", QUIET)
 def test_means_over_rows_are_not(fn):
     assert difference(fn) is None
@@ -348,6 +349,7 @@ COARSE = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", COARSE)
 def test_rounding_is_no_difference(kind):
     setting, rounded = COARSE[kind]
@@ -453,6 +455,7 @@ def test_an_image_model_with_dropout_and_its_batch_norm():
             step.trace(state, batch)
 
 
+@pytest.mark.medium
 def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
     state = ts.setup(ts.rules.sgd(0.1), PARAMS)
     step = ts.train_step(clip, accumulate=4)
@@ -472,6 +475,7 @@ def test_the_warning_says_what_where_and_what_to_do_and_comes_once():
         assert not warnings_of(lambda options=options: ts.train_step(clip, donate=False, **options)(state, BATCH))
 
 
+@pytest.mark.medium
 def test_the_warning_names_the_option_and_the_loss():
     total = lambda p, b: values(p, b).sum()
     (text,) = warnings_of(lambda: ts.value_and_grad(total, accumulate=2)(STATE, BATCH))
@@ -514,6 +518,7 @@ CALLS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "how",
     [

@@ -922,6 +922,7 @@ ASKS = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ASKS)
 def test_extra_arguments_are_given_by_signature(name):
     tx = ASKS[name](optax)
@@ -947,6 +948,7 @@ def test_a_gradient_function_is_of_the_leaves_of_a_group():
     assert_trees_close(state.params, alone.params | {"b": FAR["b"]}, rtol=1e-6, atol=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rule", [pytest.param(optax.lbfgs(), id="plain"), pytest.param(rules.lbfgs(), id="live")])
 def test_update_takes_a_value_fn_of_ones_own(rule):
     """With arguments of its own or without, as in optax's documentation."""

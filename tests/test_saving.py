@@ -41,6 +41,7 @@ def answers(started, code=0) -> list:
     return [found(one.text)[one.index] for one in started]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("counts", [(1, 2, 1), pytest.param((4, 2, 4, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("store", ["", pytest.param("_orbax", marks=pytest.mark.medium)])
 def test_a_state_moves_between_processes(launch, tmp_path, counts, store):

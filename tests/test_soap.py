@@ -37,6 +37,7 @@ def algorithm(p, grads, lr, b1, b2, eps, decay, frequency, is_left=True):
     return p
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("numbers", [(0.01, 0.95, 0.95, 1e-8, 0.0, 3), (0.03, 0.9, 0.8, 1e-4, 0.1, 1)])
 def test_the_algorithm_of_the_paper(numbers):
     lr, b1, b2, eps, decay, frequency = numbers
@@ -76,6 +77,7 @@ def runs(mesh, steps=8):
     return state, infos
 
 
+@pytest.mark.medium
 def test_a_mesh_computes_what_one_device_computes():
     one, expected = runs(None)
     for axes in ({"data": 1, "fsdp": 8}, {}):
@@ -85,6 +87,7 @@ def test_a_mesh_computes_what_one_device_computes():
     assert expected[-1] < 0.9 * expected[1]
 
 
+@pytest.mark.medium
 def test_the_devices_share_the_bases():
     """Of 8 equal sides each of 8 devices iterates one: the program has one QR of one matrix, not of eight."""
     params = draw(0, {f"w{i}": (64, 64) for i in range(4)})

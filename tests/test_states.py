@@ -233,6 +233,7 @@ def test_adjust_freeze_and_thaw_begin_with_the_member_and_compile_nothing():
     assert ts.hyperparams(ts.adjust(run, **ts.hyperparams(run))) == ts.hyperparams(run)
 
 
+@pytest.mark.medium
 def test_a_callback_may_adjust_a_member_or_replace_it():
     def change(run):
         state = ts.adjust(run.state, "critic", learning_rate=0.05)
@@ -328,6 +329,7 @@ def test_fit_counts_warns_of_and_gives_up_rejected_calls(steps_per_call):
         assert [int(state.calls), int(state.rejected_in_a_row), int(state.critic.step)] == [3, 2, 1]
 
 
+@pytest.mark.medium
 def test_a_cadence_is_a_scan_of_ones_own():
     def cadenced(run, x):
         def critic(c, x):
@@ -414,6 +416,7 @@ def drawing(**options):
     return ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}, key=0, **options)
 
 
+@pytest.mark.medium
 def test_a_loss_that_takes_a_key_and_no_batch_needs_no_data():
     state = drawing()
     for _ in range(20):
@@ -450,6 +453,7 @@ def walking():
     return ts.States(agent=drawing(), carry={"place": jnp.ones((4, 2)), "buffer": jnp.zeros((5, 4, 2))})
 
 
+@pytest.mark.medium
 def test_what_lives_beside_the_state_is_carried_saved_and_resumed(tmp_path):
     run, history = ts.fit(walked, walking(), steps=30, progress=False)
     one = walking()
@@ -474,6 +478,7 @@ def test_what_lives_beside_the_state_is_carried_saved_and_resumed(tmp_path):
     assert_trees_equal(states[-1], run)
 
 
+@pytest.mark.medium
 def test_without_data_it_is_sharded_mapped_logged_and_stopped():
     run = ts.shard(walking(), ts.mesh(devices=jax.devices()[:2]), {"carry/place": ("data",)})
     single, _ = ts.fit(walked, walking(), steps=6, progress=False)
@@ -498,6 +503,7 @@ def test_without_data_it_is_sharded_mapped_logged_and_stopped():
     assert ts.fit(walked, walking(), steps=100, dry_run=True)[0].calls == 2
 
 
+@pytest.mark.medium
 def test_replicas_that_meet_after_each_step_are_data_parallelism():
     """The page's DiLoCo with H = 1 and SGD; with more steps apart, against a loop of plain optax."""
     rows, start = X[:48].reshape(2, 6, 2, 2, 3), {"w": jnp.array([1.0, -1.0, 0.5])}

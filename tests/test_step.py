@@ -174,6 +174,7 @@ def test_at_evaluates_elsewhere():
     assert_trees_equal((loss.compute(), grads), (value, expected))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.medium)])
 def test_sharpness_aware_steps_are_two_gradients_and_one_update(accumulate):
     """As written by hand; one clock, one verdict, the same random numbers in both gradients; in `fit`, too."""
@@ -292,6 +293,7 @@ IGNORING = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"remat": True}], ids=str)
 @pytest.mark.parametrize("name", IGNORING)
 def test_a_loss_that_no_trained_leaf_moves_is_an_error(name, options):
@@ -433,6 +435,7 @@ def test_ignore_lets_it_through():
 # -------------------------------------------------------------------------- transformations, compilation, memory
 
 
+@pytest.mark.medium
 def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there():
     step = ts.train_step(loss_fn)
     make = lambda: ts.setup(ts.rules.adam(1e-2), make_params())
@@ -612,6 +615,7 @@ def test_unselected_layers_cost_no_backward_pass_and_no_moments():
 # ------------------------------------------------------------------------------------------------- model libraries
 
 
+@pytest.mark.medium
 def test_flax_nnx_and_linen_and_equinox_params_train_as_they_are():
     import equinox as eqx
     from flax import linen, nnx
@@ -738,6 +742,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", EXPORTED)
 def test_a_step_is_exported_with_a_batch_of_any_size(kind):
     state, step = ts.setup(ts.rules.adam(1e-3), make_params()), ts.train_step(EXPORTED[kind])

@@ -119,6 +119,7 @@ def test_a_search_for_the_loss_scale_of_members_is_no_failure():
     assert history.last("rejected/1") == runs.rejected[1] > runs.rejected[0] > 0
 
 
+@pytest.mark.medium
 def test_batches_of_their_own():
     step, runs = ts.train_step(loss_fn), ts.population(make, N, key=0, rate=RATES)
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(N)]
@@ -128,6 +129,7 @@ def test_batches_of_their_own():
         np.testing.assert_allclose(info.loss[i], step(one, batch)[1].loss, rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_selected_members():
     runs = ts.population(make, N, rate=RATES)
     found = ts.populations.select(runs, [2, -2, 0])
@@ -160,6 +162,7 @@ def test_over_devices():
         ts.shard(ts.population(make, 3, rate=RATES[:3]), ts.mesh())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.medium)])
 def test_members_with_frozen_leaves_over_devices(explicit):
     made = functools.partial(ts.population, functools.partial(make, freezable=True), 8, rate=np.logspace(-3, -1, 8))
@@ -179,6 +182,7 @@ def test_a_run_of_a_population_goes_on():
     testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.medium), 3])
 def test_groups_of_members_are_the_whole_population(at_once):
     """One group after the other, for the memory of one group: the same numbers up to rounding."""
@@ -227,6 +231,7 @@ def test_population_based_training():
     np.testing.assert_array_equal(ts.hyperparams(chosen)["learning_rate"], rates)
 
 
+@pytest.mark.medium
 def test_members_that_stop_alone():
     """To the bit they stay as they are, and the others go on as if nobody had stopped."""
     step, batches = ts.train_step(masked), list(data())[:4]

@@ -239,6 +239,7 @@ WRONG = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", medium_if(lambda name: name not in ("accumulation", "frozen", "resume"), GOOD))
 def test_a_good_step_passes(name):
     found = GOOD[name]()
@@ -300,6 +301,7 @@ def test_a_list_can_be_read_again():
         testing.check_fused(STEP, make(), iter(batches))
 
 
+@pytest.mark.medium
 def test_a_kept_tracer_is_found():
     kept = []
     step = ts.train_step(lambda p, x: (kept.append(p["head"]), loss_fn(p, x))[1])

@@ -425,6 +425,7 @@ def together(rate, decay, width, trial):
     return trained(ts.population(members, len(rate), rate=rate, decay=decay, trial=trial))
 
 
+@pytest.mark.medium
 def test_trials_of_one_population_are_single_runs():
     """Up to 1e-4: what a member may differ by from a run of its own, after 40 steps."""
     alone = tune(single, LIVE, trials=7)

@@ -88,6 +88,7 @@ def test_without_accumulation_it_is_the_composed_loss_to_the_bit():
     assert_trees_equal(*evaluations)
 
 
+@pytest.mark.medium
 def test_both_passes_of_a_micro_batch_draw_the_same_numbers():
     def noisy(params, rows, key):
         return embed(params, rows | {"image": rows["image"] * jax.random.bernoulli(key, 0.5, rows["image"].shape)})
@@ -135,6 +136,7 @@ def counted(params, rows, model_state):
     }
 
 
+@pytest.mark.medium
 def test_each_micro_batch_has_the_model_state_of_the_one_before():
     start, n = {"mean": jnp.float32(0.5), "n": jnp.int32(0)}, 3
     state = setup(model_state=start)
@@ -175,6 +177,7 @@ def test_a_mask_reaches_both_parts():
     assert relative(grads, gradient(composed, batch=few)[1]) <= 1e-6
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [

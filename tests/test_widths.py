@@ -50,11 +50,13 @@ def test_what_training_changes_does_not_follow_the_width():
         ts.testing.check_coordinates(scaled, [64], BATCH)
 
 
+@pytest.mark.medium
 def test_a_model_of_the_same_width_trains_as_without_it():
     same = ts.setup(ts.rules.adam(3e-3), mlp(64))
     assert_trees_equal(STEP(scaled(64)[1], BATCH)[0].params, STEP(same, BATCH)[0].params)
 
 
+@pytest.mark.medium
 def test_updates_are_those_of_optax_by_the_ratio_of_fans():
     """Against multi_transform with a rate for each matrix."""
     rates = {"same": 3e-3, "less": 3e-3 * 64 / 256}

@@ -182,7 +182,7 @@ def _differentiated(
     return dataclasses.replace(jax.tree.map(as_array, loss), overwritten=new), grads
 
 
-def conjugated(grads):
+def conjugated(grads: PyTree) -> PyTree:
     """JAX's complex gradients `∂f/∂x - i ∂f/∂y` as steepest ascent `∂f/∂x + i ∂f/∂y`, and back."""
     return jax.tree.map(lambda g: jnp.conj(g) if trees.is_a(g, np.complexfloating) else g, grads)
 
@@ -241,11 +241,10 @@ def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
 
 def _checkpoint(remat: bool | str | Function | None) -> Function:
     """`jax.checkpoint` with the policy of `remat`; the identity without one."""
-    if isinstance(remat, str):
-        remat = getattr(jax.checkpoint_policies, remat)
     if remat is None or isinstance(remat, bool):
         return jax.checkpoint if remat else lambda f: f
-    return functools.partial(jax.checkpoint, policy=remat)
+    policy = getattr(jax.checkpoint_policies, remat) if isinstance(remat, str) else remat
+    return functools.partial(jax.checkpoint, policy=policy)
 
 
 def axes_around(axis_name: AxisName, where: str) -> tuple[str, ...]:

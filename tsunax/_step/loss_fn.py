@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
@@ -80,6 +80,9 @@ Strategy = Callable[[Problem], tuple[Loss, PyTree]]
 
 class CutsItsBatch:
     """The base of `WholeBatch`, a loss function that computes itself in micro-batches."""
+
+    def in_micro_batches(self, n: int) -> Function:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ current_call: ContextVar[TrainingCall | None] = ContextVar("training_call", defa
 
 
 @contextlib.contextmanager
-def training_call(model_state: PyTree) -> Iterator[TrainingCall]:
+def training_call(model_state: PyTree) -> Generator[TrainingCall]:
     """A context in which `current_call.get()` is this call."""
     token = current_call.set(call := TrainingCall(jax.tree.leaves(model_state)))
     try:

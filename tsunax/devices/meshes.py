@@ -171,7 +171,7 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
             name = "moments" if like == "rule" else field.name
             if leaves and like in ("rule", "trained", "average"):
                 parts_of_states.add(name)
-            flags += [name in host and np.prod(np.shape(x)) >= placement.SMALL for x in leaves]
+            flags += [name in host and math.prod(np.shape(x)) >= placement.SMALL for x in leaves]
     if absent := [name for name in host if name not in parts_of_states]:
         raise StateError(
             unknown("part", "shard(host=...)", str(absent[0]), sorted(parts_of_states))
