@@ -428,6 +428,15 @@ def test_an_edited_freeze_is_the_scripts_with_a_warning(tmp_path, name, store):
         state, _ = fit(checkpoints, script(second), 12, step)
 
 
+def test_an_edited_freeze_leaves_what_callbacks_froze(tmp_path):
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"] + params["c"] - 1.0) ** 2))
+    start = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(4), "b": jnp.zeros(()), "c": jnp.zeros(())})
+    fit(tmp_path, start(), 4, step, callbacks=callbacks.freeze_at(2, "b"))
+    with pytest.warns(UserWarning, match="frozen leaves: none then, w now"):
+        state, _ = fit(tmp_path, ts.freeze(start(), "w"), 8, step, callbacks=callbacks.freeze_at(2, "b"))
+    np.testing.assert_array_equal(state.frozen, [0b101])  # b and w
+
+
 def test_the_decay_of_an_average_is_the_scripts(tmp_path):
     with ts.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make(ema=0.9))

@@ -10,6 +10,7 @@ from tsunax import guard
 from tsunax._core import Function, placement
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax._step.members import over_members
+from tsunax.errors import StateError
 from tsunax.loss import check_model_state
 from tsunax.program import call_on_mesh
 from tsunax.rules import accumulation
@@ -30,6 +31,8 @@ def update_batch_stats(loss_fn: Function) -> Function:
     def run(state: TrainState, batch, extra) -> TrainState:
         keywords = fn.keywords(state, extra, train=True)
         loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords)
+        if loss.model_state is None:
+            raise StateError("model_state", "loss_fn", "none", "Loss.mean(..., model_state=...)")
         check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
 

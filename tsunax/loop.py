@@ -290,7 +290,7 @@ def fit(
     """
     goal = Goal("fit()", steps, epochs, has_data=data is not None)
     check_step("fit()", step, state)
-    checks.check_flags("fit()", dry_run=dry_run)
+    checks.check_flags("fit()", dry_run=dry_run, progress=progress, fast_forward=fast_forward)
     if dry_run:
         state, goal = jax.tree.map(own, state), Goal("fit()", logged_step(state, 0) + 2, None)
         logger, checkpoint, resume, progress, history = (), None, "auto", False, None

@@ -264,7 +264,8 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
         raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
-    if not all(type(name) is str for name in out.metrics):  # a run would write them as columns
+    metrics: Mapping[Any, Any] = out.metrics
+    if not all(isinstance(name, str) for name in metrics):  # a run would write them as columns
         raise LossError("metrics", "loss_fn", trees.describe(out.metrics), "a dict with str names")
     # A weight that follows from shapes is a NumPy scalar, which no program has to return. In
     # `jax.export` shapes may be symbols.

@@ -362,6 +362,8 @@ def _pair(predictions: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Ar
     if x.shape != y.shape:
         fix = "Nothing is broadcast. For class indices: jax.nn.one_hot(labels, classes)."
         raise LossError("targets", "", f"shape {y.shape}", f"{x.shape}, as predictions", fix)
+    if jnp.iscomplexobj(x) or jnp.iscomplexobj(y):  # a cast would drop the imaginary part
+        raise LossError("predictions or targets", "", "complex numbers", "real numbers")
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(dtype), y.astype(dtype)
 

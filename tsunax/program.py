@@ -194,7 +194,12 @@ class TrainStep(GradientOptions):
             from tsunax._core.source_lines import hide_own_frames
 
             hide_own_frames(error)
-            placement.check_devices(batch, placement.state_sharding(state))
+            placement.check_devices(batch, home := placement.state_sharding(state))
+            placement.check_devices(extra, home, "extra")
+            if self.donate:
+                from tsunax._step import step_errors
+
+                step_errors.check_not_donated(state, {"batch": batch})
             raise
         state = assemble(kind, moving, fixed)
         weight = weight.value if type(weight) is StaticWeight else weight
@@ -334,6 +339,7 @@ class EvalStep:
     carry: bool = False
 
     def __post_init__(self) -> None:
+        checks.check_flags("eval_step()", carry=self.carry)
         _ = self._fn  # raises its errors here, not in the first call
 
     @functools.cached_property

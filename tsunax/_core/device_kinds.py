@@ -6,6 +6,7 @@ the kind that `"auto"` tries first. Every function that takes a device takes it 
 `as_sharding`.
 """
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -110,9 +111,9 @@ def devices_named(kind: Any, where: str) -> tuple[list[Device], str]:
 
 
 def device_number(devices: Sequence[Device], index: Any, where: str) -> Device:
-    if not 0 <= index < len(devices):
+    if not 0 <= operator.index(index) < len(devices):
         raise DeviceError("index", where, index, f"0 to {len(devices) - 1}")
-    return devices[int(index)]
+    return devices[operator.index(index)]
 
 
 def is_one_device(device: Any) -> bool:

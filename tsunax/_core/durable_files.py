@@ -1,7 +1,7 @@
 """Files that survive a crash: hidden names, synced writes, bounded reads, one writer a directory.
 
 Writes never follow links, and only names that this file gave are deleted. This file has no code
-for arrays or states: `checkpoints/_disk_home.py` commits a checkpoint.
+for arrays or states: `checkpoints/_home.py` commits a checkpoint.
 """
 
 import contextlib

@@ -103,6 +103,8 @@ class LossFn:
             return cls(fn, (), frozenset(), False)
         of_kind = lambda *kinds: [p for p in parameters if p.kind.name in kinds]
         positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
+        if [p.name for p in positional[:2]] == ["batch", "params"]:  # might train with both swapped
+            raise LossError("signature", "", trees.describe_call(fn), "loss_fn(params, batch, ...)")
         starred = of_kind("VAR_POSITIONAL")
         later = positional[1:] + of_kind("KEYWORD_ONLY")
         takes_batch = bool(starred) or not later or later[0].name not in _INSTEAD_OF_BATCH

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import checks, trees
 from tsunax.errors import WrongTypeError, remedy, warn
 from tsunax.loss import Loss
 
@@ -23,6 +23,9 @@ def check_options(options: Any, whole: bool, where: str) -> None:
     `options` are a `GradientOptions`; `whole` says that the loss cuts its batch itself.
     """
     per_example, noise_scale = options.per_example, options.noise_scale
+    checks.check_flags(where, noise_scale=noise_scale)
+    if not isinstance(per_example, bool) and not callable(per_example):
+        raise WrongTypeError("per_example", where, repr(per_example), "a bool or a function")
     conflicts = {
         "on_nonfinite='drop' for a loss without micro-batches, of the whole batch or per example": (
             options.on_nonfinite == "drop" and (whole or per_example)

@@ -20,7 +20,7 @@ from tsunax.checkpoints._blocks import holders_of, other_bytes
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.checkpoints.state_facts import KeptNumber, NumberTable
+from tsunax.checkpoints.state_facts import FrozenLeaves, Merge, NumberTable
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, master_params
 
@@ -56,9 +56,10 @@ class RestoreRequest:
 
         like, script_states = _map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
-        merges: dict[Keys, NumberTable | KeptNumber] = {}
+        merges: dict[Keys, Merge] = {}
         differences: list[str] = []
-        numbers_at_start, edits_of_freeze = state_facts.script_numbers_in(manifest), {}
+        numbers_at_start = state_facts.script_numbers_in(manifest)
+        edits_without_flags: list[str] = []
         for path, s in tree.states.items():
             if (saved_facts := manifest.states.get(path)) is None:
                 differences.append(f"{show('state', path)}: saved no TrainState, expected one")
@@ -67,17 +68,15 @@ class RestoreRequest:
             merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
             merges |= state_facts.kept_numbers(s, path, at_start)
             differences += _fact_differences(saved_facts, facts, path)
-            if note := state_facts.edit_of_freeze(script_states[path], at_start):
-                edits_of_freeze[(*path, ".frozen")] = note
-        # The script's flags stay where it has edited them, or where none were saved.
-        own_flags = {(*path, ".frozen") for path in tree.states} - saved.keys()
-        own_flags |= edits_of_freeze.keys()
-        targets = [(path, path, x) for path, x in tree.leaves if path not in own_flags]
+            if edit := FrozenLeaves.edited(script_states[path], at_start):
+                merges[(*path, ".frozen")] = edit
+                edits_without_flags += [edit.note] if (*path, ".frozen") not in saved else []
+        # nothing was frozen where the flags were not saved
+        absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
+        targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
         leaf_differences, pairs = _compared(targets, saved, self.cast, merges)
-        extra = _extra_leaves(targets, saved, lambda path: path not in own_flags)
-        differences += leaf_differences + extra
-        edits = list(edits_of_freeze.values())
-        return RestorePlan(like, tree, pairs, differences, merges, edited=edits)
+        differences += leaf_differences + _extra_leaves(targets, saved)
+        return RestorePlan(like, tree, pairs, differences, merges, edited=edits_without_flags)
 
     def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree takes params of a saved state."""
@@ -151,7 +150,7 @@ class RestorePlan:
     tree: Tree
     pairs: list[Pair]
     differences: list[str]
-    merges: Mapping[Keys, NumberTable | KeptNumber] = dataclasses.field(default_factory=dict)
+    merges: Mapping[Keys, Merge] = dataclasses.field(default_factory=dict)
     restarts: bool = False  # whether optimizers start anew, at the restored params
     edited: list[str] = dataclasses.field(default_factory=list)
 
@@ -270,10 +269,7 @@ def placed(value, like, kind: str):
 
 
 def _compared(
-    targets: Targets,
-    saved: SavedLeaves,
-    cast: bool,
-    merges: Mapping[Keys, NumberTable | KeptNumber],
+    targets: Targets, saved: SavedLeaves, cast: bool, merges: Mapping[Keys, Merge]
 ) -> tuple[list[str], list[Pair]]:
     """(both sides of each difference, pairs) of the leaves to fill and the saved leaves."""
     differences, pairs = [], []

@@ -87,7 +87,7 @@ def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
     if step is None or (step == "best" and steps):
         return steps
     if step == "best":
-        expected = f"saved metrics with the one of keep_best={run.keep_best}"
+        expected = "Checkpoints(keep_best=Best(metric)), and steps saved with that metric"
         raise CheckpointError("step", "restore()", "'best'", expected)
     if isinstance(step, str) or step not in steps:
         expected = f"one of {_listed(steps)}"

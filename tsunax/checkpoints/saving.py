@@ -128,6 +128,7 @@ class Checkpoints:
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
+        checks.check_flags("Checkpoints()", read_only=read_only)
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
         if not isinstance(keep_best, Best | None):

@@ -121,31 +121,46 @@ def script_numbers(state: TrainState) -> dict[str, Any]:
             for name, average in averages_of(state).items()
         },
         "scale": None if state.loss_scale is None else as_list(state.loss_scale.scale),
-        "frozen": frozen_names(state),
+        "frozen": None if state.frozen is None else as_list(state.frozen),
         "injected": {leaves.show("", path): as_list(x) for path, x in injected_numbers(state)},
     }
 
 
-def frozen_names(state: TrainState) -> list[str] | None:
-    """The frozen leaves of a state, of a population with a count; None if it freezes none ever."""
-    if state.frozen is None:
-        return None
+def _frozen_names(state: TrainState) -> str:
+    """The frozen leaves of a state, of a population with a count of members."""
     counts = np.atleast_2d(frozen_flags(state)).sum(0)
     names = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
     trained_names = itertools.compress(names, state.plan.selected or [True] * len(names))
     frozen = [(name, n) for name, n in zip(trained_names, counts, strict=True) if n]
-    is_single = np.ndim(state.frozen) == 1
-    return [name if is_single else f"{name} ({n} members)" for name, n in frozen]
+    is_single = np.ndim(state.step) == 0
+    return trees.listed([name if is_single else f"{name} ({n})" for name, n in frozen], 6) or "none"
 
 
-def edit_of_freeze(state: TrainState, at_start: Mapping[str, Any] | None) -> str | None:
-    """A note if the script freezes other leaves than at the start; a plain `setup` is no edit."""
-    names = frozen_names(state)
-    if names is None or at_start is None or names == (old_names := at_start["frozen"]):
-        return None
-    text = lambda names: trees.listed(names, 6) or "none"
-    change = f"{text(old_names)} then, {text(names)} now"
-    return None if text(old_names) == text(names) else f"frozen leaves: {change}"
+@dataclass(frozen=True)
+class FrozenLeaves:
+    """The flags of frozen leaves, of which the script has edited some since the run's start."""
+
+    note: str
+    at_start: np.ndarray  # uint32 words, a bit for each leaf
+
+    @classmethod
+    def edited(cls, state: TrainState, at_start: Mapping[str, Any] | None) -> "FrozenLeaves | None":
+        """The edit of a script that freezes other leaves now; a plain `setup` is no edit."""
+        if state.frozen is None or at_start is None:
+            return None
+        words = np.asarray(state.frozen)
+        has_flags = np.shape(at_start["frozen"]) == words.shape
+        start: Any = at_start["frozen"] if has_flags else np.zeros_like(words)
+        names = [_frozen_names(dataclasses.replace(state, frozen=x)) for x in (start, words)]
+        note = f"frozen leaves: {names[0]} then, {names[1]} now"
+        return None if np.array_equal(start, words) else cls(note, start)
+
+    def merged(
+        self, saved: np.ndarray, script_value: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, str]]:
+        """The flags of the script for leaves that it has edited, else the saved flags."""
+        is_edited = self.at_start ^ script_value
+        return saved ^ ((saved ^ script_value) & is_edited), {"frozen leaves": self.note}
 
 
 def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
@@ -172,7 +187,7 @@ def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
                 "values": values,
                 "rates": {name: as_float32(rate) for name, rate in x["rates"].items()},
                 "scale": as_float32(x["scale"]),
-                "frozen": list(map(str, x.get("frozen") or [])),
+                "frozen": np.asarray(x.get("frozen") or [], np.uint32),
                 "injected": {name: np.asarray(y) for name, y in injected},
             }
         return numbers_by_state
@@ -270,6 +285,9 @@ class NumberTable:
                 continue
             edits[name] = f"{name}: {then_and_now(*edit)}"
         return merged, edits
+
+
+Merge = NumberTable | KeptNumber | FrozenLeaves
 
 
 def _by_name(columns) -> dict[str, list[int]]:

@@ -242,7 +242,8 @@ def batches(
     (3, {'epoch': 1, 'position': 0})
     """
     where, fix = "batches()", "Several arrays are one tree: ts.batches((x, y), 32)."
-    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+    is_int = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
+    if not is_int or batch_size < 1:
         raise DataError("batch_size", where, trees.describe(batch_size), "an int of 1 or more", fix)
     checks.check_flags(where, drop_remainder=drop_remainder, shuffle=shuffle)
     spans, everyone = on_devices.spans_processes(device), processes.current()

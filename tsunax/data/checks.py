@@ -39,6 +39,8 @@ def check_batch(batch: PyTree, where: str = "", root: str = "batch") -> int:
             fix = f"Leave it out of the {root}: step(state, batch, name=...)."
             place = f"{place}, {where}" if where else place
             raise DataError("leaf", place, trees.describe(leaf), "an array with rows", fix)
+        if getattr(getattr(leaf, "dtype", None), "kind", "f") in "OSUM":  # late in an evaluation
+            raise DataError("leaf", place, trees.describe(leaf), "numbers")
         rows.setdefault(shape[0], place)
     if len(rows) != 1 or 0 in rows:
         listed = ", ".join(f"{n} rows in {path}" for n, path in rows.items())

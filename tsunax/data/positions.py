@@ -6,6 +6,7 @@ This file does not depend on how batches are made.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar, Self
 
@@ -79,10 +80,13 @@ class Positioned(Data):
             expected = f"{listed(saved_settings)}, as in the checkpoint"
             fix = "Another order of the data is another run: give it another path."
             raise DataError("data", "resume", listed(self.settings), expected, fix)
-        if place.keys() != {"epoch", "position"} or not 0 <= place["position"] <= len(self):
-            expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
+        expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
+        if place.keys() != {"epoch", "position"}:
             raise DataError("state", "set_state()", state, expected)
-        self._place = int(place["epoch"]), int(place["position"])
+        epoch, position = map(operator.index, (place["epoch"], place["position"]))
+        if epoch < 0 or not 0 <= position <= len(self):
+            raise DataError("state", "set_state()", state, expected)
+        self._place = epoch, position
         self.follow(self.get_state())  # the end of an epoch is the beginning of the next
         self.is_placed = True
 

@@ -1,6 +1,7 @@
 """Prefetching: a thread makes the next batches and copies them to a device."""
 
 import copy
+import operator
 import queue
 import threading
 import weakref
@@ -174,6 +175,6 @@ def prefetch(data: Iterable[PyTree], device: Device = None, size: int = 2) -> Pr
     [2 3] {'epoch': 0, 'position': 2}
     [4 5] {'epoch': 1, 'position': 0}
     """
-    if size < 1:
+    if (size := operator.index(size)) < 1:
         raise DataError("size", "prefetch()", size, "1 or more")
     return Prefetched(data, device, size)

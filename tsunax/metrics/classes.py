@@ -98,7 +98,7 @@ class TopK(OfMean):
     ) -> TopK:
         """From scores (..., classes) and the true class ids (...)."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else 0
-        if not 0 < k <= classes:
+        if not 0 < k <= classes or k != int(k):
             raise LossError("k", "TopK.of()", k, f"1 to {classes}, the last axis of scores")
         return cls(Mean.of(_hits(predictions, targets, k), where), k)
 

@@ -22,7 +22,11 @@ _Metric = TypeVar("_Metric")
 
 
 def add(self: _Metric, other: _Metric) -> _Metric:
-    """The metric of the rows of `self` and `other`, which are of one class and of equal shapes."""
+    """The metric of the rows of `self` and `other`; LossError if their shapes differ."""
+    shapes, other_shapes = ([np.shape(x) for x in jax.tree.leaves(m)] for m in (self, other))
+    if shapes != other_shapes:  # they would broadcast
+        where = f"{type(self).__name__}.merge()"
+        raise LossError("other", where, f"shapes {other_shapes}", f"{shapes}")
     return jax.tree.map(operator.add, self, other)
 
 
