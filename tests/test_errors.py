@@ -1,14 +1,19 @@
 """The battery of bad inputs: each is refused before its step is compiled, in one line with what, where and a way out.
 
 A row is an input: its number in the list of bad inputs that this package was designed against (0: found later), what it
-is, how to make it, what is raised, and what the message must say. `python tests/test_errors.py` prints all messages.
+is, how to make it, and what is raised. All messages are in `tests/golden/messages.txt`, which
+`TSUNAX_WRITE_MESSAGES=1 scripts/test tests/test_errors.py -k golden` writes anew: the difference shows what a change
+does to them.
 """
 
 import functools
+import os
+import platform
 import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +24,7 @@ import pytest
 import tsunax as ts
 from flax import linen, nnx
 from flax.training import train_state as flax_train_state
+from tests import toys
 from tests.helpers import medium_if
 from tsunax.errors import (
     DataError,
@@ -151,7 +157,6 @@ class Row:
     title: str
     call: Callable[[], Any]
     error: type[TsunaxError]
-    says: tuple[str, ...]
     cause: type[Exception] | None = None  # what the error comes from, where that is somebody else's exception
     compiles: bool = False  # only running the program shows it
 
@@ -159,59 +164,57 @@ class Row:
         return f"{self.number}-{self.title}".replace(" ", "-")
 
 
-def row(number, title, call, error, *says, **more):
-    return Row(number, title, call, error, says, **more)
+row = Row
 
 
 LOSS = [
-    row(2, "loss per row", lambda: returns(lambda v: v), LossError, "result at loss_fn", "float32[8,2]", "values.mean()"),
-    row(2, "loss per row, eval", lambda: returns(lambda v: v, ts.eval_step), LossError, "float32[8,2]", "values.mean()"),
-    row(2, "loss per row, value_and_grad", lambda: returns(lambda v: v, ts.value_and_grad), LossError, "float32[8,2]"),
-    row(2, "loss of shape (1,)", lambda: returns(lambda v: v.mean().reshape(1)), LossError, "float32[1]", "a real float"),
-    row(2, "total per row", lambda: returns(lambda v: ts.Loss(v, 3)), LossError, "total at loss_fn", "float32[8,2]"),
-    row(3, "loss is int32", lambda: returns(lambda v: (v > 0).sum()), LossError, "got int32[]", "a real float"),
-    row(3, "loss is an int", lambda: returns(lambda v: 3), LossError, "got 3 (int)", "a real float"),
-    row(3, "loss is a bool", lambda: returns(lambda v: True), LossError, "got True (bool)"),
-    row(3, "loss is complex", lambda: returns(lambda v: v.mean() * 1j), LossError, "got complex64[]", "a real float"),
-    row(4, "loss is None", lambda: returns(lambda v: None), LossError, "got None", "Return values.mean()"),
-    row(4, "loss is a str", lambda: returns(lambda v: "low"), LossError, "got 'low' (str)", "a real float, or a ts.Loss"),
-    row(4, "loss is a dict", lambda: returns(lambda v: {"loss": v.mean()}), LossError, "got dict with loss"),
-    row(4, "loss is a list", lambda: returns(lambda v: [v.mean()]), LossError, "got list of 1"),
-    row(4, "loss is a class", lambda: returns(lambda v: ts.Loss), LossError, "got the class Loss"),
-    row(5, "aux", lambda: returns(lambda v: (v.mean(), {"acc": 1.0})), LossError, "got tuple of 2", "no has_aux", "metrics={...}"),
-    row(5, "aux, eval", lambda: returns(lambda v: (v.mean(), {}), ts.eval_step), LossError, "got tuple of 2", "no has_aux"),
-    row(5, "value_and_grad as loss", lambda: step(jax.value_and_grad(loss_fn)), LossError, "got tuple of 2"),
-    row(5, "grad as loss", lambda: step(jax.grad(loss_fn)), LossError, "dict with encoder, head"),
-    row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError, "got 'y'", "step(state, batch, y=...)"),
-    row(6, "rng", lambda: step(lambda params, batch, rng: 0.0), LossError, "got 'rng'", "Give a seed to ts.setup(..., key=0)"),
-    row(0, "key without one", lambda: step(lambda p, b, key: 0.0), LossError, "'key'", "setup(..., key=...)"),
-    row(0, "key, eval", lambda: ts.eval_step(lambda p, b, key: 0.0)(setup(key=0), X), LossError, "'key'", "key=None"),
-    row(0, "model_state without one", lambda: step(lambda p, b, model_state: 0.0), LossError, "setup(..., model_state=...)"),
-    row(0, "keyword misspelled", lambda: step(lambda p, b, trian: 0.0), LossError, "'trian'", "Did you mean 'train'?"),
-    row(0, "extra unread", lambda: step(teacher=3.0), KeywordError, "'teacher'", "expected none", "does not name it"),
-    row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), KeywordError, "'techer'", "mean 'teacher'?"),
+    row(2, "loss per row", lambda: returns(lambda v: v), LossError),
+    row(2, "loss per row, eval", lambda: returns(lambda v: v, ts.eval_step), LossError),
+    row(2, "loss per row, value_and_grad", lambda: returns(lambda v: v, ts.value_and_grad), LossError),
+    row(2, "loss of shape (1,)", lambda: returns(lambda v: v.mean().reshape(1)), LossError),
+    row(2, "total per row", lambda: returns(lambda v: ts.Loss(v, 3)), LossError),
+    row(3, "loss is int32", lambda: returns(lambda v: (v > 0).sum()), LossError),
+    row(3, "loss is an int", lambda: returns(lambda v: 3), LossError),
+    row(3, "loss is a bool", lambda: returns(lambda v: True), LossError),
+    row(3, "loss is complex", lambda: returns(lambda v: v.mean() * 1j), LossError),
+    row(4, "loss is None", lambda: returns(lambda v: None), LossError),
+    row(4, "loss is a str", lambda: returns(lambda v: "low"), LossError),
+    row(4, "loss is a dict", lambda: returns(lambda v: {"loss": v.mean()}), LossError),
+    row(4, "loss is a list", lambda: returns(lambda v: [v.mean()]), LossError),
+    row(4, "loss is a class", lambda: returns(lambda v: ts.Loss), LossError),
+    row(5, "aux", lambda: returns(lambda v: (v.mean(), {"acc": 1.0})), LossError),
+    row(5, "aux, eval", lambda: returns(lambda v: (v.mean(), {}), ts.eval_step), LossError),
+    row(5, "value_and_grad as loss", lambda: step(jax.value_and_grad(loss_fn)), LossError),
+    row(5, "grad as loss", lambda: step(jax.grad(loss_fn)), LossError),
+    row(6, "x and y", lambda: step(lambda params, x, y: 0.0), LossError),
+    row(6, "rng", lambda: step(lambda params, batch, rng: 0.0), LossError),
+    row(0, "key without one", lambda: step(lambda p, b, key: 0.0), LossError),
+    row(0, "key, eval", lambda: ts.eval_step(lambda p, b, key: 0.0)(setup(key=0), X), LossError),
+    row(0, "model_state without one", lambda: step(lambda p, b, model_state: 0.0), LossError),
+    row(0, "keyword misspelled", lambda: step(lambda p, b, trian: 0.0), LossError),
+    row(0, "extra unread", lambda: step(teacher=3.0), KeywordError),
+    row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), KeywordError),
     *(
-        row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError, repr(name), "itself")
+        row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError)
         for name in "step train model_state value grad loss at norms on_nonfinite outside updates params flush".split()
     ),
-    row(0, "extra step, eval", lambda: ts.eval_step(lambda p, b, step: 0.0)(good(), X, step=1), LossError, "'step'", "itself"),
-    row(0, "extra step, value_and_grad", lambda: ts.value_and_grad(lambda p, b, **any: 0.0)(good(), X, step=1), LossError, "'step'"),
-    row(0, "extra key", lambda: step(lambda p, b, key: 0.0, setup(key=0), key=1), LossError, "'key'", "itself"),
-    row(0, "mean of ints", lambda: ts.Loss.mean(jnp.arange(3)), LossError, "values at Loss.mean()", "int32", "real floats"),
-    row(0, "mean of nothing", lambda: ts.Loss.mean(jnp.ones((0, 2))), LossError, "shape (0, 2)", "an element at least"),
-    row(0, "mask of other shape", lambda: ts.Loss.mean(X, np.ones(3)), LossError, "where: got float32[3]", "(8, 4)"),
-    row(0, "a total alone", lambda: returns(lambda v: ts.Loss(v.mean())), LossError, "weight at loss_fn: got a total alone", "Loss.mean"),
-    row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError, "weight", "float32[8,2]", "one finite number"),
-    row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError, "weight", "'8' (str)"),
-    row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError, "weight", "got 0", "> 0"),
-    row(0, "weight -1", lambda: returns(lambda v: ts.Loss(v.sum(), -1.0)), LossError, "weight", "got -1.0"),
-    row(0, "metric per class", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": v[0]})), LossError, "'f1'", "float32[2]"),
-    row(0, "metric is text", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": "x"})), LossError, "'f1'", "'x' (str)"),
-    row(0, "metric is None", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": None})), LossError, "'f1'", "got None"),
-    row(0, "metrics by number", lambda: returns(lambda v: ts.Loss.mean(v, metrics={1: 1.0})), LossError, "dict with 1", "str names"),
+    row(0, "extra step, eval", lambda: ts.eval_step(lambda p, b, step: 0.0)(good(), X, step=1), LossError),
+    row(0, "extra step, value_and_grad", lambda: ts.value_and_grad(lambda p, b, **any: 0.0)(good(), X, step=1), LossError),
+    row(0, "extra key", lambda: step(lambda p, b, key: 0.0, setup(key=0), key=1), LossError),
+    row(0, "mean of ints", lambda: ts.Loss.mean(jnp.arange(3)), LossError),
+    row(0, "mean of nothing", lambda: ts.Loss.mean(jnp.ones((0, 2))), LossError),
+    row(0, "mask of other shape", lambda: ts.Loss.mean(X, np.ones(3)), LossError),
+    row(0, "a total alone", lambda: returns(lambda v: ts.Loss(v.mean())), LossError),
+    row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError),
+    row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError),
+    row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError),
+    row(0, "weight -1", lambda: returns(lambda v: ts.Loss(v.sum(), -1.0)), LossError),
+    row(0, "metric per class", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": v[0]})), LossError),
+    row(0, "metric is text", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": "x"})), LossError),
+    row(0, "metric is None", lambda: returns(lambda v: ts.Loss.mean(v, metrics={"f1": None})), LossError),
+    row(0, "metrics by number", lambda: returns(lambda v: ts.Loss.mean(v, metrics={1: 1.0})), LossError),
     row(
         0, "merge of other metrics", lambda: ts.Loss.mean(X, metrics={"a": X}).merge(ts.Loss.mean(X)), LossError,
-        "other at Loss.merge()", "metrics []", "metrics ['a']",
     ),
 ]  # fmt: skip
 
@@ -223,211 +226,206 @@ def with_leaf(leaf, name="bad", **arguments):
 
 
 PARAMETERS = [
-    row(8, "no params", lambda: setup({}), ParamsError, "no parameters at params", "dict without leaves"),
-    row(8, "params None", lambda: setup(None), ParamsError, "no parameters at params", "NoneType", "at least one array"),
-    row(8, "params of None", lambda: setup({"a": None, "b": []}), ParamsError, "dict without leaves"),
-    row(9, "int leaf", lambda: with_leaf(jnp.arange(3)), ParamsError, "params['deep']['bad']", "dtype int32", "'!deep/bad'"),
-    row(9, "Python int", lambda: with_leaf(3), ParamsError, "params['deep']['bad']", "dtype int32", "model_state"),
-    row(9, "int4", lambda: with_leaf(jnp.ones(2, jnp.int4)), ParamsError, "dtype int4"),
-    row(9, "int leaf under jit", lambda: jax.jit(with_leaf)(jnp.arange(3)), ParamsError, "params['deep']['bad']", "dtype int32"),
-    row(9, "raw key", lambda: with_leaf(jax.random.PRNGKey(0)), ParamsError, "params['deep']['bad']", "dtype uint32"),
-    row(9, "typed key", lambda: with_leaf(jax.random.key(0)), ParamsError, "params['deep']['bad']", "dtype key<fry>"),
-    row(10, "bool leaf", lambda: with_leaf(np.ones(3, bool)), ParamsError, "params['deep']['bad']", "dtype bool", "trainable="),
-    row(11, "text", lambda: with_leaf("relu"), ParamsError, "params['deep']['bad']", "'relu' (str)", "Give the arrays alone"),
-    row(11, "text that is not selected", lambda: with_leaf("relu", trainable="w"), ParamsError, "params['deep']['bad']", "'relu'"),
-    row(11, "an odd name", lambda: with_leaf("relu", "it's\nodd"), ParamsError, "params['deep']", "odd"),
-    row(11, "object", lambda: with_leaf(object()), ParamsError, "params['deep']['bad']", "got object"),
-    row(11, "function", lambda: with_leaf(jnp.tanh), ParamsError, "params['deep']['bad']", "the function tanh"),
-    row(11, "object array", lambda: with_leaf(np.array([None, 1])), ParamsError, "params['deep']['bad']", "dtype object"),
-    row(11, "text array", lambda: with_leaf(np.array(["a"])), ParamsError, "params['deep']['bad']", "dtype <U1"),
-    row(11, "dates", lambda: with_leaf(np.array(["2020-01-01"], "M8[D]")), ParamsError, "dtype datetime64[D]"),
-    row(11, "the model itself", lambda: setup(linen.Dense(3)), ParamsError, "at params: got Dense", "ts.models.nnx(module) or linen"),
-    row(11, "a function", lambda: setup(loss_fn), ParamsError, "at params: got the function loss_fn"),
-    row(11, "shapes only", lambda: setup(jax.eval_shape(make_params)), ParamsError, "params['encoder']['bias']", "jax.eval_shape"),
-    row(12, "zero size", lambda: with_leaf(jnp.ones((0, 3))), ParamsError, "params['deep']['bad']", "shape (0, 3)", "no 0"),
-    row(13, "NaN and inf", lambda: with_leaf(jnp.array([1, NAN, INF])), ParamsError, "params['deep']['bad']", "2 of 3 not finite"),
-    row(13, "NaN in NumPy", lambda: with_leaf(np.float32([NAN, 1])), ParamsError, "params['deep']['bad']", "1 of 2 not finite"),
-    row(13, "Python inf", lambda: with_leaf(INF), ParamsError, "params['deep']['bad']", "1 of 1 not finite"),
-    row(14, "float64", lambda: with_leaf(np.ones(2)), ParamsError, "params['deep']['bad']", "float64", "cut to float32", "x64"),
-    row(14, "complex128", lambda: with_leaf(np.ones(2, complex)), ParamsError, "complex128", "cut to complex64"),
-    row(14, "longdouble", lambda: with_leaf(np.ones(2, np.longdouble)), ParamsError, "cut to float32"),
-    row(15, "a.b", lambda: setup({"a.b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a.b']"),
-    row(15, "a/b", lambda: setup({"a/b": 1.0, "a": {"b": 1.0}}), ParamsError, "params['a']['b'] and params['a/b']"),
-    row(17, "tied", tied, ParamsError, "params['embed']['table'] and params['out']['table']", "one array", "copy=True"),
-    row(17, "tied to model_state", lambda: tied("both"), ParamsError, "params['embed'] and model_state['ema']", "one array"),
+    row(8, "no params", lambda: setup({}), ParamsError),
+    row(8, "params None", lambda: setup(None), ParamsError),
+    row(8, "params of None", lambda: setup({"a": None, "b": []}), ParamsError),
+    row(9, "int leaf", lambda: with_leaf(jnp.arange(3)), ParamsError),
+    row(9, "Python int", lambda: with_leaf(3), ParamsError),
+    row(9, "int4", lambda: with_leaf(jnp.ones(2, jnp.int4)), ParamsError),
+    row(9, "int leaf under jit", lambda: jax.jit(with_leaf)(jnp.arange(3)), ParamsError),
+    row(9, "raw key", lambda: with_leaf(jax.random.PRNGKey(0)), ParamsError),
+    row(9, "typed key", lambda: with_leaf(jax.random.key(0)), ParamsError),
+    row(10, "bool leaf", lambda: with_leaf(np.ones(3, bool)), ParamsError),
+    row(11, "text", lambda: with_leaf("relu"), ParamsError),
+    row(11, "text that is not selected", lambda: with_leaf("relu", trainable="w"), ParamsError),
+    row(11, "an odd name", lambda: with_leaf("relu", "it's\nodd"), ParamsError),
+    row(11, "object", lambda: with_leaf(object()), ParamsError),
+    row(11, "function", lambda: with_leaf(jnp.tanh), ParamsError),
+    row(11, "object array", lambda: with_leaf(np.array([None, 1])), ParamsError),
+    row(11, "text array", lambda: with_leaf(np.array(["a"])), ParamsError),
+    row(11, "dates", lambda: with_leaf(np.array(["2020-01-01"], "M8[D]")), ParamsError),
+    row(11, "the model itself", lambda: setup(linen.Dense(3)), ParamsError),
+    row(11, "a function", lambda: setup(loss_fn), ParamsError),
+    row(11, "shapes only", lambda: setup(jax.eval_shape(make_params)), ParamsError),
+    row(12, "zero size", lambda: with_leaf(jnp.ones((0, 3))), ParamsError),
+    row(13, "NaN and inf", lambda: with_leaf(jnp.array([1, NAN, INF])), ParamsError),
+    row(13, "NaN in NumPy", lambda: with_leaf(np.float32([NAN, 1])), ParamsError),
+    row(13, "Python inf", lambda: with_leaf(INF), ParamsError),
+    row(14, "float64", lambda: with_leaf(np.ones(2)), ParamsError),
+    row(14, "complex128", lambda: with_leaf(np.ones(2, complex)), ParamsError),
+    row(14, "longdouble", lambda: with_leaf(np.ones(2, np.longdouble)), ParamsError),
+    row(15, "a.b", lambda: setup({"a.b": 1.0, "a": {"b": 1.0}}), ParamsError),
+    row(15, "a/b", lambda: setup({"a/b": 1.0, "a": {"b": 1.0}}), ParamsError),
+    row(17, "tied", tied, ParamsError),
+    row(17, "tied to model_state", lambda: tied("both"), ParamsError),
     row(
-        18, "complex", lambda: ts.setup(rules.rprop(0.1), {"a": 1.0, "c": jnp.ones(2, jnp.complex64)}), RuleError,
-        "complex numbers in params['c']", "split_real_and_imaginary", cause=Exception,
+        18, "complex", lambda: ts.setup(rules.rprop(0.1), {"a": 1.0, "c": jnp.ones(2, jnp.complex64)}), RuleError, cause=Exception,
     ),
-    row(0, "model_state has code", lambda: setup(model_state={"f": jnp.tanh}), WrongTypeError, "model_state['f']", "function tanh"),
-    row(0, "model_state has text", lambda: setup(model_state={"f": "x"}), WrongTypeError, "model_state['f']", "'x' (str)"),
-    row(0, "model_state has shapes", lambda: setup(model_state=jax.eval_shape(make_params)), WrongTypeError, "ShapeDtypeStruct"),
-    row(0, "key is text", lambda: setup(key="0"), WrongTypeError, "key at setup()", "'0' (str)", "jax.random.key(0)"),
-    row(0, "key is a float", lambda: setup(key=0.5), WrongTypeError, "key at setup()", "0.5 (float)"),
-    row(0, "key is a bool", lambda: setup(key=True), WrongTypeError, "key at setup()", "True (bool)"),
-    row(0, "key is floats", lambda: setup(key=jnp.ones(2)), WrongTypeError, "key at setup()", "float32[2]"),
-    row(0, "words that are no key", lambda: setup(key=jnp.zeros(3, jnp.uint32)), WrongTypeError, "uint32[3]", "an int seed or one key"),
-    row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), WrongTypeError, "[3]", "one key"),
-    row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError, "key at setup()", str(2**70), "64 bits"),
-    row(0, "device by another name", lambda: setup(device="CPU"), DeviceError, "kind at setup('CPU')", "Did you mean 'cpu'"),
-    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError, "list of 8", "a kind or a jax.Device"),
-    row(0, "copy is text", lambda: setup(copy="no"), WrongTypeError, "copy at setup()", "'no' (str)", "True or False"),
-    row(0, "freezable is text", lambda: setup(freezable="no"), WrongTypeError, "freezable at setup()", "True or False"),
+    row(0, "model_state has code", lambda: setup(model_state={"f": jnp.tanh}), WrongTypeError),
+    row(0, "model_state has text", lambda: setup(model_state={"f": "x"}), WrongTypeError),
+    row(0, "model_state has shapes", lambda: setup(model_state=jax.eval_shape(make_params)), WrongTypeError),
+    row(0, "key is text", lambda: setup(key="0"), WrongTypeError),
+    row(0, "key is a float", lambda: setup(key=0.5), WrongTypeError),
+    row(0, "key is a bool", lambda: setup(key=True), WrongTypeError),
+    row(0, "key is floats", lambda: setup(key=jnp.ones(2)), WrongTypeError),
+    row(0, "words that are no key", lambda: setup(key=jnp.zeros(3, jnp.uint32)), WrongTypeError),
+    row(0, "three keys", lambda: setup(key=jax.random.split(jax.random.key(0), 3)), WrongTypeError),
+    row(0, "seed of 70 bits", lambda: setup(key=2**70), StateError),
+    row(0, "device by another name", lambda: setup(device="CPU"), DeviceError),
+    row(0, "all devices", lambda: setup(device=jax.devices()), WrongTypeError),
+    row(0, "copy is text", lambda: setup(copy="no"), WrongTypeError),
+    row(0, "freezable is text", lambda: setup(freezable="no"), WrongTypeError),
 ]  # fmt: skip
 
 RULE = [
-    row(19, "None", lambda: ts.setup(None, PARAMS), WrongTypeError, "rule at setup()", "None", "optax.GradientTransformation"),
-    row(19, "class", lambda: ts.setup(optax.GradientTransformation, PARAMS), WrongTypeError, "class GradientTransformation"),
-    row(19, "name", lambda: ts.setup("adam", PARAMS), WrongTypeError, "'adam' (str)", "ts.rules.adam(1e-3)"),
-    row(19, "number", lambda: ts.setup(1e-3, PARAMS), WrongTypeError, "0.001 (float)"),
-    row(19, "not called", lambda: ts.setup(rules.adam, PARAMS), WrongTypeError, "function adam", "as ts.rules.adam(1e-3)"),
-    row(19, "optax's, not called", lambda: ts.setup(optax.adam, PARAMS), WrongTypeError, "as ts.rules.adam(1e-3)"),
-    row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError, "dict with encoder, head"),
-    row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError, "got list of 2"),
-    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError, "got dict with **"),
-    row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError, "tuple of 2"),
-    row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError, "rule at chain()", "got list of 2"),
-    row(19, "in a chain, not called", lambda: rules.chain(rules.clip, adam), WrongTypeError, "rule at chain()", "the function clip"),
-    row(19, "in groups", lambda: rules.partition({"**": rules.sgd}), WrongTypeError, "partition({'**': ...})", "the function sgd"),
-    row(19, "groups by number", lambda: rules.partition({1: adam}), WrongTypeError, "where at partition()", "1 (int)"),
-    row(19, "live of *args", lambda: live(optax.chain), WrongTypeError, "chain(..., *args, ...)", "named parameters"),
-    row(19, "static unknown", lambda: live(optax.adam, static=("esp",)), HyperparameterError, "'esp'", "Did you mean 'eps'?"),
-    row(19, "static is a str", lambda: live(optax.adam, static="eps"), HyperparameterError, "static at live()"),
+    row(19, "None", lambda: ts.setup(None, PARAMS), WrongTypeError),
+    row(19, "class", lambda: ts.setup(optax.GradientTransformation, PARAMS), WrongTypeError),
+    row(19, "name", lambda: ts.setup("adam", PARAMS), WrongTypeError),
+    row(19, "number", lambda: ts.setup(1e-3, PARAMS), WrongTypeError),
+    row(19, "not called", lambda: ts.setup(rules.adam, PARAMS), WrongTypeError),
+    row(19, "optax's, not called", lambda: ts.setup(optax.adam, PARAMS), WrongTypeError),
+    row(19, "params first", lambda: ts.setup(PARAMS, adam), WrongTypeError),
+    row(19, "list", lambda: ts.setup([sgd, adam], PARAMS), WrongTypeError),
+    row(19, "dict", lambda: ts.setup({"**": adam}, PARAMS), WrongTypeError),
+    row(19, "bare halves", lambda: ts.setup((adam.init, adam.update), PARAMS), WrongTypeError),
+    row(19, "in a chain", lambda: rules.chain([sgd, adam]), WrongTypeError),
+    row(19, "in a chain, not called", lambda: rules.chain(rules.clip, adam), WrongTypeError),
+    row(19, "in groups", lambda: rules.partition({"**": rules.sgd}), WrongTypeError),
+    row(19, "groups by number", lambda: rules.partition({1: adam}), WrongTypeError),
+    row(19, "live of *args", lambda: live(optax.chain), WrongTypeError),
+    row(19, "static unknown", lambda: live(optax.adam, static=("esp",)), HyperparameterError),
+    row(19, "static is a str", lambda: live(optax.adam, static="eps"), HyperparameterError),
     *(
         made
         for rule, name in [(rules.adam, "adam"), (rules.sgd, "sgd")]
         for made in [
-            row(20, f"{name} -1", lambda rule=rule: rule(-1), HyperparameterError, f"learning_rate at {name}()", "got -1,", "≥ 0"),
-            row(21, f"{name} NaN", lambda rule=rule: rule(NAN), HyperparameterError, f"{name}()", "got nan", "a finite float32"),
-            row(21, f"{name} inf", lambda rule=rule: rule(np.inf), HyperparameterError, f"{name}()", "got inf", "a finite float32"),
-            row(21, f"{name} NaN in jax", lambda rule=rule: rule(jnp.float32(NAN)), HyperparameterError, "got nan"),
-            row(22, f"{name} str", lambda rule=rule: rule("1e-3"), WrongTypeError, f"learning_rate at {name}()", "'1e-3' (str)"),
-            row(22, f"{name} None", lambda rule=rule: rule(None), WrongTypeError, "got None", "a number or a schedule"),
-            row(22, f"{name} bool", lambda rule=rule: rule(True), WrongTypeError, "got True (bool)"),
-            row(22, f"{name} dict", lambda rule=rule: rule({"lr": 1}), WrongTypeError, "got dict with lr"),
-            row(22, f"{name} list", lambda rule=rule: rule([1e-3]), WrongTypeError, "got list of 1"),
-            row(22, f"{name} tuple", lambda rule=rule: rule((1e-3, 1e-4)), WrongTypeError, "got tuple of 2"),
-            row(22, f"{name} complex", lambda rule=rule: rule(1j), WrongTypeError, "got 1j (complex)"),
-            row(22, f"{name} array", lambda rule=rule: rule(jnp.ones(2)), WrongTypeError, "float32[2]", "a number"),
-            row(22, f"{name} text array", lambda rule=rule: rule(np.array("x")), WrongTypeError, "got <U1[]"),
-            row(22, f"{name} missing", lambda rule=rule: rule(), WrongTypeError, f"arguments at {name}()", "'learning_rate'"),
-            row(22, f"{name} twice", lambda rule=rule: rule(1.0, learning_rate=1.0), WrongTypeError, "multiple values"),
-            row(22, f"{name} too many", lambda rule=rule: rule(*range(1, 30)), WrongTypeError, f"arguments at {name}()", "too many"),
-            row(22, f"{name} misspelled", lambda rule=rule: rule(learnin_rate=1), WrongTypeError, "mean 'learning_rate'?"),
-            row(22, f"{name} lr", lambda rule=rule: rule(lr=1), WrongTypeError, "'lr'", "Did you mean 'learning_rate'?"),
+            row(20, f"{name} -1", lambda rule=rule: rule(-1), HyperparameterError),
+            row(21, f"{name} NaN", lambda rule=rule: rule(NAN), HyperparameterError),
+            row(21, f"{name} inf", lambda rule=rule: rule(np.inf), HyperparameterError),
+            row(21, f"{name} NaN in jax", lambda rule=rule: rule(jnp.float32(NAN)), HyperparameterError),
+            row(22, f"{name} str", lambda rule=rule: rule("1e-3"), WrongTypeError),
+            row(22, f"{name} None", lambda rule=rule: rule(None), WrongTypeError),
+            row(22, f"{name} bool", lambda rule=rule: rule(True), WrongTypeError),
+            row(22, f"{name} dict", lambda rule=rule: rule({"lr": 1}), WrongTypeError),
+            row(22, f"{name} list", lambda rule=rule: rule([1e-3]), WrongTypeError),
+            row(22, f"{name} tuple", lambda rule=rule: rule((1e-3, 1e-4)), WrongTypeError),
+            row(22, f"{name} complex", lambda rule=rule: rule(1j), WrongTypeError),
+            row(22, f"{name} array", lambda rule=rule: rule(jnp.ones(2)), WrongTypeError),
+            row(22, f"{name} text array", lambda rule=rule: rule(np.array("x")), WrongTypeError),
+            row(22, f"{name} missing", lambda rule=rule: rule(), WrongTypeError),
+            row(22, f"{name} twice", lambda rule=rule: rule(1.0, learning_rate=1.0), WrongTypeError),
+            row(22, f"{name} too many", lambda rule=rule: rule(*range(1, 30)), WrongTypeError),
+            row(22, f"{name} misspelled", lambda rule=rule: rule(learnin_rate=1), WrongTypeError),
+            row(22, f"{name} lr", lambda rule=rule: rule(lr=1), WrongTypeError),
         ]
     ),
-    row(21, "too big for float32", lambda: rules.adam(1e39), HyperparameterError, "got 1e+39", "a finite float32"),
-    row(22, "adafactor str", lambda: rules.adafactor("1e-3"), WrongTypeError, "learning_rate at adafactor()", "'1e-3' (str)"),
-    row(22, "lbfgs str", lambda: rules.lbfgs("1e-3"), WrongTypeError, "learning_rate at lbfgs()", "'1e-3' (str)"),
-    row(22, "polyak_sgd str", lambda: rules.polyak_sgd("1"), WrongTypeError, "max_learning_rate at polyak_sgd()", "'1' (str)"),
-    row(22, "momentum str", lambda: rules.sgd(0.1, momentum="0.9"), WrongTypeError, "momentum at sgd()", "'0.9' (str)"),
-    row(22, "momentum bool", lambda: rules.sgd(0.1, momentum=True), WrongTypeError, "momentum at sgd()", "True (bool)"),
-    row(22, "b1 None", lambda: rules.adam(1e-3, b1=None), WrongTypeError, "b1 at adam()", "got None"),
-    row(0, "momentum 1.5", lambda: rules.sgd(0.1, momentum=1.5), HyperparameterError, "momentum at sgd()", "1.5", "< 1"),
-    row(0, "b1 = 1", lambda: rules.adam(1e-3, b1=1.0), HyperparameterError, "b1 at adam()", "got 1.0", "≥ 0 and < 1"),
-    row(0, "b2 = 1.1", lambda: rules.adam(1e-3, b2=1.1), HyperparameterError, "b2 at adam()", "got 1.1"),
-    row(0, "b1 = -0.1", lambda: rules.lion(1e-3, b1=-0.1), HyperparameterError, "b1 at lion()", "got -0.1"),
-    row(0, "eps = -1", lambda: rules.adam(1e-3, eps=-1.0), HyperparameterError, "eps at adam()", "got -1.0"),
-    row(0, "decay = 1", lambda: rules.rmsprop(1e-3, decay=1.0), HyperparameterError, "decay at rmsprop()", "< 1"),
-    row(0, "negative weight decay", lambda: rules.adamw(1e-3, weight_decay=-1), HyperparameterError, "weight_decay at adamw()", "-1"),
-    row(0, "weight_decay -1", lambda: rules.add_decayed_weights(-1.0), HyperparameterError, "add_decayed_weights()", "got -1.0", "≥ 0"),
-    row(0, "weight_decay str", lambda: rules.add_decayed_weights("0.1"), WrongTypeError, "add_decayed_weights()", "'0.1' (str)"),
-    row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError, "sign_decay()", "got -1.0", "≥ 0"),
-    row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), WrongTypeError, "'betas'", "b1, b2"),
-    row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError, "nesterov at sgd()", "True or False"),
-    row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError, "'**/kernal' at adamw(mask=)", "Nearest"),
-    row(0, "mask malformed", lambda: rules.adamw(1e-3, mask="a//b"), PatternError, "'a//b'", "the component ''"),
-    row(23, "array", lambda: rules.adam(lambda s: jnp.ones(2) * s), WrongTypeError, "step 0 of its schedule", "float32[2]"),
-    row(23, "NaN", lambda: rules.adam(lambda s: NAN), HyperparameterError, "learning_rate at adam()", "step 0", "got nan"),
-    row(23, "negative", lambda: rules.adam(optax.cosine_decay_schedule(-1.0, 10)), HyperparameterError, "step 0", "got -1.0", "≥ 0"),
-    row(23, "ends in NaN", lambda: rules.adam(optax.linear_schedule(1.0, NAN, 10)), HyperparameterError, "got nan"),
-    row(23, "None", lambda: rules.adam(lambda s: None), WrongTypeError, "step 0", "got None", "expected a number."),
-    row(23, "text", lambda: rules.adam(lambda s: "1"), WrongTypeError, "step 0", "got '1' (str)"),
-    row(23, "b1 of 1", lambda: rules.adam(1e-3, b1=lambda s: 1.0), HyperparameterError, "b1 at adam()", "step 0", "< 1"),
+    row(21, "too big for float32", lambda: rules.adam(1e39), HyperparameterError),
+    row(22, "adafactor str", lambda: rules.adafactor("1e-3"), WrongTypeError),
+    row(22, "lbfgs str", lambda: rules.lbfgs("1e-3"), WrongTypeError),
+    row(22, "polyak_sgd str", lambda: rules.polyak_sgd("1"), WrongTypeError),
+    row(22, "momentum str", lambda: rules.sgd(0.1, momentum="0.9"), WrongTypeError),
+    row(22, "momentum bool", lambda: rules.sgd(0.1, momentum=True), WrongTypeError),
+    row(22, "b1 None", lambda: rules.adam(1e-3, b1=None), WrongTypeError),
+    row(0, "momentum 1.5", lambda: rules.sgd(0.1, momentum=1.5), HyperparameterError),
+    row(0, "b1 = 1", lambda: rules.adam(1e-3, b1=1.0), HyperparameterError),
+    row(0, "b2 = 1.1", lambda: rules.adam(1e-3, b2=1.1), HyperparameterError),
+    row(0, "b1 = -0.1", lambda: rules.lion(1e-3, b1=-0.1), HyperparameterError),
+    row(0, "eps = -1", lambda: rules.adam(1e-3, eps=-1.0), HyperparameterError),
+    row(0, "decay = 1", lambda: rules.rmsprop(1e-3, decay=1.0), HyperparameterError),
+    row(0, "negative weight decay", lambda: rules.adamw(1e-3, weight_decay=-1), HyperparameterError),
+    row(0, "weight_decay -1", lambda: rules.add_decayed_weights(-1.0), HyperparameterError),
+    row(0, "weight_decay str", lambda: rules.add_decayed_weights("0.1"), WrongTypeError),
+    row(0, "sign_decay -1", lambda: rules.sign_decay(-1.0), HyperparameterError),
+    row(0, "betas of torch", lambda: rules.adam(1e-3, betas=(0.9, 0.99)), WrongTypeError),
+    row(0, "nesterov is text", lambda: rules.sgd(0.1, nesterov="no"), WrongTypeError),
+    row(0, "mask matches nothing", lambda: setup(rule=rules.adamw(1e-3, mask="**/kernal")), PatternError),
+    row(0, "mask malformed", lambda: rules.adamw(1e-3, mask="a//b"), PatternError),
+    row(23, "array", lambda: rules.adam(lambda s: jnp.ones(2) * s), WrongTypeError),
+    row(23, "NaN", lambda: rules.adam(lambda s: NAN), HyperparameterError),
+    row(23, "negative", lambda: rules.adam(optax.cosine_decay_schedule(-1.0, 10)), HyperparameterError),
+    row(23, "ends in NaN", lambda: rules.adam(optax.linear_schedule(1.0, NAN, 10)), HyperparameterError),
+    row(23, "None", lambda: rules.adam(lambda s: None), WrongTypeError),
+    row(23, "text", lambda: rules.adam(lambda s: "1"), WrongTypeError),
+    row(23, "b1 of 1", lambda: rules.adam(1e-3, b1=lambda s: 1.0), HyperparameterError),
     *(
-        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError, f"max_{'delta' if name == 'clip' else 'norm'} at {name}()", says)
+        row(30, f"{name} {bad}", lambda name=name, bad=bad: getattr(rules, name)(bad), HyperparameterError)
         for name in ("clip_by_global_norm", "clip_by_norm", "clip")
-        for bad, says in [(0, "got 0, expected a finite float32 > 0"), (-1.0, "got -1.0"), (NAN, "got nan")]
+        for bad in (0, -1.0, NAN)
     ),
-    row(30, "inf", lambda: rules.clip(INF), HyperparameterError, "max_delta at clip()", "inf"),
-    row(30, "None", lambda: rules.clip_by_global_norm(None), WrongTypeError, "max_norm at clip_by_global_norm()", "got None"),
-    row(30, "p is text", lambda: rules.clip_by_norm(1.0, p="2"), WrongTypeError, "p at clip_by_norm()", "'2' (str)"),
-    row(30, "p is NaN", lambda: rules.clip_by_norm(1.0, p=NAN), WrongTypeError, "p at clip_by_norm()", "nan (float)"),
-    row(30, "p is complex", lambda: rules.clip_by_norm(1.0, p=1j), WrongTypeError, "p at clip_by_norm()", "1j (complex)"),
-    row(30, "throw is text", lambda: rules.clip_by_norm(1.0, throw="no"), WrongTypeError, "throw", "True or False"),
+    row(30, "inf", lambda: rules.clip(INF), HyperparameterError),
+    row(30, "None", lambda: rules.clip_by_global_norm(None), WrongTypeError),
+    row(30, "p is text", lambda: rules.clip_by_norm(1.0, p="2"), WrongTypeError),
+    row(30, "p is NaN", lambda: rules.clip_by_norm(1.0, p=NAN), WrongTypeError),
+    row(30, "p is complex", lambda: rules.clip_by_norm(1.0, p=1j), WrongTypeError),
+    row(30, "throw is text", lambda: rules.clip_by_norm(1.0, throw="no"), WrongTypeError),
     row(
         31, "norm and value", lambda: rules.clip_by_global_norm(1.0, value=0.5), WrongTypeError,
-        "'value'", "expected max_norm",
     ),
     row(
         31, "value and norm", lambda: rules.clip(5.0, norm=1.0), WrongTypeError,
-        "'norm'", "expected max_delta",
     ),
-    row(31, "another name", lambda: rules.clip_by_global_norm(max=1.0), WrongTypeError, "'max'", "expected max_norm"),
-    row(31, "two numbers", lambda: rules.clip_by_global_norm(1.0, 2.0), WrongTypeError, "too many", "max_norm"),
+    row(31, "another name", lambda: rules.clip_by_global_norm(max=1.0), WrongTypeError),
+    row(31, "two numbers", lambda: rules.clip_by_global_norm(1.0, 2.0), WrongTypeError),
 ]  # fmt: skip
 
 NEAREST = "Nearest: 'encoder/bias', 'encoder/kernel', 'head/bias'."
 SELECTION = [
-    row(33, "freeze", lambda: ts.freeze(good(), "encodr/**"), PatternError, "'encodr/**' at freeze()", "no match among 4 leaves", NEAREST),
-    row(33, "thaw", lambda: ts.thaw(good(), "encodr/**"), PatternError, "'encodr/**'", NEAREST),
-    row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError, "'encodr/**' at adjust()", NEAREST),
-    row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError, "'encodr/**' at setup(trainable=)", NEAREST),
-    row(33, "groups", lambda: setup(rule=rules.partition({"encodr/**": sgd, "**": adam})), PatternError, "'encodr/**' at partition()", NEAREST),
-    row(33, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, "encodr/**")), PatternError, "'encodr/**' at add_decayed_weights()", NEAREST),
-    row(33, "in a list", lambda: ts.freeze(good(), ["encoder/**", "!haed/**"]), PatternError, "'!haed/**'", "'head/bias'"),
-    row(33, "dots", lambda: ts.freeze(good(), "encoder.kernel"), PatternError, "Nearest: 'encoder/kernel'"),
-    row(33, "case", lambda: ts.freeze(good(), "Encoder/**"), PatternError, "Nearest: 'encoder/bias'"),
-    row(33, "a regex", lambda: ts.freeze(good(), "encoder/(kernel|bias)"), PatternError, "Nearest: 'encoder/kernel'"),
-    row(33, "a subtree", lambda: ts.freeze(good(), "encoder"), PatternError, "'encoder'", "Nearest: 'encoder/"),
-    row(33, "under jit", lambda: jax.jit(lambda s: ts.freeze(s, "encodr"))(good()), PatternError, "'encodr'", "Nearest"),
-    row(33, "predicate", lambda: ts.freeze(good(), lambda path, leaf: False), PatternError, "the function <lambda>, which selects nothing"),
-    row(33, "empty list", lambda: ts.freeze(good(), []), PatternError, "[], which selects nothing"),
-    row(33, "unselected", lambda: ts.freeze(setup(trainable="head/**"), "encoder/**"), PatternError, "params['encoder']['bias']"),
+    row(33, "freeze", lambda: ts.freeze(good(), "encodr/**"), PatternError),
+    row(33, "thaw", lambda: ts.thaw(good(), "encodr/**"), PatternError),
+    row(33, "adjust", lambda: ts.adjust(good(), "encodr/**", b1=0.5), PatternError),
+    row(33, "trainable", lambda: setup(trainable="encodr/**"), PatternError),
+    row(33, "groups", lambda: setup(rule=rules.partition({"encodr/**": sgd, "**": adam})), PatternError),
+    row(33, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, "encodr/**")), PatternError),
+    row(33, "in a list", lambda: ts.freeze(good(), ["encoder/**", "!haed/**"]), PatternError),
+    row(33, "dots", lambda: ts.freeze(good(), "encoder.kernel"), PatternError),
+    row(33, "case", lambda: ts.freeze(good(), "Encoder/**"), PatternError),
+    row(33, "a regex", lambda: ts.freeze(good(), "encoder/(kernel|bias)"), PatternError),
+    row(33, "a subtree", lambda: ts.freeze(good(), "encoder"), PatternError),
+    row(33, "under jit", lambda: jax.jit(lambda s: ts.freeze(s, "encodr"))(good()), PatternError),
+    row(33, "predicate", lambda: ts.freeze(good(), lambda path, leaf: False), PatternError),
+    row(33, "empty list", lambda: ts.freeze(good(), []), PatternError),
+    row(33, "unselected", lambda: ts.freeze(setup(trainable="head/**"), "encoder/**"), PatternError),
     row(
         33, "thaw unselected", lambda: ts.thaw(setup(trainable="head/**"), "encoder/**"), PatternError,
-        "params['encoder']['bias']", "setup(trainable=...) left out", "ts.migrate",
     ),
     row(
         33, "adjust unselected", lambda: ts.adjust(setup(trainable="head/**"), "encoder/**", b1=0.5), PatternError,
-        "params['encoder']['bias']", "setup(trainable=...) left out", "ts.migrate",
     ),
-    row(34, "open bracket", lambda: setup(trainable="enc[/kernel"), PatternError, "'enc[/kernel'", "the component 'enc['"),
-    row(34, "empty component", lambda: ts.freeze(good(), "encoder//kernel"), PatternError, "the component ''"),
-    row(34, "slash at the end", lambda: ts.freeze(good(), "encoder/"), PatternError, "the component ''"),
-    row(34, "slash in front", lambda: ts.freeze(good(), "/encoder"), PatternError, "the component ''"),
-    row(34, "empty", lambda: ts.freeze(good(), ""), PatternError, "pattern '': got the component"),
-    row(34, "** inside", lambda: ts.adjust(good(), "enc**/kernel", b1=0.5), PatternError, "the component 'enc**'"),
-    row(34, "only exclusions", lambda: setup(trainable=["!**/bias"]), PatternError, "only exclusions ['!**/bias']", "'**'"),
-    row(34, "groups", lambda: rules.partition({"a//b": adam, "**": sgd}), PatternError, "'a//b'"),
-    row(34, "weight_decay", lambda: rules.add_decayed_weights(0.1, where="a//b"), PatternError, "'a//b'"),
-    row(34, "None", lambda: ts.freeze(good(), None), WrongTypeError, "None", "a pattern ('encoder/**')", "a bool tree"),
-    row(34, "a number", lambda: setup(trainable=3), WrongTypeError, "3 (int)", "a pattern ('encoder/**')"),
-    row(34, "a compiled regex", lambda: setup(trainable=re.compile("x")), WrongTypeError, "re.compile('x') (Pattern)"),
-    row(34, "mixed list", lambda: setup(trainable=["**", 3]), WrongTypeError, "['**', 3] (list)"),
-    row(35, "all taken away", lambda: setup(trainable=["**", "!**"]), PatternError, "['**', '!**']", "at least one leaf"),
-    row(35, "predicate", lambda: setup(trainable=lambda path, leaf: False), PatternError, "<lambda>, which selects nothing"),
-    row(35, "bool tree", lambda: setup(trainable=tree(False, False)), PatternError, "which selects nothing"),
-    row(35, "empty list", lambda: setup(trainable=[]), PatternError, "[], which selects nothing"),
-    row(36, "one missing", lambda: setup(trainable=other_model()), PatternError, "params['encoder']['bias']", "got nothing"),
-    row(36, "one too many", lambda: setup(trainable=tree(True) | {"x": True}), PatternError, "params['x']", "expected nothing"),
-    row(36, "a prefix", lambda: ts.freeze(good(), {"encoder": True, "head": True}), PatternError, "params['encoder']: got True (bool)"),
-    row(36, "a bool", lambda: setup(trainable=True), PatternError, "bool tree at params: got True (bool)", "jax.tree.map"),
-    row(36, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, {"encoder": True})), PatternError, "params['encoder']"),
-    row(37, "int", lambda: setup(trainable=tree(1)), PatternError, "params['encoder']['bias']", "1 (int)", "True or False"),
-    row(37, "text", lambda: ts.freeze(good(), tree("yes")), PatternError, "params['encoder']['bias']", "'yes' (str)"),
-    row(37, "None", lambda: setup(trainable=tree(None)), PatternError, "params['encoder']['bias']", "got None"),
-    row(37, "array", lambda: setup(trainable=tree(jnp.ones(3, bool))), PatternError, "params['encoder']['bias']", "bool[3]"),
-    row(37, "predicate", lambda: setup(trainable=lambda path, leaf: path), PatternError, "'encoder/bias' (str)", "True or False"),
-    row(0, "leaf without group", lambda: setup(rule=rules.partition({"encoder/**": adam})), PatternError, "params['head']['bias']", "'**'"),
-    row(0, "group in the shade", lambda: setup(rule=rules.partition({"**": adam, "head/**": sgd})), PatternError, "'head/**'", "an earlier pattern"),
+    row(34, "open bracket", lambda: setup(trainable="enc[/kernel"), PatternError),
+    row(34, "empty component", lambda: ts.freeze(good(), "encoder//kernel"), PatternError),
+    row(34, "slash at the end", lambda: ts.freeze(good(), "encoder/"), PatternError),
+    row(34, "slash in front", lambda: ts.freeze(good(), "/encoder"), PatternError),
+    row(34, "empty", lambda: ts.freeze(good(), ""), PatternError),
+    row(34, "** inside", lambda: ts.adjust(good(), "enc**/kernel", b1=0.5), PatternError),
+    row(34, "only exclusions", lambda: setup(trainable=["!**/bias"]), PatternError),
+    row(34, "groups", lambda: rules.partition({"a//b": adam, "**": sgd}), PatternError),
+    row(34, "weight_decay", lambda: rules.add_decayed_weights(0.1, where="a//b"), PatternError),
+    row(34, "None", lambda: ts.freeze(good(), None), WrongTypeError),
+    row(34, "a number", lambda: setup(trainable=3), WrongTypeError),
+    row(34, "a compiled regex", lambda: setup(trainable=re.compile("x")), WrongTypeError),
+    row(34, "mixed list", lambda: setup(trainable=["**", 3]), WrongTypeError),
+    row(35, "all taken away", lambda: setup(trainable=["**", "!**"]), PatternError),
+    row(35, "predicate", lambda: setup(trainable=lambda path, leaf: False), PatternError),
+    row(35, "bool tree", lambda: setup(trainable=tree(False, False)), PatternError),
+    row(35, "empty list", lambda: setup(trainable=[]), PatternError),
+    row(36, "one missing", lambda: setup(trainable=other_model()), PatternError),
+    row(36, "one too many", lambda: setup(trainable=tree(True) | {"x": True}), PatternError),
+    row(36, "a prefix", lambda: ts.freeze(good(), {"encoder": True, "head": True}), PatternError),
+    row(36, "a bool", lambda: setup(trainable=True), PatternError),
+    row(36, "weight_decay", lambda: setup(rule=rules.add_decayed_weights(0.1, {"encoder": True})), PatternError),
+    row(37, "int", lambda: setup(trainable=tree(1)), PatternError),
+    row(37, "text", lambda: ts.freeze(good(), tree("yes")), PatternError),
+    row(37, "None", lambda: setup(trainable=tree(None)), PatternError),
+    row(37, "array", lambda: setup(trainable=tree(jnp.ones(3, bool))), PatternError),
+    row(37, "predicate", lambda: setup(trainable=lambda path, leaf: path), PatternError),
+    row(0, "leaf without group", lambda: setup(rule=rules.partition({"encoder/**": adam})), PatternError),
+    row(0, "group in the shade", lambda: setup(rule=rules.partition({"**": adam, "head/**": sgd})), PatternError),
 ]  # fmt: skip
 
 STATE = [
-    row(89, "step", lambda: step(loss_fn, donated()), StateError, "state at step()", "was donated", "what that step returned", "donate=False"),
+    row(89, "step", lambda: step(loss_fn, donated()), StateError),
     *(
-        row(89, name, lambda use=use: use(donated()), StateError, f"state at {name}", "was donated", "donate=False")
+        row(89, name, lambda use=use: use(donated()), StateError)
         for name, use in {
             "eval_step()": lambda s: ts.eval_step(loss_fn)(s, X),
             "value_and_grad()": lambda s: ts.value_and_grad(loss_fn)(s, X),
@@ -444,73 +442,79 @@ STATE = [
             "TrainState.calls": lambda s: s.calls,
         }.items()
     ),
-    row(89, "params of it", lambda: setup(donated().params), ParamsError, "params['encoder']['bias']", "a deleted array"),
-    row(89, "model state of it", lambda: setup(model_state=donated().params), StateError, "model_state['encoder']['bias']", "deleted"),
-    row(89, "sibling", lambda: step(loss_fn, sibling()), StateError, "state at step()", "was donated", "donate=False"),
-    row(90, "other grads", lambda: ts.update(good(), other_model()), StateError, "grads['encoder']['bias']", "nothing", "float32[3]"),
-    row(90, "more grads", lambda: ts.update(setup(other_model()), GRADS), StateError, "grads['encoder']['bias']", "expected nothing"),
-    row(90, "grads under jit", lambda: jax.jit(ts.update)(good(), other_model()), StateError, "grads['encoder']['bias']", "trainable"),
-    row(90, "grads of other shape", lambda: ts.update(good(), wider()), StateError, "grads['head']['kernel']", "float32[3,5]", "expected float32[3,2]"),
-    row(90, "grads None", lambda: ts.update(good(), None), StateError, "gradient at grads", "None", "dict with encoder, head"),
-    row(90, "grads and loss", lambda: ts.update(good(), (ts.Loss(1.0, 1.0), GRADS)), StateError, "tuple of 2"),
-    row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError, "grads['encoder']['bias']", "int32[3]", "float32[3]"),
-    row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError, "grads['encoder']['bias']", "bool[3]", "float32[3]"),
-    row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError, "grads['encoder']['bias']", "complex64"),
-    row(90, "grads big-endian", lambda: ts.update(good(), tree(np.ones(3, ">f4"), 1.0)), StateError, "grads['encoder']['bias']", ">f4[3]"),
-    row(90, "grads longdouble", lambda: ts.update(good(), tree(np.ones(3, np.longdouble), 1.0)), StateError, "grads['encoder']['bias']"),
-    row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError, "grads['encoder']['bias']", "'x' (str)"),
-    row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError, "['encoder']['bias']"),
-    row(90, "at of other shape", lambda: ts.value_and_grad(loss_fn)(good(), X, at=wider()), StateError, "float32[3,5]", "trainable"),
-    row(90, "params of other model", lambda: good().replace(params=other_model()), StateError, "params['encoder']['bias']", "nothing"),
-    row(90, "params of other shape", lambda: good().replace(params=wider()), StateError, "params['head']['kernel']", "float32[3,5]"),
-    row(90, "params of other dtype", lambda: good().replace(params=cast(jnp.bfloat16)), StateError, "bfloat16[3]", "float32[3]"),
-    row(90, "opt_state of other rule", lambda: good().replace(opt_state=setup(rule=sgd).opt_state), StateError, "opt_state", "mu, nu"),
-    row(90, "opt_state of other model", lambda: good().replace(opt_state=setup(other_model()).opt_state), StateError, "['bias']"),
-    row(90, "numbers of other rule", lambda: good().replace(numbers=setup(rule=sgd).numbers), StateError, "numbers"),
-    row(90, "numbers None", lambda: good().replace(numbers=None), StateError, "numbers", "got None"),
-    row(90, "frozen True", lambda: good().replace(frozen=True), StateError, "frozen", "True (bool)", "ts.freeze and ts.thaw"),
-    row(90, "field unknown", lambda: good().replace(parms=PARAMS), StateError, "'parms'", "Did you mean 'params'?"),
-    row(90, "step is text", lambda: good().replace(step="3"), StateError, "step at replace()", "'3' (str)", "an int in [0, 2147483647]"),
-    row(90, "step beyond 32 bits", lambda: good().replace(step=2**40), StateError, "step at replace()", "1099511627776 (int)"),
-    row(90, "rejected is a float", lambda: good().replace(rejected=2.5), StateError, "rejected at replace()", "2.5 (float)"),
-    row(90, "rejected is a list", lambda: good().replace(rejected=[1, 2]), StateError, "rejected at replace()", "list of 2"),
-    row(90, "in a row below 0", lambda: good().replace(rejected_in_a_row=-1), StateError, "rejected_in_a_row at replace()", "-1 (int)"),
-    row(90, "step is a float", lambda: good().replace(step=3.5), StateError, "step at replace()", "3.5 (float)"),
-    row(90, "step is negative", lambda: good().replace(calls=-3), StateError, "calls at replace()", "-3 (int)"),
-    row(90, "key is text", lambda: good().replace(key="x"), WrongTypeError, "key at replace()", "'x' (str)"),
-    row(90, "model_state unknown", lambda: ts.update(good(), GRADS, model_state={"m": X}), StateError, "model_state", "setup(..."),
+    row(89, "params of it", lambda: setup(donated().params), ParamsError),
+    row(89, "model state of it", lambda: setup(model_state=donated().params), StateError),
+    row(89, "sibling", lambda: step(loss_fn, sibling()), StateError),
+    row(90, "other grads", lambda: ts.update(good(), other_model()), StateError),
+    row(90, "more grads", lambda: ts.update(setup(other_model()), GRADS), StateError),
+    row(90, "grads under jit", lambda: jax.jit(ts.update)(good(), other_model()), StateError),
+    row(90, "grads of other shape", lambda: ts.update(good(), wider()), StateError),
+    row(90, "grads None", lambda: ts.update(good(), None), StateError),
+    row(90, "grads and loss", lambda: ts.update(good(), (ts.Loss(1.0, 1.0), GRADS)), StateError),
+    row(90, "grads int", lambda: ts.update(good(), cast(int)), StateError),
+    row(90, "grads bool", lambda: ts.update(good(), cast(bool)), StateError),
+    row(90, "grads complex", lambda: ts.update(good(), cast(jnp.complex64)), StateError),
+    row(90, "grads big-endian", lambda: ts.update(good(), tree(np.ones(3, ">f4"), 1.0)), StateError),
+    row(90, "grads longdouble", lambda: ts.update(good(), tree(np.ones(3, np.longdouble), 1.0)), StateError),
+    row(90, "grads text", lambda: ts.update(good(), tree("x", 1.0)), StateError),
+    row(90, "at of other model", lambda: ts.value_and_grad(loss_fn)(good(), X, at=other_model()), StateError),
+    row(90, "at of other shape", lambda: ts.value_and_grad(loss_fn)(good(), X, at=wider()), StateError),
+    row(90, "params of other model", lambda: good().replace(params=other_model()), StateError),
+    row(90, "params of other shape", lambda: good().replace(params=wider()), StateError),
+    row(90, "params of other dtype", lambda: good().replace(params=cast(jnp.bfloat16)), StateError),
+    row(90, "opt_state of other rule", lambda: good().replace(opt_state=setup(rule=sgd).opt_state), StateError),
+    row(90, "opt_state of other model", lambda: good().replace(opt_state=setup(other_model()).opt_state), StateError),
+    row(90, "numbers of other rule", lambda: good().replace(numbers=setup(rule=sgd).numbers), StateError),
+    row(90, "numbers None", lambda: good().replace(numbers=None), StateError),
+    row(90, "frozen True", lambda: good().replace(frozen=True), StateError),
+    row(90, "field unknown", lambda: good().replace(parms=PARAMS), StateError),
+    row(90, "step is text", lambda: good().replace(step="3"), StateError),
+    row(90, "step beyond 32 bits", lambda: good().replace(step=2**40), StateError),
+    row(90, "rejected is a float", lambda: good().replace(rejected=2.5), StateError),
+    row(90, "rejected is a list", lambda: good().replace(rejected=[1, 2]), StateError),
+    row(90, "in a row below 0", lambda: good().replace(rejected_in_a_row=-1), StateError),
+    row(90, "step is a float", lambda: good().replace(step=3.5), StateError),
+    row(90, "step is negative", lambda: good().replace(calls=-3), StateError),
+    row(90, "key is text", lambda: good().replace(key="x"), WrongTypeError),
+    row(90, "model_state unknown", lambda: ts.update(good(), GRADS, model_state={"m": X}), StateError),
     row(
         90, "model_state of loss", lambda: step(
             lambda p, b, model_state: ts.Loss.mean(apply(p, b), model_state={"n": jnp.ones(2)}), setup(model_state={"m": jnp.ones(2)})
-        ), StateError, "model_state['m']", "got nothing", "float32[2]",
+        ), StateError,
     ),
     row(
         90, "model_state of other dtype", lambda: step(
             lambda p, b, model_state: ts.Loss.mean(apply(p, b), model_state={"m": jnp.ones(2, jnp.bfloat16)}),
             setup(model_state={"m": jnp.ones(2)}),
-        ), StateError, "model_state['m']", "bfloat16[2]", "float32[2]",
+        ), StateError,
     ),
-    row(0, "batch first", lambda: ts.train_step(lambda batch, params: 0.0), LossError, "signature", "loss_fn(params, batch"),
-    row(0, "loss_scale True", lambda: setup(precision="float16", loss_scale=True), StateError, "loss_scale", "True"),
-    row(0, "per_example None", lambda: ts.train_step(loss_fn, per_example=None), WrongTypeError, "per_example", "None"),
-    row(0, "noise_scale 0.1", lambda: ts.train_step(loss_fn, accumulate=2, noise_scale=0.1), WrongTypeError, "noise_scale", "0.1"),
-    row(0, "carry of text", lambda: ts.eval_step(loss_fn, carry="no"), WrongTypeError, "carry", "'no'"),
-    row(0, "progress of text", lambda: ts.fit(ts.train_step(loss_fn), good(), [X], steps=1, progress="no"), WrongTypeError, "progress", "'no'"),
-    row(0, "batch_size True", lambda: ts.batches(X, True), DataError, "batch_size", "True"),
-    row(0, "column of text", lambda: ts.batches(np.array(["a", "b"]), 2), DataError, "arrays", "numbers"),
-    row(0, "epoch below 0", lambda: ts.batches(X, 2).set_state({"epoch": -1, "position": 0}), DataError, "set_state()", "-1"),
-    row(0, "complex targets", lambda: ts.losses.absolute_error(X, 1j * X), LossError, "complex numbers"),
-    row(0, "metrics of two shapes", lambda: ts.metrics.Mean.of(jnp.ones(3)).merge(ts.metrics.Mean(jnp.ones(2), jnp.ones(2))), LossError, "other at Mean.merge()"),
-    row(0, "no model state", lambda: ts.update_batch_stats(loss_fn)(good(), X), StateError, "model_state at loss_fn"),
-    row(0, "loss per row to update", lambda: ts.update(good(), GRADS, loss=jnp.ones(3)), LossError, "loss at update()", "float32[3]"),
-    row(0, "loss text to update", lambda: ts.update(good(), GRADS, loss="x"), LossError, "loss at update()", "'x' (str)"),
-    row(0, "loss without weight", lambda: ts.update(good(), GRADS, loss=ts.Loss(1.0)), LossError, "got a total alone", "(total, weight)"),
-    row(0, "rule on a TrainState", lambda: adam.update(GRADS, good().opt_state, PARAMS), RuleError, "adam()", "use ts.update"),
-    row(91, "params to step", lambda: step(loss_fn, PARAMS), WrongTypeError, "dict with encoder, head", "a TrainState", "ts.setup("),
-    row(91, "batch first", lambda: step(loss_fn, X, batch=good()), WrongTypeError, "float32[8,4]", "The state comes first."),
-    row(91, "what step returned", lambda: step(loss_fn, (good(), None)), WrongTypeError, "tuple of 2", "a TrainState"),
+    row(0, "batch first", lambda: ts.train_step(lambda batch, params: 0.0), LossError),
+    row(0, "loss_scale True", lambda: setup(precision="float16", loss_scale=True), StateError),
+    row(0, "per_example None", lambda: ts.train_step(loss_fn, per_example=None), WrongTypeError),
+    row(0, "noise_scale 0.1", lambda: ts.train_step(loss_fn, accumulate=2, noise_scale=0.1), WrongTypeError),
+    row(0, "carry of text", lambda: ts.eval_step(loss_fn, carry="no"), WrongTypeError),
+    row(0, "progress of text", lambda: ts.fit(ts.train_step(loss_fn), good(), [X], steps=1, progress="no"), WrongTypeError),
+    row(0, "batch_size True", lambda: ts.batches(X, True), DataError),
+    row(0, "column of text", lambda: ts.batches(np.array(["a", "b"]), 2), DataError),
+    row(0, "epoch below 0", lambda: ts.batches(X, 2).set_state({"epoch": -1, "position": 0}), DataError),
+    row(0, "complex targets", lambda: ts.losses.absolute_error(X, 1j * X), LossError),
+    row(0, "metrics of two shapes", lambda: ts.metrics.Mean.of(jnp.ones(3)).merge(ts.metrics.Mean(jnp.ones(2), jnp.ones(2))), LossError),
+    row(0, "no model state", lambda: ts.update_batch_stats(loss_fn)(good(), X), StateError),
+    row(0, "pack a text", lambda: ts.data.pack(["abc"], 8), DataError),
+    row(0, "unit axes", lambda: ts.exchange.rearrange("() a -> a ()"), HyperparameterError),
+    row(0, "a number for an axis", lambda: ts.exchange.rearrange("1 a -> a 1"), HyperparameterError),
+    row(0, "no batch to size", lambda: ts.find_batch_size(ts.train_step(toys.drawn), toys.state(key=0), None), WrongTypeError),
+    row(0, "no batch to cut", lambda: ts.insight.find_accumulation(ts.train_step(toys.drawn), toys.state(key=0), None, 64), WrongTypeError),
+    row(0, "a key for an evaluation", lambda: ts.evaluate(ts.eval_step(toys.noisy), toys.state(), [toys.X]), LossError),
+    row(0, "loss per row to update", lambda: ts.update(good(), GRADS, loss=jnp.ones(3)), LossError),
+    row(0, "loss text to update", lambda: ts.update(good(), GRADS, loss="x"), LossError),
+    row(0, "loss without weight", lambda: ts.update(good(), GRADS, loss=ts.Loss(1.0)), LossError),
+    row(0, "rule on a TrainState", lambda: adam.update(GRADS, good().opt_state, PARAMS), RuleError),
+    row(91, "params to step", lambda: step(loss_fn, PARAMS), WrongTypeError),
+    row(91, "batch first", lambda: step(loss_fn, X, batch=good()), WrongTypeError),
+    row(91, "what step returned", lambda: step(loss_fn, (good(), None)), WrongTypeError),
     *(
-        row(91, f"params to {name}", lambda use=use: use(PARAMS), WrongTypeError, f"state at {name}()", "dict with encoder, head")
+        row(91, f"params to {name}", lambda use=use: use(PARAMS), WrongTypeError)
         for name, use in {
             "eval_step": lambda s: ts.eval_step(loss_fn)(s, X),
             "value_and_grad": lambda s: ts.value_and_grad(loss_fn)(s, X),
@@ -523,46 +527,46 @@ STATE = [
             "trainable": lambda s: ts.trainable(s),
         }.items()
     ),
-    row(91, "pattern first", lambda: ts.freeze("head/**", good()), WrongTypeError, "'head/**' (str)", "The state comes first."),
-    row(91, "grads first", lambda: ts.update(GRADS, good()), WrongTypeError, "state at update()", "The state comes first."),
-    row(91, "a rule", lambda: ts.hyperparams(adam), WrongTypeError, "got GradientTransformationExtraArgs with init, update", "a TrainState"),
-    row(91, "an abstract state", lambda: step(loss_fn, jax.eval_shape(setup)), WrongTypeError, "state.clock", "a ShapeDtypeStruct"),
-    row(0, "policy unknown", lambda: ts.train_step(loss_fn, on_nonfinite="Skip"), HyperparameterError, "train_step()", "'Skip'", "'skip'"),
-    row(0, "policy None", lambda: ts.update(good(), GRADS, on_nonfinite=None), HyperparameterError, "update()", "None", "'raise'"),
-    row(0, "donate is text", lambda: ts.train_step(loss_fn, donate="no"), WrongTypeError, "donate", "'no' (str)", "True or False"),
-    row(0, "norms is text", lambda: ts.train_step(loss_fn, norms="no"), WrongTypeError, "norms at train_step()", "'no' (str)"),
-    row(0, "adjust misspelled", lambda: ts.adjust(good(), learning_rat=1.0), HyperparameterError, "mean 'learning_rate'?"),
-    row(0, "adjust lr", lambda: ts.adjust(good(), lr=1.0), HyperparameterError, "'lr'", "Did you mean 'learning_rate'?"),
-    row(0, "adjust lr under jit", lambda: jax.jit(lambda s: ts.adjust(s, lr=1.0))(good()), HyperparameterError, "'learning_rate'?"),
-    row(0, "adjust dict", lambda: ts.adjust(good(), **{"learning_rat": 1.0}), HyperparameterError, "mean 'learning_rate'?"),
-    row(0, "adjust -1", lambda: ts.adjust(good(), learning_rate=-1.0), HyperparameterError, "learning_rate at adam()", "-1.0", "≥ 0"),
-    row(0, "adjust NaN", lambda: ts.adjust(good(), learning_rate=NAN), HyperparameterError, "got nan", "a finite float32"),
-    row(0, "adjust b1 = 1", lambda: ts.adjust(good(), b1=1), HyperparameterError, "b1 at adam()", "got 1,", "< 1"),
-    row(0, "adjust text", lambda: ts.adjust(good(), learning_rate="1"), WrongTypeError, "'1' (str)", "expected a number."),
-    row(0, "adjust text in dict", lambda: ts.adjust(good(), **{"b1": "1"}), WrongTypeError, "b1 at adam()", "'1' (str)"),
-    row(0, "adjust bool", lambda: ts.adjust(good(), learning_rate=True), WrongTypeError, "True (bool)"),
-    row(0, "adjust array", lambda: ts.adjust(good(), learning_rate=X[0]), WrongTypeError, "float32[4]", "a number"),
-    row(0, "adjust beyond float32", lambda: ts.adjust(good(), learning_rate=1e39), HyperparameterError, "got 1e+39"),
-    row(0, "adjust two of three", lambda: ts.adjust(three(), b1=X[0, :2]), HyperparameterError, "shape (2,)", "shape (3,)"),
-    row(0, "adjust one of three to NaN", lambda: ts.adjust(three(), b1=np.array([0, NAN, 0])), HyperparameterError, "got nan"),
-    row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError, "b1 at adam()", "the function <lambda>"),
-    row(0, "adjust None", lambda: ts.adjust(good(), b1=None), WrongTypeError, "b1 at adam()", "None", "a number"),
-    row(0, "adjust_at nothing", lambda: ts.callbacks.adjust_at(3), HyperparameterError, "values at adjust_at()", "adjust_at(9, lea"),
-    row(0, "adjust_at nothing of a part", lambda: ts.callbacks.adjust_at(3, "head"), HyperparameterError, "values at adjust_at()"),
-    row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "0.001 (float)", "a pattern"),
-    row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError, "live", "ts.rules.live("),
+    row(91, "pattern first", lambda: ts.freeze("head/**", good()), WrongTypeError),
+    row(91, "grads first", lambda: ts.update(GRADS, good()), WrongTypeError),
+    row(91, "a rule", lambda: ts.hyperparams(adam), WrongTypeError),
+    row(91, "an abstract state", lambda: step(loss_fn, jax.eval_shape(setup)), WrongTypeError),
+    row(0, "policy unknown", lambda: ts.train_step(loss_fn, on_nonfinite="Skip"), HyperparameterError),
+    row(0, "policy None", lambda: ts.update(good(), GRADS, on_nonfinite=None), HyperparameterError),
+    row(0, "donate is text", lambda: ts.train_step(loss_fn, donate="no"), WrongTypeError),
+    row(0, "norms is text", lambda: ts.train_step(loss_fn, norms="no"), WrongTypeError),
+    row(0, "adjust misspelled", lambda: ts.adjust(good(), learning_rat=1.0), HyperparameterError),
+    row(0, "adjust lr", lambda: ts.adjust(good(), lr=1.0), HyperparameterError),
+    row(0, "adjust lr under jit", lambda: jax.jit(lambda s: ts.adjust(s, lr=1.0))(good()), HyperparameterError),
+    row(0, "adjust dict", lambda: ts.adjust(good(), **{"learning_rat": 1.0}), HyperparameterError),
+    row(0, "adjust -1", lambda: ts.adjust(good(), learning_rate=-1.0), HyperparameterError),
+    row(0, "adjust NaN", lambda: ts.adjust(good(), learning_rate=NAN), HyperparameterError),
+    row(0, "adjust b1 = 1", lambda: ts.adjust(good(), b1=1), HyperparameterError),
+    row(0, "adjust text", lambda: ts.adjust(good(), learning_rate="1"), WrongTypeError),
+    row(0, "adjust text in dict", lambda: ts.adjust(good(), **{"b1": "1"}), WrongTypeError),
+    row(0, "adjust bool", lambda: ts.adjust(good(), learning_rate=True), WrongTypeError),
+    row(0, "adjust array", lambda: ts.adjust(good(), learning_rate=X[0]), WrongTypeError),
+    row(0, "adjust beyond float32", lambda: ts.adjust(good(), learning_rate=1e39), HyperparameterError),
+    row(0, "adjust two of three", lambda: ts.adjust(three(), b1=X[0, :2]), HyperparameterError),
+    row(0, "adjust one of three to NaN", lambda: ts.adjust(three(), b1=np.array([0, NAN, 0])), HyperparameterError),
+    row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError),
+    row(0, "adjust None", lambda: ts.adjust(good(), b1=None), WrongTypeError),
+    row(0, "adjust_at nothing", lambda: ts.callbacks.adjust_at(3), HyperparameterError),
+    row(0, "adjust_at nothing of a part", lambda: ts.callbacks.adjust_at(3, "head"), HyperparameterError),
+    row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError),
+    row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError),
     row(
         0, "adjust of others", lambda: ts.adjust(
             setup(rule=rules.partition({"head/**": rules.sgd(1.0, momentum=0.9), "**": adam})), "encoder/**", momentum=0.5
-        ), HyperparameterError, "'momentum'", "b1, b2, eps, eps_root, learning_rate",
+        ), HyperparameterError,
     ),
     row(
         0, "adjust of two", lambda: ts.adjust(setup(rule=rules.chain(rules.add_decayed_weights(0.1), rules.adamw(1.0))), weight_decay=0.5),
-        HyperparameterError, "'weight_decay'", "'0.weight_decay' or '1.weight_decay'",
+        HyperparameterError,
     ),
-    row(0, "no rows", lambda: step(batch=X[:0]), LossError, "batch at loss_fn", "0 rows", "at least one", "NaN"),
-    row(0, "no rows, eval", lambda: ts.eval_step(loss_fn)(good(), X[:0]), LossError, "batch at loss_fn", "0 rows"),
-    row(0, "no rows, mean", lambda: step(lambda p, b: ts.Loss.mean(apply(p, b)), batch=X[:0]), LossError, "shape (0, 2)"),
+    row(0, "no rows", lambda: step(batch=X[:0]), LossError),
+    row(0, "no rows, eval", lambda: ts.eval_step(loss_fn)(good(), X[:0]), LossError),
+    row(0, "no rows, mean", lambda: step(lambda p, b: ts.Loss.mean(apply(p, b)), batch=X[:0]), LossError),
 ]  # fmt: skip
 
 
@@ -584,19 +588,19 @@ NAMES = np.array(["skip", "raise"])  # where one name is wanted
 OBJECTS = np.array([None, 1], object)
 
 CALLS = [
-    row(0, "run_steps on deleted", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), gone((2, 8, 4))), StateError, "leaf at batches", "a deleted array"),
-    row(0, "run_steps on objects", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), OBJECTS), WrongTypeError, "leaf at batches", "object[2]", "numbers"),
-    row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError, "zero1 at shard()", "'no' (str)", "True or False"),
-    row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), HyperparameterError, "on_nonfinite at train_step()", "<U5[2]", "'skip'"),
-    row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError, "step at fit(): got TrainState, expected"),
-    row(0, "resume an array", lambda: fit(resume=NAMES), HyperparameterError, "resume at fit()", "<U5[2]", "'must'"),
-    row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), HyperparameterError, "mode at Best()", "<U5[2]", "'min' or 'max'"),
-    row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), HyperparameterError, "rounding at Policy()", "<U5[2]", "'stochastic'"),
-    row(0, "drop_remainder an array", lambda: ts.batches(X, 2, drop_remainder=NAMES), WrongTypeError, "drop_remainder at batches()", "<U5[2]", "True or False"),
-    row(0, "backend an array", lambda: ts.tune(len, {"x": ts.tuning.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError, "backend at tune()", "<U5[2]", "'optuna'"),
-    row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError, "where: got complex", "a mask or real weights"),
+    row(0, "run_steps on deleted", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), gone((2, 8, 4))), StateError),
+    row(0, "run_steps on objects", lambda: ts.loop.run_steps(ts.train_step(loss_fn), good(), OBJECTS), WrongTypeError),
+    row(0, "shard zero1 no", lambda: ts.shard(good(), ts.mesh(), zero1="no"), WrongTypeError),
+    row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), HyperparameterError),
+    row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError),
+    row(0, "resume an array", lambda: fit(resume=NAMES), HyperparameterError),
+    row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), HyperparameterError),
+    row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), HyperparameterError),
+    row(0, "drop_remainder an array", lambda: ts.batches(X, 2, drop_remainder=NAMES), WrongTypeError),
+    row(0, "backend an array", lambda: ts.tune(len, {"x": ts.tuning.spaces.uniform(0, 1)}, backend=NAMES), HyperparameterError),
+    row(0, "complex weight", lambda: ts.Loss.mean(X, 1j), LossError),
     *(
-        row(0, f"fit {name}", lambda name=name: fit(**{name: 1}), WrongTypeError, f"argument at fit(): got '{name}'", text)
+        row(0, f"fit {name}", lambda name=name: fit(**{name: 1}), WrongTypeError)
         for name, text in {
             "max_grad_norm": "The rule clips: ts.rules.chain(ts.rules.clip_by_global_norm(1.0), rule).",
             "steps_per_epoch": "An epoch is one pass over the data: give steps=.",
@@ -605,9 +609,9 @@ CALLS = [
             "temp": "history, extra.",
         }.items()
     ),
-    row(0, "fit steps an array", lambda: fit(steps=good().step + 3), WrongTypeError, "steps at fit(): got int32[]"),
-    row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError, "'temp'", "expected step. loss_fn does"),
-    row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError, "weight at loss_fn", "1j (complex)", "one finite number"),
+    row(0, "fit steps an array", lambda: fit(steps=good().step + 3), WrongTypeError),
+    row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError),
+    row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError),
 ]  # fmt: skip
 
 
@@ -681,37 +685,37 @@ def flax_state():
 
 SHAPES = {"image": X, "label": X}
 USES = [
-    row(0, "fit of a loss", lambda: fits(loss_fn), WrongTypeError, "got loss_fn(params, batch), a loss function", "(state, batch) -> (state, info)", "Give ts.eval_step(loss_fn) or ts.train_step(loss_fn)."),
-    row(0, "fit of an unnamed loss", lambda: fits(unnamed), WrongTypeError, "got unnamed(p, x), a loss function", "(state, batch) -> (state, info)", "ts.train_step(loss_fn)."),
-    row(0, "fit of a loss, no loop", lambda: fits(unnamed, steps_per_call=None), WrongTypeError, "a loss function", "ts.train_step(loss_fn)."),
-    row(0, "iterate a loss", lambda: next(ts.loop.iterate(unnamed, good(), [X], steps=1)), WrongTypeError, "a loss function"),
-    row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError, "result at eval_step: got 1.0 (float)", "ts.eval_step(loss_fn)"),
-    row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError, "data: got float32[", "One batch: [batch]."),
-    row(0, "no evaluation to stop by", lambda: ts.fit(ts.train_step(loss_fn), setup(), [X], steps=1, progress=False, callbacks=ts.callbacks.early_stopping()), RowError, "metric at early_stopping(): got 'val/loss'", "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data})).", compiles=True),
-    row(0, "mask not used", lambda: ts.train_step(lambda params, batch, mask: loss_fn(params, batch), accumulate=3)(good(), X), LossError, "mask at loss_fn: got a loss that does not use it", "Return ts.Loss.mean(values, mask)."),
-    row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError, "callback at fit(): got the class early_stopping", "Call it: early_stopping(...)."),
-    row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError, "logger at fit(): got csv(path), expected f(row, step=...)"),
-    row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError, "result at callback: got the function <lambda>", "a TrainState, or nothing."),
-    row(0, "batches of x, y, n", lambda: ts.batches(X, X, 4), WrongTypeError, "arguments at batches()", "ts.batches((x, y), 32)."),
-    row(0, "batches of x, y", lambda: ts.batches(X, X), DataError, "batch_size at batches(): got float32[", "ts.batches((x, y), 32)."),
-    row(0, "evaluate by an eval step", lambda: fits(evaluate=ts.eval_step(loss_fn)), WrongTypeError, "expected f(state), as lambda state: ts.evaluate("),
-    row(0, "evaluate by words", lambda: fits(evaluate=dict, evaluate_every="every epoch"), WrongTypeError, "evaluate_every at fit(): got 'every epoch', expected 'n epochs', or steps."),
-    row(0, "step of a Restored", lambda: step(loss_fn, ts.checkpoints.Restored(good())), WrongTypeError, "got Restored, expected a TrainState"),
-    row(0, "step of flax's state", lambda: step(loss_fn, flax_state()), WrongTypeError, "expected a TrainState of tsunax. Make one: ts.setup(rule, params)."),
-    row(0, "evaluate a state", lambda: ts.evaluate(good(), ts.eval_step(loss_fn), [X]), WrongTypeError, "eval_step at evaluate(): got TrainState", "evaluate(ts.eval_step(loss_fn), state, data)."),
-    row(0, "evaluate a train step", lambda: ts.evaluate(ts.train_step(loss_fn), good(), [X]), WrongTypeError, "eval_step at evaluate(): got TrainStep", "ts.eval_step(loss_fn)"),
-    row(0, "fit of text", lambda: fit({"x": X, "name": "a"}), DataError, "leaf at batch['name'], step 0: got 'a' (str)", "rows"),
-    row(0, "fit of text, no loop", lambda: fit({"x": X, "name": "a"}, steps_per_call=None), DataError, "leaf at batch['name'], step 0"),
-    row(0, "shard swapped", lambda: ts.shard(ts.mesh(), good()), WrongTypeError, "mesh at shard(): got TrainState", "The order is shard(state, ts.mesh());"),
-    row(0, "adjust to a schedule", lambda: ts.adjust(setup(), learning_rate=ts.schedules.cosine_decay_schedule(0.1, 9)), WrongTypeError, "learning_rate at adam(", "expected a number"),
-    row(0, "evaluate a used generator", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), used_up()), DataError, "data at epoch 0: got no batch at all", "A generator can be read once: give a list"),
-    row(0, "adjust by position", lambda: ts.adjust(good(), 1e-3), WrongTypeError, "where at adjust(): got 0.001 (float)", "a pattern"),
-    row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError, "setup(rule, model.params, model_state=model.model_state)"),
-    row(0, "setup of a module with statistics", lambda: setup(nnx.BatchNorm(4, rngs=nnx.Rngs(0))), ParamsError, "params at setup(): got BatchNorm", "Give the arrays alone"),
-    row(0, "setup of a module's whole state", lambda: setup(nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))[1]), ParamsError, "params at setup(): got State", "batch statistics are not trained", "Give the arrays alone"),
-    row(0, "setup of linen's variables", lambda: setup({"params": good().params, "batch_stats": {"mean": X}}), ParamsError, "params at setup(): got dict with params, batch_stats", "or linen"),
-    row(0, "setup of a module", lambda: setup(drops()), ParamsError, "at params"),
-    row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError, "or linen", "model.params"),
+    row(0, "fit of a loss", lambda: fits(loss_fn), WrongTypeError),
+    row(0, "fit of an unnamed loss", lambda: fits(unnamed), WrongTypeError),
+    row(0, "fit of a loss, no loop", lambda: fits(unnamed, steps_per_call=None), WrongTypeError),
+    row(0, "iterate a loss", lambda: next(ts.loop.iterate(unnamed, good(), [X], steps=1)), WrongTypeError),
+    row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError),
+    row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError),
+    row(0, "no evaluation to stop by", lambda: ts.fit(ts.train_step(loss_fn), setup(), [X], steps=1, progress=False, callbacks=ts.callbacks.early_stopping()), RowError, compiles=True),
+    row(0, "mask not used", lambda: ts.train_step(lambda params, batch, mask: loss_fn(params, batch), accumulate=3)(good(), X), LossError),
+    row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError),
+    row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError),
+    row(0, "own factory uncalled", lambda: fits(callbacks=lambda x: lambda run: None), WrongTypeError),
+    row(0, "batches of x, y, n", lambda: ts.batches(X, X, 4), WrongTypeError),
+    row(0, "batches of x, y", lambda: ts.batches(X, X), DataError),
+    row(0, "evaluate by an eval step", lambda: fits(evaluate=ts.eval_step(loss_fn)), WrongTypeError),
+    row(0, "evaluate by words", lambda: fits(evaluate=dict, evaluate_every="every epoch"), WrongTypeError),
+    row(0, "step of a Restored", lambda: step(loss_fn, ts.checkpoints.Restored(good())), WrongTypeError),
+    row(0, "step of flax's state", lambda: step(loss_fn, flax_state()), WrongTypeError),
+    row(0, "evaluate a state", lambda: ts.evaluate(good(), ts.eval_step(loss_fn), [X]), WrongTypeError),
+    row(0, "evaluate a train step", lambda: ts.evaluate(ts.train_step(loss_fn), good(), [X]), WrongTypeError),
+    row(0, "fit of text", lambda: fit({"x": X, "name": "a"}), DataError),
+    row(0, "fit of text, no loop", lambda: fit({"x": X, "name": "a"}, steps_per_call=None), DataError),
+    row(0, "shard swapped", lambda: ts.shard(ts.mesh(), good()), WrongTypeError),
+    row(0, "adjust to a schedule", lambda: ts.adjust(setup(), learning_rate=ts.schedules.cosine_decay_schedule(0.1, 9)), WrongTypeError),
+    row(0, "evaluate a used generator", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), used_up()), DataError),
+    row(0, "adjust by position", lambda: ts.adjust(good(), 1e-3), WrongTypeError),
+    row(0, "setup of a Model", lambda: setup(ts.models.nnx(drops())), ParamsError),
+    row(0, "setup of a module with statistics", lambda: setup(nnx.BatchNorm(4, rngs=nnx.Rngs(0))), ParamsError),
+    row(0, "setup of a module's whole state", lambda: setup(nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))[1]), ParamsError),
+    row(0, "setup of linen's variables", lambda: setup({"params": good().params, "batch_stats": {"mean": X}}), ParamsError),
+    row(0, "setup of a module", lambda: setup(drops()), ParamsError),
+    row(0, "setup of a Linen module", lambda: setup(linen.Dense(3)), ParamsError),
 ]  # fmt: skip
 
 ROWS = [*LOSS, *PARAMETERS, *RULE, *SELECTION, *STATE, *CALLS, *USES]
@@ -756,6 +760,25 @@ def lint(text: str) -> list[str]:
     ]
 
 
+GOLDEN = Path(__file__).with_name("golden") / "messages.txt"
+VERSIONS = f"Python {platform.python_version().rpartition('.')[0]}, jax {jax.__version__}"
+
+
+def message_of(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@functools.cache
+def golden_messages() -> dict[str, str]:
+    """The message of each row, by its name."""
+    _, *lines = GOLDEN.read_text().splitlines()
+    return dict(zip(lines[::2], (line.strip() for line in lines[1::2]), strict=True))
+
+
+def golden_versions() -> str:
+    return GOLDEN.read_text().partition("\n")[0]
+
+
 LATE = ("adjust two of three",)  # they compile
 
 
@@ -766,9 +789,9 @@ def test_what_is_said_of_a_bad_input(row):
     assert type(error) is row.error, repr(error)
     assert isinstance(error, (ValueError, TypeError))
     assert not compiled or row.compiles
-    text = str(error)
-    assert [part for part in row.says if part not in text] == [], text
-    assert lint(text) == [], text
+    assert lint(str(error)) == [], error
+    if golden_versions() == VERSIONS:  # errors of arguments are in the words of Python
+        assert message_of(error) == golden_messages().get(str(row))
     if row.cause:
         assert isinstance(error.__cause__, row.cause)
     else:  # nothing of JAX or optax above our error in the traceback
@@ -782,8 +805,12 @@ def test_is_every_promised_input_there():
     assert len(set(titles)) == len(titles)
 
 
-def test_does_every_row_ask_for_something():
-    assert all(row.says for row in ROWS)
+def test_the_golden_messages_are_those_of_the_rows():
+    if "TSUNAX_WRITE_MESSAGES" in os.environ:
+        messages = [f"{row}\n    {message_of(error_of(row)[0])}\n" for row in ROWS]
+        GOLDEN.write_text("".join([f"{VERSIONS}\n", *messages]))
+        golden_messages.cache_clear()
+    assert list(golden_messages()) == [str(row) for row in ROWS]
 
 
 def test_is_the_form_of_a_message_checked():
@@ -1017,20 +1044,9 @@ def test_is_a_pattern_a_mask_of_optax():
     assert float(decayed(mask)["head"]["kernel"][0, 0]) == 0.5 == float(decayed(None)["head"]["kernel"][0, 0])
 
 
-def print_messages() -> None:
-    _ = donated(), good()
-    for row in ROWS:
-        error, _ = error_of(row)
-        print(f"{row.number or '-':>3}  {row.title}\n     {type(error).__name__}: {error}")
-
-
 def test_a_long_cause_keeps_both_ends():
     """orbax and TensorStore say what happened in their last words."""
     error = OSError(f"RESOURCE_EXHAUSTED: failed to write {'/a/long/path ' * 30} : No space left on device")
     found = told(error)
     assert found.startswith("OSError RESOURCE_EXHAUSTED: failed") and found.endswith("No space left on device")
     assert len(found) < 175 and len(told(OSError("x" * 1000))) < 175
-
-
-if __name__ == "__main__":
-    print_messages()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests import toys
 from tests.helpers import count_compiles
 from tsunax.errors import DataError, LossError, StateError
 
@@ -142,3 +143,10 @@ def test_a_model_state_that_a_loss_reads_and_changes_is_refused():
         f = ts.eval_step(loss_fn)
         expected = np.mean([float(f(state, x).compute()) for x in X[:8].reshape(4, 2, 3)])
         assert ts.evaluate(f, state, ts.batches(X[:8], 2))["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_evaluation_takes_a_key():
+    found = [
+        ts.evaluate(ts.eval_step(toys.noisy), toys.state(), [toys.X], key=jax.random.key(i))["loss"] for i in (0, 0, 1)
+    ]
+    assert found[0] == found[1] != found[2]

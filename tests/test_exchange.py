@@ -24,7 +24,15 @@ from tests.helpers import assert_trees_equal, need
 from tsunax.checkpoints import exchange
 from tsunax.checkpoints._blocks import Pieces, stored_in
 from tsunax.checkpoints.leaves import Damaged
-from tsunax.errors import CheckpointError, HyperparameterError, PatternError, SaveError, TsunaxError, WrongTypeError
+from tsunax.errors import (
+    CheckpointError,
+    HyperparameterError,
+    PatternError,
+    SaveError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+)
 
 PARAMS = {
     "body": {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones(4, np.float32)},
@@ -945,3 +953,33 @@ def test_the_length_of_a_header_is_no_sign_of_a_pickle(tmp_path):
     with pytest.raises(CheckpointError) as error:
         exchange.restore(tmp_path / "x.safetensors", {"w": jnp.ones(2)})
     assert "pickle" not in str(error.value)
+
+
+def test_a_leaf_called_clock_is_no_state(tmp_path):
+    path, tree = tmp_path / "a.safetensors", {"clock": jnp.ones(3), "w": jnp.ones(2)}
+    exchange.save(path, tree)
+    assert exchange.restore(path, tree)["clock"].shape == (3,)
+    exchange.save(path, {"clock": jnp.ones(4, jnp.int32), "params": {"w": jnp.full(2, 7.0)}, "w": jnp.full(2, 3.0)})
+    np.testing.assert_array_equal(exchange.restore(path, {"w": jnp.zeros(2)}, where="**")["w"], [3, 3])
+    state = ts.setup(ts.rules.adam(1e-2), {"w": jnp.full(2, 7.0)})
+    exchange.save(path, state)
+    np.testing.assert_array_equal(exchange.restore(path, {"w": jnp.zeros(2)}, where="**")["w"], [7, 7])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16"])
+def test_numbers_that_do_not_fit_are_not_saved(dtype, tmp_path):
+    path, tree = tmp_path / "a.safetensors", {"w": jnp.array([1e6, 1.0, jnp.inf])}
+    with pytest.raises(CheckpointError, match=r"got 1 of 3 numbers that \w+ cannot hold"):
+        exchange.save(path, tree, transform={"w": exchange.cast(dtype)})
+    exchange.save(path, tree)
+    with pytest.raises(CheckpointError, match=r"restore\(\): got 1 of 3 numbers that float16 cannot hold"):
+        exchange.restore(path, {"w": jnp.zeros(3, jnp.float16)}, cast=True)
+
+
+def test_a_state_of_shapes_takes_no_params_from_a_file(tmp_path):
+    params = {"w": np.zeros((64, 64), np.float32)}
+    like = ts.shard(jax.eval_shape(lambda: ts.setup(ts.rules.adam(1e-2), params)), ts.mesh(data=1, fsdp=-1))
+    exchange.save(tmp_path / "p.safetensors", params)
+    with pytest.raises(StateError, match=r"got a state of shapes.* Restore into state.params, then ts.shard"):
+        exchange.restore(tmp_path / "p.safetensors", like)
+    assert exchange.restore(tmp_path / "p.safetensors", like.params)["w"].sharding == like.params["w"].sharding

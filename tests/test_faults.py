@@ -12,8 +12,9 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
+from tests import toys
 from tests.helpers import medium_if
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import NonFiniteError, StateError, WrongTypeError
 from tsunax.insight.replaying import replay
 from tsunax.run import fitting
 from tsunax.run.run import Rejected
@@ -391,3 +392,60 @@ def test_a_loss_scale_is_put_back():
         ts.fit(step, state, data, epochs=1, progress=False, max_bad=1)
     before, batch = caught.value.rejected[-1].of(caught.value.state)
     assert float(before.loss_scale.scale) == 1024 and replay(step, before, batch).primitive == "dot_general"
+
+
+@pytest.mark.medium
+def test_the_first_warning_of_a_rejected_step_names_wrong_labels_and_data():
+    def classes(params, batch):
+        logits = batch[0] * params["w"][None]
+        return ts.Loss.mean(ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+
+    labels, x = np.zeros(64, np.int32), toys.X.copy()
+    labels[2] = 11
+    texts = (
+        r"got nan, 1 of 64 labels are none of the 8 classes, first label 11 at \[2\]\. 1 so",
+        r"batch has 1 of 512 not",
+    )
+    x[5, 1] = np.nan
+    for loss, batch, text in zip((classes, toys.loss_fn), ((toys.X, labels), x), texts, strict=True):
+        with pytest.warns(RuntimeWarning, match=text), pytest.raises(NonFiniteError):
+            ts.fit(ts.train_step(loss), toys.state(), [batch], steps=1, progress=False, max_bad=3)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("fault", ["log", "gradient", "accumulate"])
+def test_labels_are_not_blamed_for_what_they_did_not_do(fault):
+    calls = []
+
+    def masked(params, batch):
+        jax.debug.callback(lambda: calls.append(0)) if fault == "gradient" else None
+        logits = batch[0] * params["w"][None]
+        logits = jnp.log(-logits) if fault == "log" else logits + jnp.sqrt(0 * params["w"][None])
+        losses = ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return ts.Loss.mean(losses, batch[1] >= 0)
+
+    labels = np.full(64, -100, np.int32)
+    labels[::2] = 1  # the others are padding
+    step = ts.train_step(masked, accumulate=2 if fault == "accumulate" else 1)
+    with pytest.warns(RuntimeWarning) as told, pytest.raises(NonFiniteError):
+        ts.fit(step, toys.state(), [(toys.X, labels)], steps=1, progress=False, max_bad=2)
+    assert all("labels" not in str(warning.message) for warning in told)
+    if fault == "gradient":
+        jax.effects_barrier()
+        assert len(calls) == 3  # two rejected steps, and the search for the leaf: no run for the labels
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("bad", [8, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replay_names_wrong_labels(bad, accumulate):
+    def classes(params, batch):
+        logits = batch[0] * params["w"][None] + (jnp.nan if bad == 1 else 0)  # not by the labels
+        return ts.Loss.mean(ts.losses.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+
+    labels = np.zeros(64, np.int32)
+    labels[3] = bad
+    report = ts.replay(ts.train_step(classes, accumulate=accumulate), toys.state(), (toys.X, labels))
+    assert report.result == "loss" and report.primitive
+    wrong = "In this batch, 1 of 64 labels are none of the 8 classes, first label 8 at [3]."
+    assert report.text.endswith(wrong) == (bad == 8)

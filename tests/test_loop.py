@@ -15,16 +15,24 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests import gpu_facts
+from tests import gpu_facts, toys
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
 from tsunax._core import stable_text
 from tsunax._core.stable_text import words_of
 from tsunax.checkpoints.saving import Best
-from tsunax.errors import DataError, DeviceError, HyperparameterError, NonFiniteError, StateError, WrongTypeError
+from tsunax.errors import (
+    DataError,
+    DeviceError,
+    HyperparameterError,
+    LossError,
+    NonFiniteError,
+    StateError,
+    WrongTypeError,
+)
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
-from tsunax.run import callbacks, chunks, fitting, fused_loop
+from tsunax.run import callbacks, chunks, feed, fitting, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -1844,3 +1852,63 @@ def test_only_the_progress_needs_the_length_of_a_loader(capsys, length):
         assert history["epoch"].tolist() == [0] * 6 + [1] * 6
         *_, last = capsys.readouterr().err.splitlines()
         assert last.startswith("12/18 steps  67%  loss" if length == 9 else "12 steps  loss")
+
+
+def test_an_interrupt_while_the_data_are_closed_has_the_state(monkeypatch):
+    def close(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(feed.Feed, "close", close)
+    step, state = ts.train_step(toys.loss_fn), ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8)})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ts.fit(step, state, [toys.X], steps=3, progress=False)
+    assert int(caught.value.state.step) == 3 and len(caught.value.history["loss"]) >= 1
+
+
+@pytest.mark.medium
+def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_path):
+    data, step, calls = ts.batches(toys.X, 12), ts.train_step(toys.loss_fn, accumulate=3), []
+    text = (
+        r"got 4 rows, the last batch of an epoch of 6, expected a multiple of accumulate=3\. Choose such a batch_size"
+    )
+    with pytest.raises(LossError, match=text):
+        ts.fit(step, toys.state(), data, epochs=1, progress=False, callbacks=calls.append)
+    with pytest.raises(LossError, match=text):
+        ts.fit(step, toys.state(), data, steps=6, progress=False, callbacks=calls.append)
+    assert not calls
+    ts.fit(step, toys.state(), data, steps=5, progress=False)  # it never gets there
+    ts.fit(step, toys.state(), ts.batches(toys.X, 12), steps=3, progress=False, checkpoint=tmp_path)
+    with pytest.raises(LossError, match=text):  # resumed in the middle of the epoch
+        ts.fit(
+            step,
+            toys.state(),
+            ts.batches(toys.X, 12),
+            steps=6,
+            progress=False,
+            checkpoint=tmp_path,
+            callbacks=calls.append,
+        )
+    assert not calls
+    ts.fit(step, toys.state(), ts.batches(toys.X, 12, drop_remainder=True), epochs=2, progress=False)
+    with pytest.raises(LossError, match=text):  # read ahead, and by row
+        rows = ts.train_step(toys.loss_fn, accumulate=3, per_example=lambda grads: grads)
+        ts.fit(
+            rows, toys.state(), ts.prefetch(ts.batches(toys.X, 12)), epochs=1, progress=False, callbacks=calls.append
+        )
+    assert not calls
+    means = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -0.1 * g.mean(0), grads))
+    apart = ts.train_step(toys.loss_fn, accumulate=3, per_example=True)
+    ts.fit(apart, ts.setup(means, {"w": jnp.ones(8)}), ts.batches(toys.X, 12), epochs=1, progress=False)
+    with pytest.raises(LossError, match=r"got 10 rows, expected"):  # no last one, but all
+        ts.fit(step, toys.state(), ts.batches(toys.X[:43], 10), epochs=1, progress=False)
+    padding = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
+    ts.fit(ts.train_step(padding, accumulate=3), toys.state(), ts.batches(toys.X, 12), epochs=1, progress=False)
+
+
+def test_a_finished_run_says_that_nothing_is_to_do_whatever_would_not_divide(tmp_path):
+    again = lambda step, **options: ts.fit(
+        step, toys.state(), ts.batches(toys.X, 12), epochs=1, progress=False, **options
+    )
+    again(ts.train_step(toys.loss_fn), checkpoint=tmp_path)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        again(ts.train_step(toys.loss_fn, accumulate=3), checkpoint=tmp_path)

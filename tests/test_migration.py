@@ -371,3 +371,16 @@ def test_errors(name):
     call, kind, text = ERRORS[name]
     with pytest.raises(kind, match=text):
         call(ts.rules.adam(0.01))
+
+
+def test_moments_stay_in_host_memory_when_a_run_migrates():
+    params = {"a": np.ones((64, 64), np.float32)}
+    try:
+        state = ts.shard(ts.setup(ts.rules.adam(1e-2), params), ts.mesh(data=1, fsdp=-1), host="moments")
+    except ts.errors.DeviceError as error:
+        pytest.skip(str(error))
+    for rule in (ts.rules.lion(1e-3), ts.rules.amsgrad(1e-3)):
+        new, _ = ts.migrate(state, rule)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(new.opt_state) if x.size > 1000}
+        assert kinds == {"pinned_host"}
+        new, _ = ts.train_step(lambda params, x: jnp.mean((x @ params["a"]) ** 2))(new, np.ones((8, 64), np.float32))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from flax import linen, nnx
+from tests import toys
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, need
 from tsunax.errors import LossError
 
@@ -372,3 +373,21 @@ def test_new_batch_statistics_must_be_returned(accumulate):
 def test_a_key_alone_is_enough_for_a_function_without_modes():
     model = ts.models.raw(lambda params, x, key: x * params + jax.random.normal(key, x.shape), jnp.ones(FEATURES))
     model.apply(model.params, jnp.ones(FEATURES), key=KEY)
+
+
+def dropping(params, x, key=None):
+    return toys.loss_fn(params, x if key is None else x * jax.random.bernoulli(key, 0.5, x.shape))
+
+
+def test_a_key_that_a_loss_function_would_take_and_the_state_lacks_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"dropping\(params, x, key\) names key, but the state has none.* setup\(\.\.\., key=0\)"
+    ):
+        ts.train_step(dropping)(toys.state(), toys.X)
+    with pytest.warns(UserWarning) as told:
+        ts.train_step(dropping)(toys.state(), toys.X[:8])
+    assert len(told) == 1
+    ts.train_step(functools.partial(dropping, key=None))(toys.state(), toys.X)  # meant so
+    ts.train_step(dropping)(toys.state(key=0), toys.X)
+    ts.eval_step(dropping)(toys.state(), toys.X)
+    ts.value_and_grad(dropping)(toys.state(), toys.X, key=jax.random.key(0))

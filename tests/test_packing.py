@@ -240,3 +240,8 @@ def test_a_cursor_takes_runs_of_one_shape():
     while (chunk := cursor.take(4)) is not None:
         shapes.append(chunk.values.shape)
     assert sum(shape[0] for shape in shapes) == len(source()) and max(shape[0] for shape in shapes) > 1
+
+
+def test_pad_to_one_length():
+    (found,) = ts.data.pad([np.ones(3)], 8).values()
+    assert found.tokens.shape == (1, 8) if hasattr(found, "tokens") else found[0].shape == (1, 8)

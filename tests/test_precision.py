@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests import gpu_facts
+from tests import gpu_facts, toys
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax.errors import HyperparameterError, NonFiniteError, StateError, WrongTypeError
 from tsunax.precision import LossScale, Policy, cast, round_stochastically
@@ -565,3 +565,18 @@ def test_masters_keep_their_digits_where_params_stay_as_they_were(tmp_path):
     partial = reader.restore(make(0.7), partial="w").state
     assert_trees_equal(partial.masters, {"w": state.masters["w"], "v": make(0.7).masters["v"]})
     assert_trees_equal(partial.params, {"w": state.params["w"], "v": make(0.7).params["v"]})
+
+
+@pytest.mark.medium
+def test_lbfgs_compares_params_in_float32_beside_low_moments():
+    losses = []
+    for policy in (None, ts.precision.Policy(moments="bfloat16")):
+        state, step = (
+            ts.setup(ts.rules.lbfgs(), {"w": jnp.zeros(8)}, precision=policy, key=0),
+            ts.train_step(toys.loss_fn),
+        )
+        for _ in range(15):
+            state, info = step(state, toys.X)
+        assert state.opt_state[0].params["w"].dtype == jnp.float32
+        losses.append(float(info.loss))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

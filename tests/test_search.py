@@ -12,6 +12,7 @@ import pytest
 import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import toys
 from tests.helpers import assert_trees_equal
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
@@ -509,3 +510,8 @@ def test_devices_share_members_and_not_rows():
     half = ts.find_batch_size(step, ts.population(make, 2), row, **options)[1].trials[0].need
     assert whole.batch == half.batch == 4096 * 64 * 4 and whole.state == half.state
     assert whole.temporary == pytest.approx(half.temporary, rel=0.1)
+
+
+def test_a_learning_rate_is_found_for_a_loss_without_data():
+    rate, _ = ts.find_learning_rate(ts.train_step(toys.drawn), toys.state(key=0), points=50, low=1e-3, high=1e3)
+    assert 0 < rate < 10

@@ -527,3 +527,13 @@ def test_what_is_shown():
     gone.delete()
     text = repr(ts.devices.describe_sharding({"gone": gone, "host": np.zeros(3)}))
     assert re.search(r"'gone'.*donated\n.*'host'.*host\n0 B in all", text), text
+
+
+def test_the_sharding_of_shapes_is_described():
+    make = lambda: ts.setup(ts.rules.adam(1e-2), {"up": jnp.zeros((512, 64))})
+    mesh = ts.mesh(data=1, fsdp=-1)
+    shapes, there = ts.shard(jax.eval_shape(make), mesh), ts.shard(make, mesh)
+    found, expected = ts.devices.describe_sharding(shapes), ts.devices.describe_sharding(there)
+    assert (found.total, dict(found.bytes)) == (expected.total, dict(expected.bytes))
+    assert found.rows == expected.rows
+    assert "axis 0 over fsdp=8" in repr(found)

@@ -545,3 +545,10 @@ def test_replicas_that_meet_after_each_step_are_data_parallelism():
         params = optax.apply_updates(params, updates)
     met = trained(ts.rules.adam(0.01), ts.rules.sgd(0.7, momentum=0.9, nesterov=True), rows)
     np.testing.assert_allclose(met, params["w"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["clock", "tally", "carry", "members"])
+def test_members_have_names_of_their_own(name):
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(4)})
+    with pytest.raises((StateError, WrongTypeError, TypeError)):
+        ts.States(**{"a": state, name: state}) if name != "carry" else ts.States(carry=state)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -335,3 +338,26 @@ def test_members_to_freeze_are_values_and_each_one_once():
     runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), 3, key=0)
     with pytest.raises(StateError, match="expected a mask, or different indices"):
         ts.freeze(runs, "w", members=np.array([0, 1, 0]))  # meant as a mask
+
+
+HANGS = """
+import jax, jax.numpy as jnp, numpy as np, tsunax as ts
+init, shapes = jax.nn.initializers.orthogonal(1.0), [(4, 64), (64, 64), (64, 2), (4, 64), (64, 64), (64, 1)]
+def make(_, seed):
+    key = jax.random.key(seed)
+    keys = jax.random.split(key)
+    carry = (jax.random.uniform(keys[0], (4, 4)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32)), keys[1]
+    params = {str(i): init(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)}
+    return ts.States(agent=ts.setup(ts.rules.adam(1e-3), params), carry=carry)
+runs = ts.population(make, 4, seed=np.arange(4))
+w = runs.agent.params["1"]
+np.testing.assert_allclose(w @ w.swapaxes(1, 2), np.tile(np.eye(64), (4, 1, 1)), atol=1e-5)
+"""
+
+
+@pytest.mark.medium
+def test_a_population_of_orthogonal_weights_does_not_wait_forever():
+    """As the members' decompositions did under vmap, with a thread pool of two."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"NPROC": "2"}
+    done = subprocess.run([sys.executable, "-c", HANGS], env=env, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -190,16 +190,9 @@ class TrainStep(GradientOptions):
             program = self.programs[shardings]
             moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:
-            from tsunax._core import placement
-            from tsunax._core.source_lines import hide_own_frames
+            from tsunax._step import step_errors
 
-            hide_own_frames(error)
-            placement.check_devices(batch, home := placement.state_sharding(state))
-            placement.check_devices(extra, home, "extra")
-            if self.donate:
-                from tsunax._step import step_errors
-
-                step_errors.check_not_donated(state, {"batch": batch})
+            step_errors.explain(error, self, state, batch, extra)
             raise
         state = assemble(kind, moving, fixed)
         weight = weight.value if type(weight) is StaticWeight else weight

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
-from tsunax._core import Extra, checks, trees
+from tsunax._core import Extra, checks, placement, trees
+from tsunax._core.source_lines import hide_own_frames
 from tsunax._state.state_fields import COUNTS
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.errors import NonFiniteError, StateError
@@ -30,6 +31,16 @@ def check_not_donated(state: TrainState, arguments: Extra) -> None:
                 got="arrays of the state itself",
                 expected="copies, because the step donates them, or train_step(..., donate=False)",
             )
+
+
+def explain(error: Exception, step, state: TrainState, batch: Any, extra: Extra) -> None:
+    """Raise a clearer error for a failed program if its arguments explain it; hide own frames."""
+    hide_own_frames(error)
+    home = placement.state_sharding(state)
+    placement.check_devices(batch, home)
+    placement.check_devices(extra, home, "extra")
+    if step.donate:
+        check_not_donated(state, {"batch": batch})
 
 
 def raise_if_rejected(step, state: TrainState, info: Any, batch, extra, place: str = "") -> None:
