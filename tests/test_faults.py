@@ -327,6 +327,7 @@ def test_an_error_says_how_many_calls_came_after_the_last_rejected_one():
         ts.fit(ts.train_step(risky), runs, data, epochs=1, max_bad=3, steps_per_call=24, progress=False, log_every=24)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize(
     "per_call", [pytest.param("auto", marks=pytest.mark.medium), pytest.param(5, marks=pytest.mark.medium), None]

@@ -76,6 +76,7 @@ def test_every_graph_is_in_one_row_with_its_own_edges():
     assert np.mean(packed.graph_of_node < SIZES["graphs"]) > 0.7  # first fit leaves little room
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_gradient_of_packed_graphs_is_that_of_each_alone(accumulate):
     packed = ts.data.pack_graphs(GRAPHS[:12], **SIZES)

@@ -114,6 +114,7 @@ def test_steps_have_equal_bits(n, accumulate):
     assert int(state.rejected) == 1 and int(state.step) == 5
 
 
+@pytest.mark.medium
 @N
 @pytest.mark.filterwarnings("ignore:step 5 of epoch:RuntimeWarning")
 def test_a_fused_loop_has_equal_bits(n):
@@ -147,6 +148,7 @@ def test_the_donated_memory_is_used_again(n):
     assert all(x.is_deleted() for x in jax.tree.leaves(old) if x.size >= 1024)
 
 
+@pytest.mark.medium
 @N
 def test_saved_and_restored_to_either_place(n, tmp_path):
     step = ts.train_step(loss_fn)
@@ -224,6 +226,7 @@ def test_both_halves_by_hand_and_the_rest_of_a_window(n):
     assert len(offloaded(state)) >= 8
 
 
+@pytest.mark.medium
 @N
 def test_averages_and_edits(n):
     step = ts.train_step(loss_fn)

@@ -151,6 +151,7 @@ def test_a_rejected_step_overwrites_nothing(accumulate):
         ts.train_step(loss_fn, accumulate=accumulate, on_nonfinite="raise", donate=False)(state, bad)
 
 
+@pytest.mark.medium
 def test_a_next_value_that_is_not_finite_rejects_the_step():
     loss, grads = gradient()(start(), batch(0))
     bad = jax.tree.map(lambda x: x * jnp.nan, loss.overwritten)

@@ -56,6 +56,7 @@ def averages(params, tokens, segments):
     return jnp.sum((x - mean @ params["mix"]) ** 2, -1)
 
 
+@pytest.mark.medium
 def test_the_gradient_of_packed_sequences_is_that_of_each_alone():
     """However they are packed or padded, cut into micro-batches and weighted."""
     keys = jax.random.split(jax.random.key(0))
@@ -191,6 +192,7 @@ def test_it_goes_on_at_any_batch(at):
         other.set_state({"epoch": 0, "position": 1000})
 
 
+@pytest.mark.medium
 def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
     def loss_fn(params, batch):
         return ts.Loss.mean((batch.values * params["w"] - 1.0) ** 2, batch.mask)

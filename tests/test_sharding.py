@@ -347,6 +347,7 @@ def test_a_large_batch_is_copied_once(dtype):
         x[:] = expected
 
 
+@pytest.mark.medium
 def test_a_mask_that_is_given_counts_beside_padding():
     rows = 27
     data = jax.tree.map(lambda *x: np.stack(x), *batches_of(2, rows))

@@ -161,6 +161,7 @@ def test_a_run_that_was_stopped_and_resumed_has_the_bits_of_one_that_was_not(tmp
         assert checkpoints.restore(gan(carry=jnp.zeros(3)), partial="w").step == 12
 
 
+@pytest.mark.medium
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
     fits(gan(), 8, checkpoint=ts.Checkpoints(tmp_path, every=4))
     file = next((tmp_path / "8" / "arrays").iterdir())

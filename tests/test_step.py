@@ -460,6 +460,7 @@ def test_the_step_works_inside_jit_scan_vmap_and_grad_and_donates_nothing_there(
     np.testing.assert_allclose(slopes[1], (above - below) / 2e-2, rtol=1e-2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stepped", [pytest.param(False, marks=pytest.mark.medium), True])
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jit", "jit of two"])
 def test_under_a_transformation_of_the_batch_the_state_outside_survives(transform, stepped):

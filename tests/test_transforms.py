@@ -444,6 +444,7 @@ class Net(nnx.Module):
         self.head = nnx.List(head) if hasattr(nnx, "List") else head
 
 
+@pytest.mark.medium
 def test_torchs_modules_compute_the_same_in_flax(path):
     """Against the definitions in torch's documentation, in float64."""
     file = {
