@@ -283,7 +283,12 @@ class NumberTable:
             if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
                 merged[..., columns] = saved[..., places]
                 continue
-            edits[name] = f"{name}: {then_and_now(*edit)}"
+            # Numbers of a schedule follow the number that may be held against it.
+            titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
+            is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
+            changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
+            detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
+            edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
         return merged, edits
 
 
