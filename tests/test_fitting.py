@@ -94,7 +94,7 @@ SAYS = {
     "loss of an epoch": "processes differ at the first call of run_epoch(): program of loss_fn and what it refers to",
     "evaluated loss": "processes differ at evaluate(): eval_step['loss_fn']: got 'problem.<locals>.<lambda> ",
     "evaluated number": "processes differ at the first call of evaluate(): program of loss_fn and what it refers to",
-    "population": "StateError population at fit(): got members on devices of several processes, expected of one.",
+    "population": "StateError population at fit(): got members on devices of several processes, expected members of its own",
     "spread": "StateError leaf at w: got float32[64,64], of which other processes have a part, expected",
 }
 
