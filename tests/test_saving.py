@@ -98,7 +98,7 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
         assert zero[case] == one[case] and re.search(what.format(who[1]), one[case]), zero[case]
     for i, call in enumerate(["save", "restore"]):
         text = (
-            f"StateError: population at {call}(): got members on devices of several processes, expected of one. "
+            f"StateError: population at {call}(): got members of several processes, expected of one. "
             "Let each process have members of its own, and save them with tsunax.exchange."
         )
         assert zero["members"][i] == text and one["members"][i].endswith(text.removeprefix("StateError"))
