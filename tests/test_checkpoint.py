@@ -267,9 +267,9 @@ def test_schedules(tmp_path):
     rate = lambda name, like: ts.hyperparams(restored(tmp_path / name, like).state)["learning_rate"]
     assert rate("a", make(rule=rule(0.5))) == 0.25
     assert rate("held", make(rule=rule(0.5))) == pytest.approx(0.7)
-    with pytest.warns(UserWarning, match=r"learning_rate: 0.5 then, 0.8 now"):
+    with pytest.warns(UserWarning, match=r"learning_rate \(init_value\): 0.5 then, 0.8 now"):
         assert rate("held", make(rule=rule(0.8))) == pytest.approx(0.4)
-    with pytest.warns(UserWarning, match=r"learning_rate: 100 then, 200 now"):
+    with pytest.warns(UserWarning, match=r"learning_rate \(transition_steps\): 100 then, 200 now"):
         assert rate("a", make(rule=rule(0.5, 200))) == pytest.approx(0.375)
     with pytest.warns(UserWarning, match="rate: a schedule then, a number now"):
         assert rate("a", make(rule=ts.rules.sgd(0.3))) == pytest.approx(0.3)
