@@ -327,7 +327,8 @@ def code_of(f: Any, *, is_exact: bool = False) -> str:
     """A hash of the code of a function, or a step, and of all values that it refers to.
 
     It is the same in every process. If it `is_exact`, equal hashes in this process mean that a
-    trace of the function gives the same program.
+    trace of the function gives the same program, unless it reads attributes of functions or of
+    subclasses of dict and list, all elements of large arrays, or the environment.
     """
     try:
         return _Walk(f, is_exact).digest
