@@ -408,7 +408,7 @@ FREEZES = {  # the first script, the second, the leaf that moves after the resum
 @pytest.mark.parametrize("store", ["files", pytest.param("orbax", marks=pytest.mark.medium)])
 @pytest.mark.parametrize("name", FREEZES)
 def test_an_edited_freeze_is_the_scripts_with_a_warning(tmp_path, name, store):
-    """A plain `setup` is no edit: what was frozen stays frozen."""
+    """A plain `setup` is no edit: leaves that were frozen stay frozen."""
     first, second, moved, text = FREEZES[name]
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"] + params["b"] - 1.0) ** 2))
 

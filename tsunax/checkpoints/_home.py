@@ -1,16 +1,16 @@
 """The home of checkpoints on a local or shared disk: a directory for each step.
 
     tsunax.lock
-    4/manifest.json, manifest.sha256      what is in it, and that all of it is there: written last
+    4/manifest.json, manifest.sha256      its contents, a proof that it is whole: written last
     4/arrays/0.safetensors                the blocks that process 0 wrote, under readable names
-    .tsunax-tmp-6-0123abcd/               what is being written
-    .tsunax-old-2-0123abcd/               what is being deleted, or replaced
+    .tsunax-tmp-6-0123abcd/               a step that is being written
+    .tsunax-old-2-0123abcd/               a step that is being deleted, or replaced
 
 Everything is written under a hidden name and synced, the manifest last; then one rename gives it
 the name of its step. So a directory with a step's name is whole, in whatever instant the process or
-the machine ended. What is replaced gets a hidden name before that rename and is deleted after it;
-`tidy` puts it back if the rename did not come. What is deleted is hidden first, and then loses its
-manifest first.
+the machine ended. A step that is replaced gets a hidden name before that rename, and is deleted
+after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
+name, and then loses its manifest first.
 
 `_orbax_home` is the home of checkpoints that orbax keeps, on a disk or in a bucket, with the same
 interface. Leaves are compared and verified by the callers, with the hashes of the manifest. One run
