@@ -6,8 +6,8 @@ Only the first cut of a subtree and the first freeze compile the step again.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from tsunax._state.state_fields import frozen_words
 from tsunax._step.members import chosen_members
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
 from tsunax.rules import number_checks, number_table
-from tsunax.rules.live_rules import Live, LiveState
-from tsunax.rules.number_table import Numbers
-from tsunax.rules.subtree_numbers import Cut, recut
+from tsunax.rules.live_rules import Cut, LiveState
+from tsunax.rules.number_table import LiveNumber, Numbers
+from tsunax.rules.subtree_numbers import recut
 from tsunax.state import TrainState, check_state, check_values, trainable, trained_part
 from tsunax.states import States, training_states
 
@@ -53,7 +53,7 @@ def hyperparams(state: TrainState | States) -> dict[str, Any]:
     check_values(state, "hyperparams()")
     if state.numbers is None:
         return {}
-    return state.numbers.named(state.step, number_table.own_counts(state.opt_state, state.numbers))
+    return state.numbers.named(state.step, state.opt_state)
 
 
 def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
@@ -79,18 +79,24 @@ def adjust(state: _State, where: Where = "**", /, **values: Any) -> _State:
     if isinstance(state, States):
         return cast(_State, _adjusted(state, where, values))
     check_values(state, "adjust()", where)
-    if state.numbers is None:
-        fix = "Use one of tsunax.rules, or ts.rules.live(optax_factory)."
+    numbers = state.numbers
+    if numbers is None:
         raise HyperparameterError(
-            "rule", "adjust()", "one without live numbers", "a live rule", fix
+            "rule",
+            "adjust()",
+            got="one without live numbers",
+            expected="a live rule",
+            fix="Use one of tsunax.rules, or ts.rules.live(optax_factory).",
         )
-    is_flat = any("@" in name for name in values) or (values and _are_of_one_rule(state, values))
-    if isinstance(where, str) and where == "**" and is_flat:
-        return _assign(state, _by_flat_name(state, values), _table(state).values)
-    matched = _matched(state, where)
-    targets = _targets(state, matched, values)
-    cut = _with_cut(state, where, matched, targets)
-    return _assign(cut, _by_leaf(cut, matched, targets, values), _table(state).values)
+    names = [number.name for number in numbers.layout.numbers]
+    is_unique = lambda name: names.count(name) == 1
+    is_flat = any("@" in name for name in values) or (values and all(map(is_unique, values)))
+    if is_flat and isinstance(where, str) and where == "**":
+        return _assign(state, _by_flat_name(numbers, values), numbers.values)
+    matched = _matched(state, numbers, where)
+    targets = _targets(state, numbers, matched, values)
+    cut = _with_cut(state, numbers, matched, targets, _label(where))
+    return _assign(cut, _by_leaf(cast(Numbers, cut.numbers), matched, targets), numbers.values)
 
 
 def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
@@ -165,8 +171,13 @@ def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike |
     is_lbfgs = lambda x: isinstance(x, optax.ScaleByLBFGSState)
     mixes_leaves = any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs)))
     if freezes and mixes_leaves and not all(trained):
-        fix = "Its memory mixes all leaves. Leave them out with setup(..., trainable=...)."
-        raise RuleError("rule", "freeze()", "lbfgs", "one that treats leaves apart", fix)
+        raise RuleError(
+            "rule",
+            "freeze()",
+            got="lbfgs",
+            expected="one that treats leaves apart",
+            fix="Its memory mixes all leaves. Leave them out with setup(..., trainable=...).",
+        )
     is_chosen = chosen_members(state, members, caller)
     words = frozen_words(trained) * is_chosen[..., None].astype(np.uint32)
     if state.frozen is None and not freezes:
@@ -186,141 +197,130 @@ def _left_out(state: TrainState, i: int) -> PatternError:
 # Hyperparameters
 
 
-def _matched(state: TrainState, where: Where) -> frozenset[Any]:
+def _matched(state: TrainState, numbers: Numbers, where: Where) -> frozenset[Any]:
     """Key paths of the leaves that `where` matches; if it matches all, also leaves of wrappers."""
     flags = patterns.select(where, state.params, "adjust()")
     if state.plan.selected and not any(map(min, flags, state.plan.selected)):
         raise _left_out(state, flags.index(True))
-    pairs = zip(trees.paths(state.params), flags, strict=True)
-    matched = frozenset(path for path, flag in pairs if flag)
+    matched = frozenset(itertools.compress(trees.paths(state.params), flags))
     if not matched.issuperset(trees.paths(trained_part(state))):
         return matched
-    return matched.union(*(s.paths for _, s in _table(state).layout.lives))
+    return matched.union(*(s.scope.paths for _, s in numbers.layout.lives))
 
 
-def _table(state: TrainState) -> Numbers:
-    assert state.numbers is not None  # the caller has checked it
-    return state.numbers
-
-
-def _are_of_one_rule(state: TrainState, names: Iterable[str]) -> bool:
-    """Whether each name is in the table once, for any leaves."""
-    flat_names = [
-        name for groups in _table(state).layout.names for names in groups for name in names
-    ]
-    plain_names = [name.partition("@")[0].rpartition(".")[2] for name in flat_names]
-    return all(name in flat_names and plain_names.count(name) == 1 for name in names)
-
-
-class _Hit(NamedTuple):
-    """A live state that an adjust may set."""
-
-    live_index: int
-    rule: str  # its index in a chain
-    names: tuple[str, ...]
-    leaves: frozenset
-
-
-def _targets(state: TrainState, matched: frozenset, values: Extra) -> dict[int, dict[str, str]]:
-    """`{index of a live state: {name of a value: name in the rule}}` of the states to adjust.
+def _targets(
+    state: TrainState, numbers: Numbers, matched: frozenset, values: Extra
+) -> dict[int, dict[str, Any]]:
+    """`{index of a live state: {name in the rule: value}}` of the states to adjust.
 
     Without values: all live states that have matched leaves.
     """
-    lives = _table(state).layout.lives
+    lives = numbers.layout.lives
+    rule_indices = number_table.chain_indices(lives)
     visible = matched.union(trees.paths(trained_part(state)))
-    hits, indices = [], number_table.chain_indices(lives)
+    leaves_of: dict[int, frozenset] = {}  # by the index of a live state that may be adjusted
     for live_index, (_, s) in enumerate(lives):
-        leaves = matched.intersection(s.paths)
-        if leaves and visible.issuperset(s.paths):
-            hits.append(_Hit(live_index, indices[live_index], s.live.names, leaves))
-    if not hits:
-        fix = "If a wrapper hides its leaves, adjust(state, ...) sets them all."
+        leaves = matched.intersection(s.scope.paths)
+        if leaves and visible.issuperset(s.scope.paths):
+            leaves_of[live_index] = leaves
+    if not leaves_of:
         raise HyperparameterError(
-            "rule", "adjust()", "none with live numbers for these leaves", "a live rule", fix
+            "rule",
+            "adjust()",
+            got="none with live numbers for these leaves",
+            expected="a live rule",
+            fix="If a wrapper hides its leaves, adjust(state, ...) sets them all.",
         )
-    targets: dict[int, dict[str, str]] = {} if values else {hit.live_index: {} for hit in hits}
-    for value_name in values:
-        index, _, name = value_name.rpartition(".")
-        named_hits = [hit for hit in hits if name in hit.names and index in ("", hit.rule)]
-        if not index:  # if one rule wraps another, the plain name belongs to the outer rule
-            outer = frozenset().union(*(hit.leaves for hit in named_hits if not hit.rule))
-            named_hits = [hit for hit in named_hits if not hit.rule or not hit.leaves & outer]
-        for hit in named_hits:
-            targets.setdefault(hit.live_index, {})[value_name] = name
-        for hit, second_hit in itertools.combinations(named_hits, 2):
-            if hit.leaves & second_hit.leaves:
-                got = f"{value_name!r}, which two rules of a chain have"
-                expected = f"'{hit.rule}.{name}' or '{second_hit.rule}.{name}'"
-                raise HyperparameterError("hyperparameter", "adjust()", got, expected)
-        if not named_hits:
-            names = sorted({name for hit in hits for name in hit.names})
+    names_of = lambda live_index: lives[live_index][1].live.names
+    targets: dict[int, dict[str, Any]] = {} if values else {i: {} for i in leaves_of}
+    for value_name, value in values.items():
+        rule_index, _, name = value_name.rpartition(".")
+        owners = [i for i in leaves_of if name in names_of(i)]
+        if rule_index:
+            owners = [i for i in owners if rule_indices[i] == rule_index]
+        else:  # if one rule wraps another, the plain name belongs to the outer rule
+            outer = frozenset().union(*(leaves_of[i] for i in owners if not rule_indices[i]))
+            owners = [i for i in owners if not rule_indices[i] or not leaves_of[i] & outer]
+        for i in owners:
+            targets.setdefault(i, {})[name] = value
+        for i, j in itertools.combinations(owners, 2):
+            if leaves_of[i] & leaves_of[j]:
+                raise HyperparameterError(
+                    "hyperparameter",
+                    "adjust()",
+                    got=f"{value_name!r}, which two rules of a chain have",
+                    expected=f"'{rule_indices[i]}.{name}' or '{rule_indices[j]}.{name}'",
+                )
+        if not owners:
+            names = sorted({name for i in leaves_of for name in names_of(i)})
             raise HyperparameterError(unknown("hyperparameter", "adjust()", value_name, names))
     return targets
 
 
-def _with_cut(state: TrainState, where: Where, matched: frozenset[Any], targets: Any) -> TrainState:
+def _with_cut(
+    state: TrainState, numbers: Numbers, matched: frozenset, targets: Iterable[int], label: str
+) -> TrainState:
     """Give the matched leaves their groups of values in the targeted live states."""
-    cuts = {}
-    for live_index, (_, s) in enumerate(_table(state).layout.lives):
-        cut, parents = _refined(s, [path in matched for path in s.paths], _label(where))
-        if live_index in targets and cut is not None:
-            cuts[live_index] = cut, parents
-    if not cuts:
+    refined = {i: _refined(numbers.layout.lives[i][1], matched, label) for i in targets}
+    if not (cuts := {i: cut for i, cut in refined.items() if cut is not None}):
         return state
-    opt_state, numbers = recut(state.opt_state, _table(state), trained_part(state), cuts)
+    opt_state, numbers = recut(state.opt_state, numbers, trained_part(state), cuts)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers)
 
 
 def _label(where: Where) -> str:
-    if isinstance(where, str):
-        return where
-    if isinstance(where, (list, tuple)):
-        return ",".join(map(str, where))
+    if isinstance(where, (str, list, tuple)):
+        return where if isinstance(where, str) else ",".join(map(str, where))
     return getattr(where, "__name__", "mask").strip("<>")
 
 
-def _refined(s: LiveState, hits: Sequence[bool], label: str) -> tuple[Cut | None, tuple[int, ...]]:
-    """The groups of `s` split by `hits`: (the new cut, or None if the old one will do; parents)."""
-    old = s.cut or Cut((0,) * len(s.paths), ("",))
-    pairs = list(zip(old.group_of_leaf, hits, strict=True))
+def _refined(s: LiveState, matched: frozenset, label: str) -> tuple[Cut, tuple[int, ...]] | None:
+    """The groups of `s` split by `matched`, and their parents; None if the old groups will do."""
+    labels = [*s.group_labels]
+    pairs = [(g, path in matched) for path, g in s.group_of_path.items()]
     split = [g for g in range(s.groups) if (g, True) in pairs and (g, False) in pairs]
-    if not split:
-        return None, ()
-    labels = list(old.labels)
     for g in split:
-        name = f"{old.labels[g]} & {label}" if old.labels[g] else label
+        name = f"{labels[g]} & {label}" if labels[g] else label
         while name in labels:
             name += "'"
         labels.append(name)
     new = {(g, True): s.groups + i for i, g in enumerate(split)}
     group_of_leaf = tuple(new.get(pair, pair[0]) for pair in pairs)
-    return Cut(group_of_leaf, tuple(labels)), (*range(s.groups), *split)
+    return (Cut(group_of_leaf, tuple(labels)), (*range(s.groups), *split)) if split else None
 
 
-def _by_leaf(state: TrainState, matched: Any, targets: Any, values: Any) -> dict[int, Any]:
-    """The values to set for the matched leaves: {column of the numbers: (live, index, value)}."""
-    cells = {}
-    for live_index, s, group, start in _table(state).columns():
-        group_of_leaf = s.cut.group_of_leaf if s.cut else (0,) * len(s.paths)
-        hits = zip(group_of_leaf, [path in matched for path in s.paths], strict=True)
-        if any(hit and leaf_group == group for leaf_group, hit in hits):
-            for value_name, name in targets.get(live_index, {}).items():
-                i = s.live.names.index(name)
-                cells[start + i] = s.live, i, values[value_name]
-    return cells
+# A number to set, with its value; None for the value of its schedule.
+Edits: TypeAlias = list[tuple[LiveNumber, Any]]
 
 
-def _by_flat_name(state: TrainState, values: Mapping[str, Any]) -> dict[int, tuple[Any, ...]]:
-    """The values to set for flat names: {column of the numbers: (live, index, value)}."""
-    columns = {}
-    for live_index, s, group, start in _table(state).columns():
-        for i, name in enumerate(_table(state).layout.names[live_index][group]):
-            columns[name] = start + i, s.live, i
+def _by_leaf(
+    numbers: Numbers, matched: frozenset, targets: Mapping[int, Mapping[str, Any]]
+) -> Edits:
+    """The values to set for the matched leaves."""
+    edits: Edits = []
+    for number in numbers.layout.numbers:
+        values = targets.get(number.live_index, {})
+        group_of_path = number.state.group_of_path
+        has_match = any(group_of_path.get(path) == number.group for path in matched)
+        if number.name in values and has_match:
+            edits.append((number, values[number.name]))
+    return edits
+
+
+def _by_flat_name(numbers: Numbers, values: Mapping[str, Any]) -> Edits:
+    number_by_name = {number.flat_name: number for number in numbers.layout.numbers}
     for name in values:
-        if name not in columns:
-            fix = "Cut it first: ts.adjust(state, pattern)." if "@" in name else ""
-            raise HyperparameterError(unknown("hyperparameter", "adjust()", name, columns, fix))
-    return {columns[name][0]: (*columns[name][1:], value) for name, value in values.items()}
+        if name not in number_by_name:
+            raise HyperparameterError(
+                unknown(
+                    "hyperparameter",
+                    "adjust()",
+                    name,
+                    number_by_name,
+                    fix="Cut it first: ts.adjust(state, pattern)." if "@" in name else "",
+                )
+            )
+    return [(number_by_name[name], value) for name, value in values.items()]
 
 
 def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
@@ -330,43 +330,45 @@ def _on_devices_of(old: Any, host: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(host.shape, old.sharding, lambda index: host[index])
 
 
-def _check_value(live: Live, i: int, value: Any, members: tuple[int, ...]) -> None:
-    name, where = live.names[i], f"{live.title}()"
-    each = [value]
+def _check_value(number: LiveNumber, value: Any, members: tuple[int, ...]) -> None:
+    where, each = f"{number.state.live.title}()", [value]
     if np.ndim(value) and members:  # a population takes one value per member
         if np.shape(value) != members:
-            expected = f"one number, or shape {members}: one for each member"
-            raise HyperparameterError(name, where, f"shape {np.shape(value)}", expected)
+            raise HyperparameterError(
+                number.name,
+                where,
+                got=f"shape {np.shape(value)}",
+                expected=f"one number, or shape {members}: one for each member",
+            )
         if not trees.is_traced(value):
             each = np.ravel(np.asarray(value)).tolist()
-    for number in each:
-        number_checks.check_number(where, name, number, "a number")
+    for x in each:
+        number_checks.check_number(where, number.name, x, "a number")
 
 
-def _assign(state: TrainState, cells: dict[int, tuple[Any, ...]], old: Any) -> TrainState:
-    """Write values into columns, on the devices of `old`, without waiting for a step."""
-    values: Any = _table(state).values
-    for live, i, value in cells.values():
-        if value is not None or live.schedules[i] is None:
-            _check_value(live, i, value, np.shape(values)[:-2])
-    is_concrete = not any(
-        map(trees.is_traced, [values, *(value for _, _, value in cells.values())])
-    )
+def _assign(state: TrainState, edits: Edits, like: Any) -> TrainState:
+    """Write values into columns, on the devices of `like`, without waiting for a step."""
+    numbers: Any = state.numbers
+    values = numbers.values
+    for number, value in edits:
+        if value is not None or number.schedule is None:
+            _check_value(number, value, np.shape(values)[:-2])
+    is_concrete = not any(map(trees.is_traced, [values, *(value for _, value in edits)]))
     if is_concrete:
         values = np.array(values)
     elif isinstance(values, np.ndarray):
-        values = _on_devices_of(old, values)
-    for column, (live, i, value) in cells.items():
+        values = _on_devices_of(like, values)
+    lib, dtype = (np, np.float64) if is_concrete else (jnp, values.dtype)
+    for number, value in edits:
         # Row 2 is 1 if a value overrides a schedule. A number without a schedule keeps its 0.
-        rows = {2: value is not None and live.schedules[i] is not None}
+        rows = {2: value is not None and number.schedule is not None}
         if value is not None:  # row 1 is 1 - value: see `rules/number_table.py`
-            lib, dtype = (np, np.float64) if is_concrete else (jnp, values.dtype)
             exact = lib.asarray(value, dtype)
             rows |= {0: exact, 1: 1 - exact}
         for row, x in rows.items():
             if is_concrete:
-                values[..., row, column] = x
+                values[..., row, number.column] = x
             else:
-                values = values.at[..., row, column].set(x)
-    values = _on_devices_of(old, values) if is_concrete else values
-    return dataclasses.replace(state, numbers=dataclasses.replace(_table(state), values=values))
+                values = values.at[..., row, number.column].set(x)
+    values = _on_devices_of(like, values) if is_concrete else values
+    return dataclasses.replace(state, numbers=dataclasses.replace(numbers, values=values))

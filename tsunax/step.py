@@ -259,7 +259,7 @@ def update_unchecked(
             state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
         )
         emitted = guard.emitted(opt_state)
-        opt_state = number_table.without_numbers(opt_state, state.numbers)
+        opt_state = number_table.without_numbers(opt_state)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
             raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
         if (policy := state.plan.precision) is not None:

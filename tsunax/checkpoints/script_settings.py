@@ -94,14 +94,12 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
     for name, field in ((name, field) for name, names in fields.items() for field in names):
         yield f"{field} of the {name}", Setting(str(getattr(getattr(state, name), field)))
     if (numbers := state.numbers) is not None:
-        for live_index, s, group, _ in numbers.columns():
-            for name, x in zip(
-                numbers.layout.names[live_index][group], s.live.schedules, strict=True
-            ):
-                # Plain functions, for example optax's: their numbers are in no table.
-                if x and (functions := [f for f in x.leaves if f is not None]):
-                    code = ", ".join(map(code_text, functions))
-                    yield f"the schedule of {name}", Setting(code, Kind.SCHEDULE)
+        for number in numbers.layout.numbers:
+            # Plain functions, for example optax's: their numbers are in no table.
+            leaves = number.schedule.leaves if number.schedule else ()
+            if functions := [f for f in leaves if f is not None]:
+                code = ", ".join(map(code_text, functions))
+                yield f"the schedule of {number.flat_name}", Setting(code, Kind.SCHEDULE)
     code = code_text(state.plan.update)
     yield "a function of the rule", Setting(code, Kind.FUNCTION_OF_RULE)
     if state.key is not None:

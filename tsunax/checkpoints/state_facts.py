@@ -18,7 +18,7 @@ from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
-from tsunax.rules.subtree_numbers import Cut
+from tsunax.rules.live_rules import Cut
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, trained_part
 
@@ -45,9 +45,8 @@ def facts_of(state: TrainState) -> dict[str, Any]:
     columns, schedules, cuts = [], {}, []
     if numbers is not None:
         columns = [list(column) for column in numbers.column_names()]
-        for live_index, s, group, _ in numbers.columns():
-            pairs = zip(numbers.layout.names[live_index][group], s.live.schedules, strict=True)
-            schedules |= {name: _schedule_text(x) for name, x in pairs if x}
+        scheduled = [number for number in numbers.layout.numbers if number.schedule]
+        schedules = {number.flat_name: _schedule_text(number.schedule) for number in scheduled}
         lives = enumerate(s for _, s in numbers.layout.lives)
         cuts = [
             [live_index, list(s.cut.group_of_leaf), list(s.cut.labels)]
@@ -75,7 +74,7 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
         lives, cuts = numbers.layout.lives, {}
         for live_index, group_of_leaf, labels in facts["cuts"]:
             s = lives[live_index][1] if live_index < len(lives) else None
-            if s is None or s.cut is not None or len(group_of_leaf) != len(s.paths):
+            if s is None or s.cut is not None or len(group_of_leaf) != len(s.scope.paths):
                 # Another rule, or a script that cuts before it restores: reported when leaves are
                 # compared.
                 continue

@@ -1,7 +1,5 @@
 """`rules.accumulate`: the weighted mean of the gradients of several calls, as one gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
@@ -70,8 +68,12 @@ def in_sums(opt_state: PyTree) -> list[bool]:
 def _first_window(init, params) -> Window:
     inner, zero = init(params), jnp.float32(0)
     if any(isinstance(x, SpikeState) for x in guard.reports(inner)):
-        expected = "chain(reject_spikes(), accumulate(...)), which can leave a window out"
-        raise RuleError("reject_spikes", "accumulate()", "it inside", expected)
+        raise RuleError(
+            "reject_spikes",
+            "accumulate()",
+            got="it inside",
+            expected="chain(reject_spikes(), accumulate(...)), which can leave a window out",
+        )
     sums, count = weighted_sums.zeros(params), jnp.int32(0)
     return Window(inner, sums, zero, zero, count, count, jnp.bool_(False))
 

@@ -45,11 +45,9 @@ def _clip(max_delta: optax.ScalarOrSchedule):
     Array([ 0.5, -1. ], dtype=float32)
     """
     bound = as_scalar(max_delta)
-
-    def clip(updates, **_):
-        return jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
-
-    return _stateless(clip)
+    return _stateless(
+        lambda updates, **_: jax.tree.map(lambda g: jnp.clip(g, -bound, bound), updates)
+    )
 
 
 def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):

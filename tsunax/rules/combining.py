@@ -1,7 +1,5 @@
 """Rules made of rules: in a chain, per part of the params, or skipped for zero gradients."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,8 +75,13 @@ def chain(*rules: optax.GradientTransformation) -> optax.GradientTransformationE
         check_rule(rule, "chain()")
     rules = tuple(map(with_extra, rules))
     if any(isinstance(rule.update, accumulation.Gather) for rule in rules[:-1]):
-        fix = "The next rule would run on every call: write accumulate(chain(...), every)."
-        raise RuleError("accumulate", "chain()", "a rule behind it", "it at the end", fix)
+        raise RuleError(
+            "accumulate",
+            "chain()",
+            got="a rule behind it",
+            expected="it at the end",
+            fix="The next rule would run on every call: write accumulate(chain(...), every).",
+        )
     inits, updates = zip(*rules, strict=True) if rules else ((), ())
     return as_rule(Init(_chain_init, (inits,)), _ChainUpdate(updates))
 
@@ -100,12 +103,21 @@ def _flags_by_pattern(patterns: tuple[str, ...], params: PyTree) -> dict[str, tu
         pairs = zip(owners, flags, strict=True)
         owners = [pattern if owner is None and flag else owner for owner, flag in pairs]
         if pattern not in owners:
-            got = "no leaf that an earlier pattern leaves"
-            raise PatternError(f"group {pattern!r}", "partition()", got, "at least one")
+            raise PatternError(
+                f"group {pattern!r}",
+                "partition()",
+                got="no leaf that an earlier pattern leaves",
+                expected="at least one",
+            )
     if None in owners:
         where = trees.access_str("params", leaves[owners.index(None)][1])
-        fix = "Add a last pattern '**'."
-        raise PatternError("leaf", where, "no pattern that matches it", "a group", fix)
+        raise PatternError(
+            "leaf",
+            where,
+            got="no pattern that matches it",
+            expected="a group",
+            fix="Add a last pattern '**'.",
+        )
     return {pattern: tuple(owner == pattern for owner in owners) for pattern in patterns}
 
 
@@ -199,8 +211,7 @@ def partition(
         check_rule(rule, f"partition({{{pattern!r}: ...}})")
     patterns = tuple(rules)
     inits, updates = zip(*map(with_extra, rules.values()), strict=True)
-    init = Init(_partition_init, (patterns, inits))
-    return as_rule(init, _PartitionUpdate(patterns, updates))
+    return as_rule(Init(_partition_init, (patterns, inits)), _PartitionUpdate(patterns, updates))
 
 
 @dataclass(frozen=True)
@@ -219,8 +230,12 @@ class _SkipZeroUpdate(MadeOfRules):
 def _without_window(init: Function, params: PyTree) -> PyTree:
     state = init(params)
     if accumulation.any_emitted(state) is not None:
-        expected = "accumulate(skip_zero(rule)), which skips by the gradient of a whole window"
-        raise RuleError("rule", "skip_zero()", "accumulate inside", expected)
+        raise RuleError(
+            "rule",
+            "skip_zero()",
+            got="accumulate inside",
+            expected="accumulate(skip_zero(rule)), which skips by the gradient of a whole window",
+        )
     return state
 
 

@@ -26,7 +26,7 @@ class Init:
 
 def _plain_init(init: Function, params: PyTree) -> PyTree:
     """The init of a rule that does not take `step=`: its schedules have their own clock."""
-    with_own_clock = lambda _, s: dataclasses.replace(s, scope=Scope(s.paths, own_clock=True))
+    with_own_clock = lambda _, s: dataclasses.replace(s, scope=Scope(s.scope.paths, own_clock=True))
     return map_live(with_own_clock, init(params))
 
 

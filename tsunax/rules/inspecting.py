@@ -19,8 +19,12 @@ from tsunax.rules.live_rules import LiveUpdate, is_library_factory
 def check_rule(rule: object, where: str) -> None:
     """Raise WrongTypeError unless this is an optax rule."""
     if not isinstance(rule, optax.GradientTransformation):
-        expected = "an optax.GradientTransformation, as ts.rules.adam(1e-3)"
-        raise WrongTypeError("rule", where, trees.describe(rule), expected)
+        raise WrongTypeError(
+            "rule",
+            where,
+            got=trees.describe(rule),
+            expected="an optax.GradientTransformation, as ts.rules.adam(1e-3)",
+        )
 
 
 def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
@@ -41,8 +45,7 @@ def check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) ->
 # The cache is small because a rule may hold arrays. Errors are not cached.
 @functools.lru_cache(maxsize=32)
 def _check_update_of(init: Function, update: Function, treedef: Any, shapes: Any) -> None:
-    rule = optax.GradientTransformationExtraArgs(init, update)
-    _check_update(rule, treedef.unflatten(shapes))
+    _check_update(optax.GradientTransformationExtraArgs(init, update), treedef.unflatten(shapes))
 
 
 def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -> None:

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import Function, PyTree, TreeDef, trees
-from tsunax.rules.number_table import Numbers, is_live, plain_leaves
+from tsunax.rules.number_table import Numbers, is_live
 
 
 def _owners_by_marks(init: Function, params: Any, leaves: list) -> list[int | None] | None:
@@ -48,7 +48,11 @@ def owners(init: Callable[[Any], Any], params: PyTree) -> tuple[Any, list[int | 
     masks, labels, factored and stacked moments need no special case. If `init` fails on these
     nodes, `owners_by_suffix` finds the owners.
     """
-    shapes, owner_of_leaf = _traced_owners(init, *_shapes_of(params))
+    leaves, treedef = jax.tree.flatten(params)
+    is_of_jax = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    dtype_of = lambda x: x.dtype if is_of_jax(x) else jax.dtypes.result_type(x)
+    shapes_of_params = tuple(jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)) for x in leaves)
+    shapes, owner_of_leaf = _traced_owners(init, treedef, shapes_of_params)
     return shapes, [*owner_of_leaf]
 
 
@@ -63,13 +67,6 @@ def _traced_owners(
     if owner_of_leaf is None:
         owner_of_leaf = owners_by_suffix(params, leaves)
     return opt_state, owner_of_leaf
-
-
-def _shapes_of(params: PyTree) -> tuple[TreeDef, tuple]:
-    leaves, treedef = jax.tree.flatten(params)
-    is_of_jax = lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    dtype_of = lambda x: x.dtype if is_of_jax(x) else jax.dtypes.result_type(x)
-    return treedef, tuple(jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)) for x in leaves)
 
 
 def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
@@ -89,7 +86,7 @@ def owners_of(
     if numbers is None:
         return owners(init, params)[-1]
     owner_of_leaf = owners_in(init, numbers.layout.skeleton, params)
-    return [owner_of_leaf[i] for i in plain_leaves(numbers.layout)]
+    return [owner_of_leaf[i] for i in numbers.layout.plain_leaves]
 
 
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:

@@ -1,11 +1,9 @@
 """`live(factory)`: an optax factory with its numbers as arrays in the state."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tsunax._core import Function, PyTree, Scalar, Where, checks, patterns, trees
+from tsunax._core import Function, PyTree, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError, WrongTypeError, unknown
 from tsunax.rules import number_checks
 from tsunax.rules.extra_arguments import as_rule, with_extra
@@ -66,28 +64,22 @@ def _split_schedule(schedule: PyTree) -> tuple[ScheduleShape, list[Any]]:
 
 
 def _table_of(live: Live, values: tuple[Any, ...]) -> jax.Array:
-    """The table of a single group, from its numbers; a schedule contributes several columns."""
-    numbers, schedule_numbers = [], []
-    for value, schedule in zip(values, live.schedules, strict=True):
-        numbers.append(0.0 if schedule else value)
-        if schedule:
-            schedule_numbers += _split_schedule(value)[1]
-    return _as_rows(numbers + schedule_numbers)[:, None, :]
+    """The table of a single group: the values, their complements, zeros, and the values again.
 
-
-def _as_rows(values: Sequence[Scalar]) -> jax.Array:
-    """Table rows of shape (4, n): the values, their complements, zeros, and the values again.
-
-    The complements of concrete values are rounded once, from float64.
+    A schedule contributes several columns. The complements of concrete values are rounded once,
+    from float64.
     """
+    pairs = list(zip(values, live.schedules, strict=True))
+    numbers = [0.0 if schedule else value for value, schedule in pairs]
+    numbers += [x for value, schedule in pairs if schedule for x in _split_schedule(value)[1]]
     dtype = jax.dtypes.canonicalize_dtype(float)
-    wide = np.asarray([0.0 if trees.is_traced(v) else float(v) for v in values], np.float64)
+    wide = np.asarray([0.0 if trees.is_traced(x) else float(x) for x in numbers], np.float64)
     rows = jnp.asarray(np.stack([wide, 1 - wide, np.zeros_like(wide), wide]).astype(dtype))
-    for i, value in enumerate(values):
+    for i, value in enumerate(numbers):
         if trees.is_traced(value):
             value = jnp.asarray(value, dtype)
             rows = rows.at[:, i].set(jnp.stack([value, 1 - value, jnp.zeros_like(value), value]))
-    return rows
+    return rows[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ class PatternMask:
     """A function for optax's `mask=` from a pattern. optax itself would read a str as True."""
 
     where: Where
-    place: str = field(compare=False)  # the argument, in errors
+    place: str = field(compare=False, repr=False)  # the argument, in errors
 
     def __post_init__(self) -> None:
         patterns.compile_where(self.where, self.place)
@@ -132,17 +124,9 @@ class PatternMask:
     def __repr__(self) -> str:
         return repr(self.where)
 
-    def in_words(self, inner: Function) -> str:
-        return f"PatternMask(where={inner(self.where)})"
-
     def __call__(self, params: PyTree) -> PyTree:
         flags = patterns.select_in_group(self.where, params, self.place)
         return jax.tree.unflatten(jax.tree.structure(params), flags)
-
-
-def _is_pattern(x) -> bool:
-    is_list = type(x) in (list, tuple) and x
-    return isinstance(x, str) or bool(is_list and all(isinstance(p, str) for p in x))
 
 
 P = ParamSpec("P")
@@ -170,7 +154,7 @@ class LiveFactory(Generic[P]):
         return f"live({'.'.join(filter(None, names))})"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        where, statics, numbers, schedules = f"{self.__name__}()", {}, {}, []
+        where, statics, numbers = f"{self.__name__}()", {}, {}
         try:
             bound = self.__signature__.bind(*args, **kwargs)
         except TypeError as error:
@@ -180,24 +164,22 @@ class LiveFactory(Generic[P]):
             parameter = self.__signature__.parameters[name]
             if isinstance(parameter.default, bool) and "mask" not in name:
                 checks.check_flags(where, **{name: value})
-            is_static = building.get() or name in self.static
-            if is_static or not _takes_number(parameter, value):
-                if "mask" in name and _is_pattern(value):
+            if building.get() or name in self.static or not _takes_number(parameter, value):
+                parts = value if type(value) in (list, tuple) and value else [value]
+                if "mask" in name and all(isinstance(part, str) for part in parts):
                     value = PatternMask(value, f"{self.__name__}({name}=)")
                 # Copy it, because rules are compared by their statics, which must not change.
                 is_mutable = isinstance(value, (dict, list))
                 statics[name] = jax.tree.map(lambda x: x, value) if is_mutable else value
             else:
-                if callable(value):
-                    number_checks.check_schedule(where, name, value)
-                    schedules.append(_split_schedule(value)[0])
-                else:
-                    number_checks.check_number(where, name, value)
-                    schedules.append(None)
+                is_schedule = callable(value)
+                check = number_checks.check_schedule if is_schedule else number_checks.check_number
+                check(where, name, value)
                 numbers[name] = value
         if building.get():
             return with_extra(self.factory(**statics))
-        live = Live(self.factory, statics, tuple(numbers), tuple(schedules))
+        shape = lambda value: _split_schedule(value)[0] if callable(value) else None
+        live = Live(self.factory, statics, tuple(numbers), tuple(map(shape, numbers.values())))
         init = LiveInit(live, tuple(numbers.values()))
         init.plain()  # bad arguments raise here instead of in the first step
         return as_rule(init, LiveUpdate(live))
@@ -208,8 +190,12 @@ def _signature(factory: Callable) -> inspect.Signature:
     signature = inspect.signature(factory)
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            got = f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)"
-            raise WrongTypeError("factory", "live()", got, "a function with named parameters")
+            raise WrongTypeError(
+                "factory",
+                "live()",
+                got=f"{factory_name(factory)}(..., {p.replace(annotation=p.empty)}, ...)",
+                expected="a function with named parameters",
+            )
     return signature
 
 

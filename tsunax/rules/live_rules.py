@@ -8,14 +8,13 @@ for parts of the params in `subtree_numbers.py`.
 This file uses optax and trees. It must not import `TrainState`.
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,6 @@ from tsunax.errors import RuleError
 from tsunax.rules.number_table import Number, as_scalar
 from tsunax.rules.update_bounds import MadeOfRules
 
-if TYPE_CHECKING:
-    from tsunax.rules.subtree_numbers import Cut
-
 
 @dataclass(frozen=True)
 class ScheduleShape:
@@ -37,10 +33,6 @@ class ScheduleShape:
 
     treedef: TreeDef
     leaves: tuple[Any, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(leaf is None for leaf in self.leaves)
 
     def value_at(self, step: Maybe, numbers: Iterable[Scalar]) -> Scalar:
         numbers = iter(numbers)
@@ -70,8 +62,16 @@ class Live:
         return f"{self.title}({', '.join([*self.names, *flags])})"
 
     @functools.cached_property
+    def schedule_columns(self) -> dict[str, range]:
+        """The columns of the table with the numbers of each schedule, after those of all names."""
+        shapes = [schedule.leaves if schedule else () for schedule in self.schedules]
+        sizes = (sum(leaf is None for leaf in leaves) for leaves in shapes)
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=len(self.names)))
+        return {name: range(*pair) for name, pair in zip(self.names, bounds, strict=True)}
+
+    @property
     def columns(self) -> int:
-        return len(self.names) + sum(s.size for s in self.schedules if s)
+        return len(self.names) + sum(map(len, self.schedule_columns.values()))
 
     def __eq__(self, rule: object) -> bool:
         if self is rule:
@@ -97,16 +97,15 @@ class Live:
 
     def read(self, table: jax.Array, step: ArrayLike) -> dict[str, Number]:
         """The numbers in force at `step`, from one group's `table` of shape (4, columns)."""
-        numbers, column = {}, len(self.names)
+        numbers = {}
         for i, (name, schedule) in enumerate(zip(self.names, self.schedules, strict=True)):
             value, complement, held_flag = table[0, i], table[1, i], table[2, i]
             if schedule:
-                scheduled = jnp.asarray(
-                    schedule.value_at(step, table[0, column : column + schedule.size]), table.dtype
-                )
+                columns = self.schedule_columns[name]
+                schedule_numbers = table[0, columns.start : columns.stop]
+                scheduled = jnp.asarray(schedule.value_at(step, schedule_numbers), table.dtype)
                 value = jnp.where(held_flag > 0, value, scheduled)
                 complement = jnp.where(held_flag > 0, complement, 1 - scheduled)
-                column += schedule.size
             numbers[name] = Number(value, complement)
         return numbers
 
@@ -152,6 +151,14 @@ class Scope:
     own_clock: bool = field(default=False, compare=False)  # True if the rule gets no `step=`
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The groups of values of a live rule."""
+
+    group_of_leaf: tuple[int, ...]  # the group of each leaf that the rule sees
+    labels: tuple[str, ...]  # the name of each group
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LiveState:
@@ -181,16 +188,18 @@ class LiveState:
         return self.inner[i]
 
     @property
-    def paths(self) -> tuple[Any, ...]:
-        return self.scope.paths
-
-    @property
-    def own_clock(self) -> bool:
-        return self.scope.own_clock
+    def group_labels(self) -> tuple[str, ...]:
+        return self.cut.labels if self.cut else ("",)
 
     @property
     def groups(self) -> int:
-        return len(self.cut.labels) if self.cut else 1
+        return len(self.group_labels)
+
+    @property
+    def group_of_path(self) -> dict[Any, int]:
+        """The group of each leaf that the rule sees."""
+        groups = self.cut.group_of_leaf if self.cut else (0,) * len(self.scope.paths)
+        return dict(zip(self.scope.paths, groups, strict=True))
 
 
 @dataclass(frozen=True)
@@ -212,8 +221,13 @@ class LiveUpdate(MadeOfRules):
         **extra: Any,
     ) -> tuple[PyTree, LiveState]:
         if not isinstance(state, LiveState):
-            got, fix = trees.describe(state), "For the state of a TrainState use ts.update."
-            raise RuleError("state", f"{self.live.title}()", got, "the state of its init", fix)
+            raise RuleError(
+                "state",
+                f"{self.live.title}()",
+                got=trees.describe(state),
+                expected="the state of its init",
+                fix="For the state of a TrainState use ts.update.",
+            )
         table: Any = state.table
         call_arguments = (
             state.count if step is None else step,
@@ -245,8 +259,11 @@ def _run_factory(live: Live, table, inner, clock, updates, params, extra):
     extra = {k: v for k, v in extra.items() if v is not None}
     mesh: Any = extra.get("device_mesh")
     # shard_map is used inside programs only: outside of jit, JAX computes array by array.
-    is_cut_over_mesh = mesh is not None and jax.sharding.AxisType.Explicit not in mesh.axis_types
-    is_cut_over_mesh = is_cut_over_mesh and trees.is_tracing()
+    is_cut_over_mesh = (
+        mesh is not None
+        and jax.sharding.AxisType.Explicit not in mesh.axis_types
+        and trees.is_tracing()
+    )
 
     def run(convert, updates, inner, params):
         numbers = {name: convert(x) for name, x in live.read(table, clock).items()}

@@ -22,9 +22,9 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,8 @@ class Number:
 
     def __post_init__(self) -> None:
         # It is made once, in the outermost trace, so that inner traces may use the array, too.
-        self._weak: Any = weak(self.value) if isinstance(self.value, jax.Array) else None
-
-    @property
-    def weak(self) -> jax.Array:
-        return weak(self.value) if self._weak is None else self._weak
+        # JAX also makes trees with placeholders, which are no arrays.
+        self.weak: Any = weak(self.value) if trees.is_array(self.value) else self.value
 
     def __jax_array__(self) -> jax.Array:
         return self.weak
@@ -76,9 +73,6 @@ class Number:
 
     def __pos__(self) -> Number:
         return self
-
-    def __abs__(self) -> jax.Array:
-        return abs(self.weak)
 
     def __rsub__(self, number: Scalar) -> Any:
         if isinstance(number, (int, float)) and number == 1:
@@ -105,9 +99,9 @@ def as_scalar(x: Scalar) -> Scalar:
 def _operator_method(name, reflected=False):
     operation = getattr(operator, name)
 
-    def method(self, operand):
-        first, second = as_scalar(self), as_scalar(operand)
-        return operation(second, first) if reflected else operation(first, second)
+    def method(self, *operand):
+        scalars = [as_scalar(x) for x in (self, *operand)]
+        return operation(*(reversed(scalars) if reflected else scalars))
 
     return method
 
@@ -115,7 +109,7 @@ def _operator_method(name, reflected=False):
 for _name in ("add", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Number, f"__{_name}__", _operator_method(_name))
     setattr(Number, f"__r{_name}__", _operator_method(_name, reflected=True))
-for _name in ("sub", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("abs", "sub", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Number, f"__{_name}__", _operator_method(_name))
 
 
@@ -131,9 +125,8 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
     return from_complement if value.dtype.type(from_complement) == value else float(value)
 
 
-def is_live(x: object) -> bool:
-    """Whether `x` is the state of a live rule (`live_rules.LiveState`)."""
-    return getattr(type(x), "is_live", False)
+# Whether an object is the state of a live rule (`live_rules.LiveState`).
+is_live = lambda x: getattr(type(x), "is_live", False)
 
 
 # An evicted entry costs time only, because these objects compare by value.
@@ -143,26 +136,69 @@ def interned(static: Any) -> Any:
     return static
 
 
+class LiveNumber(NamedTuple):
+    """A number of a live rule, and its columns in `Numbers.values`."""
+
+    flat_name: str
+    name: str  # in its rule
+    live_index: int
+    state: Any  # the live state, with the indices of its leaves in place of arrays
+    group: int
+    column: int
+    schedule: Any
+    schedule_columns: range  # the numbers of its schedule
+
+
 @dataclass(frozen=True)
 class Layout:
     """The places of live states in an optimizer state: the static part of `Numbers`. Interned."""
 
     full: TreeDef  # structure with live states and their tables
-    plain: TreeDef  # structure of `TrainState.opt_state`
-    tables: tuple[int, ...]  # indices of the leaves of `full` that are tables
-    clocks: tuple[int, ...]  # indices of the clocks of schedules, set to the state's step
-    names: tuple[Any, ...]  # flat names, per live state and group
     # (paths, own_clock) per live state: compared here, because `full` ignores scopes
     scopes: tuple[Any, ...]
 
     @functools.cached_property
     def skeleton(self) -> PyTree:
-        """The optimizer state with its live states, an int for each array."""
+        """The optimizer state with its live states; each leaf is its index."""
         return jax.tree.unflatten(self.full, range(self.full.num_leaves))
 
     @functools.cached_property
     def lives(self) -> list[tuple[tuple[Any, ...], Any]]:
         return live_states(self.skeleton)
+
+    @functools.cached_property
+    def clocks(self) -> list[int]:
+        """The indices of the clocks of schedules, which are set to the state's step."""
+        return [s.count for _, s in self.lives if s.count is not None and not s.scope.own_clock]
+
+    @functools.cached_property
+    def plain_leaves(self) -> list[int]:
+        """The indices of the leaves that are in `TrainState.opt_state`."""
+        return jax.tree.leaves(without_numbers(self.skeleton))
+
+    @functools.cached_property
+    def numbers(self) -> list[LiveNumber]:
+        """All live numbers, in the order of the columns."""
+        flat_names, start, numbers = _flat_names(self.lives), 0, []
+        for live_index, (_, s) in enumerate(self.lives):
+            for group in range(s.groups):
+                for i, (name, schedule) in enumerate(
+                    zip(s.live.names, s.live.schedules, strict=True)
+                ):
+                    columns = s.live.schedule_columns[name]
+                    number = LiveNumber(
+                        flat_name=flat_names[live_index, group, name],
+                        name=name,
+                        live_index=live_index,
+                        state=s,
+                        group=group,
+                        column=start + i,
+                        schedule=schedule,
+                        schedule_columns=range(start + columns.start, start + columns.stop),
+                    )
+                    numbers.append(number)
+                start += s.live.columns
+        return numbers
 
 
 @jax.tree_util.register_dataclass
@@ -176,25 +212,16 @@ class Numbers:
 
     @property
     def scheduled(self) -> bool:
-        return any(schedule for _, s in self.layout.lives for schedule in s.live.schedules)
-
-    def columns(self) -> Iterator[tuple[int, Any, int, int]]:
-        """(index of a live state, the state, group, first column), in the order of the columns."""
-        start = 0
-        for live_index, (_, s) in enumerate(self.layout.lives):
-            for group in range(s.groups):
-                yield live_index, s, group, start
-                start += s.live.columns
+        return any(number.schedule for number in self.layout.numbers)
 
     def column_names(self) -> list[tuple[str, int]]:
         """(flat name, 0) for each value, (flat name, j) for the j-th number of its schedule."""
-        column_names = []
-        for live_index, s, group, _ in self.columns():
-            names = self.layout.names[live_index][group]
-            column_names += [(name, 0) for name in names]
-            for name, schedule in zip(names, s.live.schedules, strict=True):
-                column_names += [(name, 1 + j) for j in range(schedule.size if schedule else 0)]
-        return column_names
+        columns = {
+            column: (number.flat_name, j)
+            for number in self.layout.numbers
+            for j, column in enumerate([number.column, *number.schedule_columns])
+        }
+        return [columns[column] for column in range(len(columns))]
 
     def adjusted_names(self) -> set[str]:
         """The flat names of numbers that differ from their values at `setup`."""
@@ -204,60 +231,50 @@ class Numbers:
         names = self.column_names()
         return {names[column][0] for column in np.flatnonzero(is_adjusted)}
 
-    def named(self, step: Maybe, counts: Mapping[int, Any] | None = None) -> dict[str, Any]:
+    def named(self, step: Maybe, opt_state: PyTree = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
-        Schedules with their own clock are read at `counts`, see `own_counts`, or left out.
+        Schedules with their own clock read it in the plain `opt_state`; without it they are left
+        out.
         """
-        numbers = {}
+        leaves = jax.tree.leaves(opt_state)
+        clocks, numbers = dict(zip(self.layout.plain_leaves, leaves, strict=bool(leaves))), {}
         # Copy the table to the host once, instead of waiting for each number.
         values = self.values if trees.is_traced(self.values) else np.asarray(self.values)
-        for live_index, s, group, start in self.columns():
-            table = values[..., start : start + s.live.columns]
-            column = len(s.live.names)
-            names = self.layout.names[live_index][group]
-            clock = (counts or {}).get(live_index) if s.own_clock else step
-            for i, (flat_name, schedule) in enumerate(zip(names, s.live.schedules, strict=True)):
-                value, complement = table[..., 0, i], table[..., 1, i]
-                if schedule:
-                    schedule_numbers = [table[..., 0, column + j] for j in range(schedule.size)]
-                    column += schedule.size
-                    if clock is None:
-                        continue
-                    scheduled = schedule.value_at(clock, schedule_numbers)
-                    value, complement = jnp.where(table[..., 2, i] > 0, value, scheduled), None
-                numbers[flat_name] = as_float(value, complement)
+        for number in self.layout.numbers:
+            value, complement = values[..., 0, number.column], values[..., 1, number.column]
+            if number.schedule:
+                clock = clocks.get(number.state.count) if number.state.scope.own_clock else step
+                if clock is None:
+                    continue
+                schedule_numbers = [values[..., 0, column] for column in number.schedule_columns]
+                scheduled = number.schedule.value_at(clock, schedule_numbers)
+                overrides = values[..., 2, number.column] > 0
+                value, complement = jnp.where(overrides, value, scheduled), None
+            numbers[number.flat_name] = as_float(value, complement)
         return numbers
 
 
 def split_numbers(opt_state: PyTree) -> tuple[Any, Numbers | None]:
     """Split an optimizer state into (plain state, numbers): tables and clocks are taken out."""
     leaves, full = jax.tree.flatten(opt_state)
-    lives = [s for _, s in live_states(opt_state)]
-    tables = _indices_of(leaves, [s.table for s in lives])
-    if not tables:
+    scopes = tuple((s.scope.paths, s.scope.own_clock) for _, s in live_states(opt_state))
+    if not scopes:
         return opt_state, None
-    clocks = _indices_of(leaves, [s.count for s in lives if not s.own_clock])
-    plain, scopes = _plain_state(opt_state), tuple((s.paths, s.own_clock) for s in lives)
-    names = labels(opt_state)
-    layout = interned(Layout(full, jax.tree.structure(plain), tables, clocks, names, scopes))
-    rows = [leaves[i].reshape(*leaves[i].shape[:-2], -1) for i in tables]
+    layout = interned(Layout(full, scopes))
+    tables = [leaves[s.table] for _, s in layout.lives]
+    rows = [table.reshape(*table.shape[:-2], -1) for table in tables]
     lib = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
-    return plain, Numbers(lib.concatenate(rows, axis=-1), layout)
+    return without_numbers(opt_state), Numbers(lib.concatenate(rows, axis=-1), layout)
 
 
-def _indices_of(leaves, among) -> tuple[int, ...]:
-    ids = {id(x) for x in among}
-    return tuple(i for i, x in enumerate(leaves) if id(x) in ids)
-
-
-def _plain_state(opt_state):
-    """The optax states inside live states, with their extra counters and clocks, if any."""
+def without_numbers(opt_state: PyTree) -> PyTree:
+    """The plain state: the optax states inside live states, with their counters and clocks."""
 
     def without_tables(s):
         if not is_live(s):
             return s
-        inner, count = _plain_state(s.inner), s.count if s.own_clock else None
+        inner, count = without_numbers(s.inner), s.count if s.scope.own_clock else None
         return inner if not s.extra and count is None else (inner, s.extra, count)
 
     return jax.tree.map(without_tables, opt_state, is_leaf=is_live)
@@ -267,39 +284,15 @@ def join_numbers(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -
     """Put tables and clocks back into the plain state: the inverse of `split_numbers`."""
     if numbers is None:
         return opt_state
-    layout, values, column, all_leaves = numbers.layout, numbers.values, 0, []
-    leaves, lives = iter(jax.tree.leaves(opt_state)), iter(layout.lives)
-    for leaf_index in range(layout.full.num_leaves):
-        if leaf_index in layout.tables:
-            _, s = next(lives)
-            size = s.groups * s.live.columns
-            table = values[..., column : column + size]
-            all_leaves.append(table.reshape(*table.shape[:-1], s.groups, s.live.columns))
-            column += size
-        else:
-            all_leaves.append(step if leaf_index in layout.clocks else next(leaves))
-    return layout.full.unflatten(all_leaves)
-
-
-def without_numbers(opt_state: PyTree, numbers: Numbers | None) -> PyTree:
-    """The plain state of `split_numbers`, after an update that changed no number."""
-    return opt_state if numbers is None else _plain_state(opt_state)
-
-
-def own_counts(opt_state: PyTree, numbers: Numbers) -> dict[int, Any]:
-    """{index of a live state: its count}, for live states with schedules on their own count."""
-    leaves = dict(zip(plain_leaves(numbers.layout), jax.tree.leaves(opt_state), strict=True))
-    return {
-        live_index: leaves[s.count]
-        for live_index, (_, s) in enumerate(numbers.layout.lives)
-        if s.own_clock and s.count is not None
-    }
-
-
-def plain_leaves(layout: Layout) -> list[int]:
-    """The indices of the leaves of an optimizer state that are in `TrainState.opt_state`."""
-    removed = {*layout.tables, *layout.clocks}
-    return [i for i in range(layout.full.num_leaves) if i not in removed]
+    layout, column, tables = numbers.layout, 0, {}
+    for _, s in layout.lives:
+        size = s.groups * s.live.columns
+        table = numbers.values[..., column : column + size]
+        tables[s.table] = table.reshape(*table.shape[:-1], s.groups, s.live.columns)
+        column += size
+    all_leaves = {**dict.fromkeys(layout.clocks, step), **tables}
+    all_leaves |= zip(layout.plain_leaves, jax.tree.leaves(opt_state), strict=True)
+    return layout.full.unflatten(all_leaves[i] for i in range(layout.full.num_leaves))
 
 
 def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
@@ -346,33 +339,24 @@ def chain_indices(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> list[str]:
     return [index for index, _ in indices_and_patterns]
 
 
-def labels(opt_state: PyTree) -> tuple[Any, ...]:
-    """The flat name of every number: per live state, per group, per name. No two are equal.
+def _flat_names(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[int, int, str], str]:
+    """The flat name of every number, by index of its live state, group and name. No two are equal.
 
     It is the name alone if one rule has it; `name@pattern` in a group of rules; `i.name` if a chain
     repeats it. A group of values that `adjust` cut adds `@pattern`.
     """
-    lives = live_states(opt_state)
     indices, groups_of_rules = chain_indices(lives), [patterns(path) for path, _ in lives]
-    pairs = [
-        (name, rules)
-        for (_, s), rules in zip(lives, groups_of_rules, strict=True)
-        for name in s.live.names
-    ]
-    counts, counts_in_group = Counter(name for name, _ in pairs), Counter(pairs)
-    labels_by_live = [s.cut.labels if s.cut else ("",) for _, s in lives]
-    places = [(group, i) for i, cuts in enumerate(labels_by_live) for group in range(len(cuts))]
-    used_names: set[str] = set()
-    flat_names: dict[tuple[int, int], list[str]] = {place: [] for place in places}
-    for group, i in sorted(places):
-        for name in lives[i][1].live.names:
-            rules = groups_of_rules[i] if counts[name] > 1 else ()
-            flat_name = "@".join(filter(None, (name, *rules, labels_by_live[i][group])))
-            if indices[i] and counts_in_group[name, groups_of_rules[i]] > 1:
-                flat_name = f"{indices[i]}.{flat_name}"
-            while flat_name in used_names:  # a cut has the same pattern as a group of rules
-                flat_name += "'"
-            used_names.add(flat_name)
-            flat_names[group, i].append(flat_name)
-    names_of_live = lambda i, n: tuple(tuple(flat_names[group, i]) for group in range(n))
-    return tuple(names_of_live(i, len(cuts)) for i, cuts in enumerate(labels_by_live))
+    names = [(name, i) for i, (_, s) in enumerate(lives) for name in s.live.names]
+    counts = Counter(name for name, _ in names)
+    counts_in_group = Counter((name, groups_of_rules[i]) for name, i in names)
+    places = [(group, i, name) for name, i in names for group in range(lives[i][1].groups)]
+    flat_names: dict[tuple[int, int, str], str] = {}
+    for group, i, name in sorted(places, key=lambda place: place[:2]):
+        rules = groups_of_rules[i] if counts[name] > 1 else ()
+        flat_name = "@".join(filter(None, (name, *rules, lives[i][1].group_labels[group])))
+        if indices[i] and counts_in_group[name, groups_of_rules[i]] > 1:
+            flat_name = f"{indices[i]}.{flat_name}"
+        while flat_name in flat_names.values():  # a cut has the same pattern as a group of rules
+            flat_name += "'"
+        flat_names[i, group, name] = flat_name
+    return flat_names

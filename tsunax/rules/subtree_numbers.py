@@ -13,7 +13,6 @@ so.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,14 +22,6 @@ import numpy as np
 from tsunax._core import PyTree, patterns, trees
 from tsunax.rules.leaf_owners import owners_of_live
 from tsunax.rules.number_table import Numbers, interned, join_numbers, map_live, split_numbers
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The groups of values of a live rule."""
-
-    group_of_leaf: tuple[int, ...]  # the group of each leaf that the rule sees
-    labels: tuple[str, ...]  # the name of each group
 
 
 def states_by_group(live: Any, state: Any, params: PyTree) -> list[Any]:
@@ -70,7 +61,7 @@ def _counters(leaves: Sequence[Any], owners: Sequence[int | None]) -> tuple[Any,
 
 def recut(
     opt_state: PyTree, numbers: Numbers, params: PyTree, cuts: Mapping[int, tuple[Any, ...]]
-) -> tuple[Any, Numbers | None]:
+) -> tuple[Any, Any]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}.
 
     The new group i inherits the values and counters of the old group `parents[i]`.
@@ -79,7 +70,7 @@ def recut(
     def with_new_cut(live_index: int, s):
         if live_index not in cuts:
             return s
-        visible_paths = frozenset(s.paths)
+        visible_paths = frozenset(s.scope.paths)
         flags = [path in visible_paths for path in trees.paths(params)]
         cut, parents = cuts[live_index]
         with patterns.group_of(params, flags):

@@ -145,19 +145,16 @@ def _quotient(b: Scalar, divisor: Scalar) -> Scalar:
     return np.inf if _is_static(divisor, 0) else b / divisor
 
 
-def _is_decay(x: Scalar) -> Any:
-    return (x >= 0) & (x <= BELOW_ONE)
-
-
-def _is_decay_of_squares(x: Scalar) -> Any:
-    """If an earlier rule scales gradients, their squares may be infinite, and 0 · inf is NaN."""
-    return (x >= TINY) & (x <= BELOW_ONE)
+def _is_decay(x: Scalar, of_squares: bool = False) -> Any:
+    # If an earlier rule scales gradients, their squares may be infinite, and 0 · inf is NaN.
+    return (x >= (TINY if of_squares else 0)) & (x <= BELOW_ONE)
 
 
 def _averaged(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     """Adam and its kin: an average of gradients over a root of squares, plus eps."""
     eps, under_root = n["eps"], n.get("eps_root", 0.0)
-    survey.need(_is_decay(n["b1"]), _is_decay_of_squares(n["b2"]), eps >= 0, under_root >= 0)
+    are_decays = _is_decay(n["b1"]), _is_decay(n["b2"], of_squares=True)
+    survey.need(*are_decays, eps >= 0, under_root >= 0)
     smallest = eps + (abs(under_root) * (under_root >= TINY)) ** 0.5
     survey.need(smallest >= TINY)
     return _quotient(_quotient(2 * survey.flat(b, c), 1 - n["b1"]), smallest), 0.0
@@ -166,7 +163,7 @@ def _averaged(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: An
 def _over_rms(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     """RMSprop divides by the root of an average of squares, Adagrad by the root of their sum."""
     if "decay" in n:
-        survey.need(_is_decay_of_squares(n["decay"]), n["initial_scale"] >= 0)
+        survey.need(_is_decay(n["decay"], of_squares=True), n["initial_scale"] >= 0)
     survey.need(n["eps"] >= TINY)
     return _quotient(
         survey.flat(b, c), n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]

@@ -1,7 +1,5 @@
 """Reuse learning rates of a narrow model for a wide model: maximal update parametrization (µP)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -49,8 +47,12 @@ def _check_narrow(fans, params):
     axes_by_path = {path: axes for path, axes, _ in fans}
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         if axes_by_path.get(name := trees.shown_path(path)) != np.ndim(x):
-            got = f"{axes_by_path.get(name, 'no')} axes in narrow"
-            raise RuleError(f"leaf {name}", "scale_by_width()", got, f"{np.ndim(x)} axes")
+            raise RuleError(
+                f"leaf {name}",
+                "scale_by_width()",
+                got=f"{axes_by_path.get(name, 'no')} axes in narrow",
+                expected=f"{np.ndim(x)} axes",
+            )
     return optax.EmptyState()
 
 

@@ -1,7 +1,5 @@
 """A rule around another rule, made from a function."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
