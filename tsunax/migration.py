@@ -9,6 +9,7 @@ encoder/kernel`, not by place.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -129,24 +130,28 @@ def migrate(
     options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
     if isinstance(state, States):
-        new: dict[str, Any] = {}
-        reports: dict[str, Report] = {}
-        for name, member_rule in cast(Mapping, rule).items():
-            member = state.members[state.member_at(name, where)[0]]
-            new[name], reports[name] = migrate(member, member_rule, params=params, **options)
+        members = {name: state.members[state.member_at(name, where)[0]] for name in cast(Any, rule)}
+        pairs = {
+            name: migrate(member, cast(Mapping, rule)[name], params=params, **options)
+            for name, member in members.items()
+        }
         names_by_kind = {
-            f.name: tuple(f"{name}/{x}" for name, r in reports.items() for x in getattr(r, f.name))
+            f.name: tuple(f"{k}/{x}" for k, (_, r) in pairs.items() for x in getattr(r, f.name))
             for f in dataclasses.fields(Report)
         }
-        return cast(_State, state.replace(**new)), Report(**names_by_kind)
+        new_members = {name: new for name, (new, _) in pairs.items()}
+        return cast(_State, state.replace(**new_members)), Report(**names_by_kind)
     check_state(state, where)
     refuse_population(state, where, "Migrate each member: ts.populations.member(runs, i).")
-    new_params, plan = state.params if params is KEEP else params, state.plan
-    average, loss_scale = jax.tree.map(own, (state.average, state.loss_scale))
-    old_options = {"model_state": state.model_state, "key": state.key, "ema": average}
-    old_options |= {"precision": plan.precision, "loss_scale": loss_scale}
-    if trainable is KEEP:
-        old_options["trainable"] = _trained_by_name(new_params, state)
+    new_params = state.params if params is KEEP else params
+    old_options = {
+        "trainable": _trained_by_name(new_params, state) if trainable is KEEP else None,
+        "ema": jax.tree.map(own, state.average),
+        "precision": state.plan.precision,
+        "loss_scale": jax.tree.map(own, state.loss_scale),
+        "model_state": state.model_state,
+        "key": state.key,
+    }
     options |= {name: old_options[name] for name, x in options.items() if x is KEEP}
     fresh = setup(cast(Any, rule), _with_masters(new_params, state), **options)
     notes: _ReportLists = {f.name: [] for f in dataclasses.fields(Report)}
@@ -187,7 +192,9 @@ def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
     node, title, parent = opt_state, "state", ()
     for i, entry in enumerate(path):
         if number_table.is_live(node):
-            if entry.name in ("table", "extra") or (entry.name == "count" and not node.own_clock):
+            if entry.name in ("table", "extra") or (
+                entry.name == "count" and not node.scope.own_clock
+            ):
                 return None
             if entry.name == "count":
                 title, parent = f"{node.live.title}.count", path[:i]
@@ -218,9 +225,7 @@ def _trained_by_name(params, old: TrainState) -> Any:
     if unknown := [f"leaf {name!r}" for name in leaves_by_name if name not in is_trained]:
         fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
         raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
-    return jax.tree.unflatten(
-        jax.tree.structure(params), [is_trained[name] for name in leaves_by_name]
-    )
+    return jax.tree.structure(params).unflatten(is_trained[name] for name in leaves_by_name)
 
 
 def _with_old_arrays(
@@ -330,7 +335,7 @@ def _carry_cuts(old: TrainState, new: TrainState, report: _ReportLists) -> Train
     )
     cuts = {}
     for s in (s for s in old_lives if s.cut is not None):
-        is_same_rule = lambda t, s=s: (t.live.title, t.paths) == (s.live.title, s.paths)
+        is_same_rule = lambda t, s=s: (t.live.title, t.scope.paths) == (s.live.title, s.scope.paths)
         matches = [index for index, t in enumerate(new_lives) if is_same_rule(t)]
         if len(matches) == sum(map(is_same_rule, old_lives)) == 1:
             cuts[matches[0]] = s.cut, (0,) * s.groups
@@ -366,30 +371,30 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> Tr
 def _carry_averages(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     """The averages of each leaf by name, if both states average alike."""
     old_averages, new_averages = averages_of(old), averages_of(new)
+    leaves_of = lambda state, x: {} if x is None else _trained_by_name_of(state, x.params)
     for field in old_averages | new_averages:
         old_average, new_average = old_averages.get(field), new_averages.get(field)
-        old_leaves = {} if old_average is None else _trained_by_name_of(old, old_average.params)
-        new_leaves = {} if new_average is None else _trained_by_name_of(new, new_average.params)
-        with_field = lambda names, field=field: [f"{field} of {name}" for name in names]
         if old_average and new_average and old_average.uniform != new_average.uniform:
             report["notes"].append(f"{field}: of another kind, begins anew")
-            old_average, old_leaves = None, {}
-        carried_names = {
-            name
-            for name, x in new_leaves.items()
-            if name in old_leaves and old_leaves[name].shape == x.shape
-        }
-        report["kept"] += with_field(name for name in new_leaves if name in carried_names)
-        report["new"] += with_field(name for name in new_leaves if name not in carried_names)
-        report["dropped"] += with_field(name for name in old_leaves if name not in new_leaves)
+            old_average = None
+        old_leaves, new_leaves = leaves_of(old, old_average), leaves_of(new, new_average)
+        has_shape = lambda name, x, leaves=old_leaves: (
+            name in leaves and leaves[name].shape == x.shape
+        )
+        carried = {name: old_leaves[name] for name, x in new_leaves.items() if has_shape(name, x)}
+        report["kept"] += [f"{field} of {name}" for name in carried]
+        report["new"] += [f"{field} of {name}" for name in new_leaves if name not in carried]
+        report["dropped"] += [f"{field} of {name}" for name in old_leaves if name not in new_leaves]
         if old_average and new_average:
             leaves = [
-                _placed_like(old_leaves[name], x) if name in carried_names else x
+                _placed_like(carried[name], x) if name in carried else x
                 for name, x in new_leaves.items()
             ]
-            params = jax.tree.unflatten(jax.tree.structure(new_average.params), leaves)
-            count = _placed_like(old_average.count, new_average.count)
-            new_averages[field] = dataclasses.replace(new_average, params=params, count=count)
+            new_averages[field] = dataclasses.replace(
+                new_average,
+                params=jax.tree.unflatten(jax.tree.structure(new_average.params), leaves),
+                count=_placed_like(old_average.count, new_average.count),
+            )
     return dataclasses.replace(new, **new_averages)
 
 
@@ -397,11 +402,10 @@ def _carry_frozen(old: TrainState, new: TrainState, report: _ReportLists) -> Tra
     if old.frozen is None:
         return new
     names_of = lambda state: _trained_by_name_of(state, trained_part(state))
-    flags = zip(names_of(old), frozen_flags(old), strict=True)
-    frozen_names = {name for name, is_frozen in flags if is_frozen}
+    frozen_names = {*itertools.compress(names_of(old), frozen_flags(old))}
     new_names = names_of(new)
-    lost_names = sorted(frozen_names.difference(new_names))
-    report["notes"] += [f"{name}: frozen then, not trained now" for name in lost_names]
+    for name in sorted(frozen_names.difference(new_names)):
+        report["notes"].append(f"{name}: frozen then, not trained now")
     words = frozen_words([name in frozen_names for name in new_names])
     return dataclasses.replace(new, frozen=put_on_devices_of(new.params, words))
 
