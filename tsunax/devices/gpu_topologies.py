@@ -77,5 +77,9 @@ def gpu_topology(name: str) -> list[Any] | None:
     try:
         return list(topologies.get_topology_desc(platform="cuda", **options).devices)
     except Exception as error:  # the plugin may raise any class
-        expected = "a topology that the CUDA plugin of JAX can compile for"
-        raise DeviceError("topology", repr(name), told(error), expected) from error
+        raise DeviceError(
+            "topology",
+            repr(name),
+            got=told(error),
+            expected="a topology that the CUDA plugin of JAX can compile for",
+        ) from error

@@ -10,6 +10,7 @@ step keeps these shardings, and spreads the rows of batches (`_core/placement.py
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,8 +37,6 @@ from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError,
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, master_params, trained_part
 from tsunax.states import States
-
-__all__ = ["Placement", "describe_sharding", "mesh", "shard"]
 
 T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")
@@ -72,9 +71,13 @@ def mesh(
     fixed = math.prod(size for size in sizes.values() if size != -1)
     shape = [len(devices) // max(fixed, 1) if size == -1 else size for size in sizes.values()]
     if min(shape) < 1 or math.prod(shape) != len(devices):
-        got = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        expected = f"sizes that multiply to {len(devices)} devices, -1 for one at most"
-        raise DeviceError("mesh", "", got, expected, "Fewer devices: devices=jax.devices()[:n].")
+        raise DeviceError(
+            "mesh",
+            "",
+            got=" x ".join(f"{name}={size}" for name, size in sizes.items()),
+            expected=f"sizes that multiply to {len(devices)} devices, -1 for one at most",
+            fix="Fewer devices: devices=jax.devices()[:n].",
+        )
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(_AXES)
     return jax.make_mesh(tuple(shape), _AXES, axis_types=kinds, devices=devices)
 
@@ -130,8 +133,13 @@ def shard(
     """
     mesh = _as_mesh(mesh)
     if not isinstance(mesh, Mesh):
-        fix = "The order is shard(state, ts.mesh()); specs of leaves are rules."
-        raise WrongTypeError("mesh", "shard()", trees.describe(mesh), "a Mesh", fix)
+        raise WrongTypeError(
+            "mesh",
+            "shard()",
+            got=trees.describe(mesh),
+            expected="a Mesh",
+            fix="The order is shard(state, ts.mesh()); specs of leaves are rules.",
+        )
     checks.check_flags("shard()", zero1=zero1)
     choice = _Choice(mesh, dict(rules or {}), dict(logical or {}), zero1)
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
@@ -180,8 +188,12 @@ def _memory_kinds(state: PyTree, host: Collection[str], mesh: Mesh) -> list[str 
         host_sharding = NamedSharding(mesh, P(), memory_kind="pinned_host" if host else None)
         _ = host and jax.jit(lambda: np.float32(0), out_shardings=host_sharding).lower().compile()
     except Exception as error:  # the backend may raise any class
-        expected = "devices whose programs can use 'pinned_host'"
-        raise DeviceError("host memory", "shard(host=...)", told(error), expected) from error
+        raise DeviceError(
+            "host memory",
+            "shard(host=...)",
+            got=told(error),
+            expected="devices whose programs can use 'pinned_host'",
+        ) from error
     return ["pinned_host" if flag else None for flag in flags]
 
 
@@ -221,15 +233,19 @@ class _Choice:
             path, spec = trees.shown_path(name), ruled.get(i, named.get(i, P()))
             is_final = i in ruled and spec == P()
             spec = self._checked(spec, np.shape(leaf), path)
-            specs.append(spec if is_final else self._spread(spec, leaf, "fsdp"))
+            specs.append(spec if is_final else self._spread(spec, np.shape(leaf), "fsdp"))
         return specs
 
     def of_any(self, state: PyTree) -> list[P]:
         """The specs of all leaves of a state, of `States`, or of another tree."""
         if (n := members_of(state)) is not None:  # a population is cut by members
             if n % self.mesh.size:
-                expected = f"a multiple of {self.mesh.size} devices"
-                raise DeviceError("population", "shard()", f"{n} members", expected)
+                raise DeviceError(
+                    "population",
+                    "shard()",
+                    got=f"{n} members",
+                    expected=f"a multiple of {self.mesh.size} devices",
+                )
             return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
         if isinstance(state, TrainState):
             return self.of_state(state, self.of_params(state.params))
@@ -245,25 +261,24 @@ class _Choice:
 
     def of_state(self, state: TrainState, params: list[P]) -> list[P]:
         """The specs of all leaves: moments, averages and masters follow their parameter."""
-        numbers = jax.tree.unflatten(jax.tree.structure(state.params), range(len(params)))
-        trained = jax.tree.leaves(trained_part(dataclasses.replace(state, params=numbers)))
+        trained = itertools.compress(params, state.plan.selected or [True] * len(params))
         shapes = [np.shape(x) for x in jax.tree.leaves(trained_part(state))]
-        follow = [self._moment_spec(params[i], x) for i, x in zip(trained, shapes, strict=True)]
+        follow = [self._moment_spec(spec, x) for spec, x in zip(trained, shapes, strict=True)]
 
         owners = owners_of(state.plan.init, state.opt_state, state.numbers, master_params(state))
-        opt_state = []
-        for owner, leaf in zip(owners, jax.tree.leaves(state.opt_state), strict=True):
-            if owner is not None and np.shape(leaf) == shapes[owner]:
-                opt_state.append(follow[owner])
-            else:
-                opt_state.append(self._moment_spec(self._spread(P(), leaf, "fsdp"), np.shape(leaf)))
+        shapes_of_rule = map(np.shape, jax.tree.leaves(state.opt_state))
+        by_own_shape = lambda x: self._moment_spec(self._spread(P(), x, "fsdp"), x)
+        opt_state = [
+            follow[i] if i is not None and x == shapes[i] else by_own_shape(x)
+            for i, x in zip(owners, shapes_of_rule, strict=True)
+        ]
         roles = {"params": params, "rule": opt_state, "trained": follow, "average": follow}
         specs: list[P] = []
         for field in state._fields:
             leaves, like = jax.tree.leaves(getattr(state, field.name)), field.metadata["like"]
             specs_of_field = roles.get(like, [])
             if like == "free":
-                specs_of_field = [self._spread(P(), x, "fsdp") for x in leaves]
+                specs_of_field = [self._spread(P(), np.shape(x), "fsdp") for x in leaves]
             specs += [*specs_of_field[: len(leaves)], *[P()] * (len(leaves) - len(specs_of_field))]
         return specs
 
@@ -291,17 +306,21 @@ class _Choice:
         try:
             NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
         except Exception as error:
-            expected = f"axes of the mesh, each of them once, that divide the shape {tuple(shape)}"
-            raise DeviceError(f"sharding {spec}", path, told(error), expected) from error
+            raise DeviceError(
+                f"sharding {spec}",
+                path,
+                got=told(error),
+                expected=f"axes of the mesh, each once, that divide the shape {tuple(shape)}",
+            ) from error
         return spec
 
-    def _spread(self, spec: P, leaf, *names: str) -> P:
+    def _spread(self, spec: P, shape: tuple[int, ...], *names: str) -> P:
         """The spec, its largest free axis that divides spread over the unused of `names`."""
         used = {name for entry in spec for name in placement.axes_in(entry)}
         is_free = lambda name: self.mesh.shape.get(name, 1) > 1 and name not in used
         names = tuple(filter(is_free, names))
-        parts, shape = math.prod(self.mesh.shape[name] for name in names), np.shape(leaf)
-        if parts == 1 or np.prod(shape) < placement.SMALL:
+        parts = math.prod(self.mesh.shape[name] for name in names)
+        if parts == 1 or math.prod(shape) < placement.SMALL:
             return spec
         entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
         free = [i for i, n in enumerate(shape) if entries[i] is None and n % parts == 0]
@@ -310,11 +329,9 @@ class _Choice:
         entries[max(free, key=lambda axis: shape[axis])] = names[0] if len(names) == 1 else names
         return P(*entries)
 
-    def _moment_spec(self, spec: P, shape) -> P:
+    def _moment_spec(self, spec: P, shape: tuple[int, ...]) -> P:
         """The spec of a moment, made from the spec of its parameter."""
-        if not self.zero1:
-            return spec
-        return self._spread(spec, np.broadcast_to(0, shape), *placement.data_axes(self.mesh))
+        return self._spread(spec, shape, *placement.data_axes(self.mesh)) if self.zero1 else spec
 
 
 @dataclasses.dataclass(frozen=True)

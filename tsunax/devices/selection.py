@@ -18,11 +18,6 @@ from tsunax._core.libraries import library
 from tsunax.devices.gpu_topologies import CARDS, gpu_topology
 from tsunax.errors import DeviceError, told, warn
 
-__all__ = [
-    "DeviceInfo", "device", "device_info", "devices", "is_available", "prefer", "preferred",
-    "simulate", "supported_devices", "topology",
-]  # fmt: skip
-
 # JAX has no public function for this that does not start the backend.
 _started = xla_bridge.backends_are_initialized
 
@@ -148,8 +143,13 @@ def simulate(n: int) -> None:
     if n < 1:
         raise DeviceError("n", "simulate()", n, "1 or more")
     if _started():
-        got, fix = "a backend that has started", "Call it first; in a notebook restart the kernel."
-        raise DeviceError("simulate", "", got, "to be called before that", fix)
+        raise DeviceError(
+            "simulate",
+            "",
+            got="a backend that has started",
+            expected="to be called before that",
+            fix="Call it first; in a notebook restart the kernel.",
+        )
     requested = os.environ.get("NPROC", "")
     threads = max(16, 2 * n, os.cpu_count() or 1, int(requested) if requested.isdigit() else 0)
     os.environ["NPROC"] = str(threads)
@@ -199,8 +199,12 @@ def topology(name: str) -> list[Device]:
         with mock.patch.dict(os.environ, {**_COMPILER_ENVIRONMENT, **os.environ}):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # libtpu may raise any class
-        expected = f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}'
-        raise DeviceError("topology", repr(name), told(error), expected) from error
+        raise DeviceError(
+            "topology",
+            repr(name),
+            got=told(error),
+            expected=f'one of libtpu, such as "v5e:2x4", or of {", ".join(CARDS)}',
+        ) from error
 
 
 def preferred() -> str | None:

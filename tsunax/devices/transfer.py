@@ -13,8 +13,6 @@ from jax.sharding import Sharding
 from tsunax._core import Device, PyTree, checks, device_kinds, placement, trees
 from tsunax.errors import DeviceError, WrongTypeError
 
-__all__ = ["device_of", "to_device", "to_host"]
-
 
 def _has_to_move(x: Any, place: Sharding) -> bool:
     if not trees.is_array(x) or not checks.is_numeric(x):
@@ -41,8 +39,13 @@ def to_device(tree: PyTree, device: str | Device | Sharding = "auto") -> PyTree:
     place = device_kinds.as_sharding(device, "to_device()")
     is_plain = isinstance(tree, str | bytes) or hasattr(tree, "shape")
     if hasattr(tree, "__iter__") and jtu.all_leaves([tree]) and not is_plain:
-        fix = "For a loader: ts.prefetch(data, device)."
-        raise WrongTypeError("tree", "to_device()", trees.describe(tree), "a tree of arrays", fix)
+        raise WrongTypeError(
+            "tree",
+            "to_device()",
+            got=trees.describe(tree),
+            expected="a tree of arrays",
+            fix="For a loader: ts.prefetch(data, device).",
+        )
     leaves, treedef = jax.tree.flatten(tree)
     moving = {id(x): x for x in leaves if _has_to_move(x, place)}
     moved = dict(zip(moving, placement.put([*moving.values()], place), strict=True))
@@ -87,6 +90,11 @@ def device_of(tree: PyTree) -> Device | None:
             path_of_device |= dict.fromkeys(leaf.sharding.device_set, path)
     if len(path_of_device) > 1:
         places = [f"{path} on {device}" for device, path in path_of_device.items()]
-        fix = "to_device(tree, device) brings them together."
-        raise DeviceError("tree", "device_of()", trees.listed(places, 2), "one device", fix)
+        raise DeviceError(
+            "tree",
+            "device_of()",
+            got=trees.listed(places, 2),
+            expected="one device",
+            fix="to_device(tree, device) brings them together.",
+        )
     return next(iter(path_of_device), None)
