@@ -1,7 +1,5 @@
 """Metrics of class predictions: shares of right predictions, perplexity, and counts by class."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -23,13 +21,22 @@ def _class_ids(
     has_scores = predictions.ndim > targets.ndim
     for ids in (targets,) if has_scores else (targets, predictions):
         if not (jnp.issubdtype(ids.dtype, np.integer) or ids.dtype == np.bool_):
-            fix = "One-hot targets: .argmax(-1). Binary scores: logits > 0."
-            raise LossError("class ids", "", trees.describe(ids), "int or bool", fix)
+            raise LossError(
+                "class ids",
+                "",
+                got=trees.describe(ids),
+                expected="int or bool",
+                fix="One-hot targets: .argmax(-1). Binary scores: logits > 0.",
+            )
     n = predictions.shape[-1] if has_scores else classes
     shape_of_scores = (*targets.shape, n if classes is None else classes)
     if predictions.shape != (shape_of_scores if has_scores else targets.shape):
-        expected = f"class ids of shape {targets.shape}, or scores with an axis of classes more"
-        raise LossError("predictions", "", f"shape {predictions.shape}", expected)
+        raise LossError(
+            "predictions",
+            "",
+            got=f"shape {predictions.shape}",
+            expected=f"class ids of shape {targets.shape}, or scores with an axis of classes more",
+        )
     return predictions, targets.astype(jnp.int32), n
 
 
@@ -68,7 +75,7 @@ class Accuracy(OfMean):
     """
 
     @classmethod
-    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Accuracy:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Self:
         """From scores (..., classes) or class ids (...), and the true class ids (...)."""
         return cls(Mean.of(_hits(predictions, targets, 1), where))
 
@@ -89,13 +96,13 @@ class TopK(OfMean):
     k: int = field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, *, k: int = 5) -> TopK:
+    def empty(cls, *, k: int = 5) -> Self:
         return cls(Mean.empty(), k)
 
     @classmethod
     def of(
         cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None, *, k: int = 5
-    ) -> TopK:
+    ) -> Self:
         """From scores (..., classes) and the true class ids (...)."""
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else 0
         if not 0 < k <= classes or k != int(k):
@@ -115,7 +122,7 @@ class Perplexity(OfMean):
     """
 
     @classmethod
-    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Perplexity:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Self:
         """From logits (..., classes) and the true class ids (...)."""
         logits, targets, _ = _class_ids(predictions, targets)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -188,7 +195,7 @@ class ConfusionMatrix:
     counts: jax.Array  # f32[classes, classes]: Σ weight
 
     @classmethod
-    def empty(cls, classes: int) -> ConfusionMatrix:
+    def empty(cls, classes: int) -> Self:
         return cls(jnp.zeros((classes, classes), jnp.float32))
 
     @classmethod
@@ -199,7 +206,7 @@ class ConfusionMatrix:
         where: Maybe = None,
         *,
         classes: int | None = None,
-    ) -> ConfusionMatrix:
+    ) -> Self:
         """From scores (..., classes), or class ids (...) and `classes`, and the true ids (...)."""
         return cls(_confusion(predictions, targets, where, classes))
 
@@ -238,8 +245,12 @@ class _ByClass:
         classes = np.shape(predictions)[-1] if np.ndim(predictions) > np.ndim(targets) else classes
         choices = (None, "macro", "micro", "weighted", *["binary"] * (classes == 2))
         if average not in choices:
-            got = f"{trees.describe(average)} with {classes} classes"
-            raise LossError("average", f"{cls.__name__}.of()", got, f"one of {choices}")
+            raise LossError(
+                "average",
+                f"{cls.__name__}.of()",
+                got=f"{trees.describe(average)} with {classes} classes",
+                expected=f"one of {choices}",
+            )
         return cls(_confusion(predictions, targets, where, classes), average)
 
     merge = add

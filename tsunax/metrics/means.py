@@ -4,8 +4,6 @@ Every metric is a sum and the weight it was taken over; metrics are merged by ad
 class predictions is here.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -45,12 +43,12 @@ class Mean:
     weight: Scalar  # f32 scalar: Σ weight
 
     @classmethod
-    def empty(cls) -> Mean:
+    def empty(cls) -> Self:
         # Under x64 it is float64, so that a metric that merges with it keeps its dtype.
         return cls(jnp.zeros(()), jnp.zeros(()))
 
     @classmethod
-    def of(cls, values: ArrayLike, where: Maybe = None) -> Mean:
+    def of(cls, values: ArrayLike, where: Maybe = None) -> Self:
         """From `values` of any shape; LossError unless `where` has their leading axes (or 1).
 
         Elements of weight 0 may be NaN, also in gradients.
@@ -77,8 +75,12 @@ def weights_like(where: Maybe, values: jax.Array) -> jax.Array:
     fits = (w in (1, v) for w, v in zip(where.shape, values.shape, strict=False))
     is_real = checks.is_real(where) or where.dtype == np.bool_
     if not is_real or where.ndim > values.ndim or not all(fits):
-        expected = f"a mask or real weights with the leading axes of values, {values.shape}"
-        raise LossError("where", "", trees.describe(where), expected)
+        raise LossError(
+            "where",
+            "",
+            got=trees.describe(where),
+            expected=f"a mask or real weights with the leading axes of values, {values.shape}",
+        )
     where = where.astype(values.dtype).reshape(*where.shape, *(1,) * (values.ndim - where.ndim))
     return jnp.broadcast_to(where, values.shape)
 
@@ -111,8 +113,12 @@ def _numbers(predictions: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax
     predictions, targets = jnp.asarray(predictions), jnp.asarray(targets)
     dtype = jnp.promote_types(jnp.result_type(predictions, targets), jnp.float32)
     if predictions.shape != targets.shape or not jnp.issubdtype(dtype, np.floating):
-        expected = f"real numbers of the shape of targets, {targets.shape}"
-        raise LossError("predictions", "", trees.describe(predictions), expected)
+        raise LossError(
+            "predictions",
+            "",
+            got=trees.describe(predictions),
+            expected=f"real numbers of the shape of targets, {targets.shape}",
+        )
     return predictions.astype(dtype), targets.astype(dtype)
 
 
@@ -160,12 +166,12 @@ class R2:
     scatter: jax.Array  # Σ weight · (target - mean)²
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...] = ()) -> R2:
+    def empty(cls, shape: tuple[int, ...] = ()) -> Self:
         """The metric of no rows, for rows of this shape."""
         return cls(*jnp.zeros((4, *shape)))
 
     @classmethod
-    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> R2:
+    def of(cls, predictions: ArrayLike, targets: ArrayLike, where: Maybe = None) -> Self:
         """From predictions and targets of one shape, rows first."""
         predictions, targets = map(jnp.atleast_1d, _numbers(predictions, targets))
         weights = weights_like(where, targets)
@@ -177,7 +183,7 @@ class R2:
         residual = jnp.sum(weights * jnp.square(predictions - targets), axis=0)
         return cls(residual, weight, mean, scatter)
 
-    def merge(self, other: R2) -> R2:
+    def merge(self, other: "R2") -> "R2":
         """The metric of the rows of `self` and `other`; all rows have one shape.
 
         `scatter = scatter₁ + scatter₂ + (mean₂ - mean₁)² · weight₁ · weight₂ / weight`.

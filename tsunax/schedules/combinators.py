@@ -107,8 +107,7 @@ def join_schedules(
     `join_schedules([a, b], [100])` is `sequence([(a, 100), b])`. Raises HyperparameterError for
     `boundaries` that are negative or not sorted, ValueError unless `schedules` has one more item.
     """
-    bounds = [0, *boundaries]
-    lengths = [*(end - begin for begin, end in itertools.pairwise(bounds)), None]
+    lengths = [*(end - begin for begin, end in itertools.pairwise([0, *boundaries])), None]
     return sequence(list(zip(schedules, lengths, strict=True)))
 
 

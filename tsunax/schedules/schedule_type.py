@@ -226,8 +226,12 @@ def check_piece(where: str, name: str, value: Any) -> Any:
         return value
     out = jax.eval_shape(value, jax.ShapeDtypeStruct((), np.int32))
     if not checks.is_real(out) or out.shape:
-        got = f"{trees.describe(out)} from the function"
-        raise HyperparameterError(name, where, got, "one number for a step")
+        raise HyperparameterError(
+            name,
+            where,
+            got=f"{trees.describe(out)} from the function",
+            expected="one number for a step",
+        )
     return jax.tree_util.Partial(value) if jax.tree_util.all_leaves([value]) else value
 
 
@@ -277,19 +281,20 @@ Milestones = Annotated[Any, _check_milestones]
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
     warmup_steps, decay_steps = arguments.get("warmup_steps"), arguments.get("decay_steps")
-    if not (isinstance(warmup_steps, int | float) and isinstance(decay_steps, int | float)):
-        return
-    if warmup_steps >= decay_steps:
-        got = f"warmup_steps={warmup_steps}, decay_steps={decay_steps}"
-        expected = "warmup_steps < decay_steps, the whole length"
-        raise HyperparameterError("arguments", where, got, expected)
+    are_numbers = all(isinstance(x, int | float) for x in (warmup_steps, decay_steps))
+    if are_numbers and warmup_steps >= decay_steps:
+        raise HyperparameterError(
+            "arguments",
+            where,
+            got=f"warmup_steps={warmup_steps}, decay_steps={decay_steps}",
+            expected="warmup_steps < decay_steps, the whole length",
+        )
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable:
-    annotated_checks = [c for c in getattr(parameter.annotation, "__metadata__", ()) if callable(c)]
-    if annotated_checks:
-        return annotated_checks[0]
-    return _check_flag if isinstance(parameter.default, bool) else _check_value
+    default_check = _check_flag if isinstance(parameter.default, bool) else _check_value
+    annotated_checks = filter(callable, getattr(parameter.annotation, "__metadata__", ()))
+    return next(annotated_checks, default_check)
 
 
 def schedule(formula: Callable[Concatenate[Any, P], Any]) -> Callable[P, Schedule]:
