@@ -348,8 +348,8 @@ def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
         (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(precision=STOCHASTIC), StateError, "key=0"),
         (dict(precision=Policy(moments="bfloat16")), StateError, "key=0"),
-        (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a number in [0, 1)"),
-        (dict(ema=-0.1), ValueError, "in [0, 1)"),
+        (dict(ema=1.0), ValueError, "decay at ema(): got 1.0, expected a finite float32 ≥ 0 and < 1"),
+        (dict(ema=-0.1), ValueError, "≥ 0 and < 1"),
         (dict(ema="0.9"), WrongTypeError, "ema at setup(): got '0.9' (str)"),
     ],
 )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from tsunax._core import Function, PyTree, Scalar, checks, trees
-from tsunax.errors import HyperparameterError, WrongTypeError
+from tsunax.errors import WrongTypeError
 from tsunax.rules import number_checks
 
 
@@ -108,8 +108,7 @@ def ema(
     if callable(decay):
         number_checks.check_schedule("ema()", "decay", decay)
         return dataclasses.replace(_average("ema()", start, every, 1.0, warmup), schedule=decay)
-    if not trees.is_traced(decay) and not 0 <= float(decay) < 1:
-        raise HyperparameterError("decay", "ema()", decay, "a number in [0, 1)")
+    number_checks.check_number("ema()", "decay", decay)
     return _average("ema()", start, every, 1 - decay, warmup)
 
 
@@ -142,8 +141,12 @@ def as_average(
     if average is None or isinstance(average, Average):
         return average
     if isinstance(average, bool) or (trees.dtype_of(average) is None and not callable(average)):
-        expected = "a decay in [0, 1), or ts.averages.ema(...)"
-        raise WrongTypeError(name, where, trees.describe(average), expected)
+        raise WrongTypeError(
+            name,
+            where,
+            got=trees.describe(average),
+            expected="a decay in [0, 1), or ts.averages.ema(...)",
+        )
     return ema(average)
 
 

@@ -360,8 +360,13 @@ def _pair(predictions: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Ar
     """Predictions and targets in one shape and one dtype, float32 or wider. Raises LossError."""
     x, y = jnp.asarray(predictions), jnp.asarray(targets)
     if x.shape != y.shape:
-        fix = "Nothing is broadcast. For class indices: jax.nn.one_hot(labels, classes)."
-        raise LossError("targets", "", f"shape {y.shape}", f"{x.shape}, as predictions", fix)
+        raise LossError(
+            "targets",
+            "",
+            got=f"shape {y.shape}",
+            expected=f"{x.shape}, as predictions",
+            fix="Nothing is broadcast. For class indices: jax.nn.one_hot(labels, classes).",
+        )
     if jnp.iscomplexobj(x) or jnp.iscomplexobj(y):  # a cast would drop the imaginary part
         raise LossError("predictions or targets", "", "complex numbers", "real numbers")
     dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -62,8 +62,14 @@ def _model(
     def carried(model_state, where):
         model_state = nothing if model_state is None else model_state
         if model_state is None:
-            fix = "Give setup(model_state=model.model_state) and loss_fn a model_state parameter."
-            raise StateError("model_state", where, "None", "the state that the model carries", fix)
+            raise StateError(
+                "model_state",
+                where,
+                got="None",
+                expected="the state that the model carries",
+                fix="Give setup(model_state=model.model_state) "
+                "and loss_fn a model_state parameter.",
+            )
         return jax.tree.map(lambda x: x, model_state)  # new containers: equinox invalidates them
 
     def apply(params, *x, model_state=None, key=None, train=None, **named):
@@ -72,9 +78,12 @@ def _model(
             train is None and has_modes and named.keys().isdisjoint(_TRAIN_FLAGS + _EVAL_FLAGS)
         )
         if is_mode_unnamed and (training_step or key is not None):
-            fix = "Name `train` in loss_fn and hand it on: else dropout is off."
             raise LossError(
-                "train", "Model.apply()", "none in a training step, or with a key", "a bool", fix
+                "train",
+                "Model.apply()",
+                got="none in a training step, or with a key",
+                expected="a bool",
+                fix="Name `train` in loss_fn and hand it on: else dropout is off.",
             )
         out, new_model_state = call(
             params, carried(model_state, "Model.apply()"), key, bool(train), x, named
@@ -98,8 +107,12 @@ _EVAL_FLAGS = ("deterministic", "use_running_average", "inference")
 
 def _check_model(x: Any, kind: type, adapter: str) -> None:
     if not isinstance(x, kind) or not callable(x):
-        expected = f"an instance of {adapter}.Module that can be called"
-        raise WrongTypeError("model", f"models.{adapter}()", trees.describe(x), expected)
+        raise WrongTypeError(
+            "model",
+            f"models.{adapter}()",
+            got=trees.describe(x),
+            expected=f"an instance of {adapter}.Module that can be called",
+        )
 
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
@@ -173,8 +186,14 @@ def nnx(module: Any, *, wrt: Any = None) -> Model:
             *map(jax.tree.leaves, (lib.to_pure_dict(streams_after), rngs)), strict=True
         )
         if train and key is None and any(a is not b for a, b in stream_pairs):
-            fix = "Add a key parameter to loss_fn for model.apply(..., key=key): setup(..., key=0)."
-            raise StateError("key", "Model.apply()", "None", "one for its random streams", fix)
+            raise StateError(
+                "key",
+                "Model.apply()",
+                got="None",
+                expected="one for its random streams",
+                fix="Add a key parameter to loss_fn for model.apply(..., key=key): "
+                "setup(..., key=0).",
+            )
         return out, lib.to_pure_dict(other_variables)
 
     def assemble(params, model_state):
@@ -204,8 +223,7 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     {'bias': (2,), 'kernel': (3, 2)}
     """
     where = "models.linen()"
-    linen_module = library("flax.linen", where).Module
-    _check_model(module, linen_module, "linen")
+    _check_model(module, library("flax.linen", where).Module, "linen")
     modes = _modes(module.__call__)
     rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
     # Plain dicts, because calls return plain dicts.
@@ -241,10 +259,12 @@ def equinox(
     eqx = library("equinox", "models.equinox()")
     _check_model(module, eqx.Module, "equinox")
     stateful = state is not None
-    params, static = eqx.filter(module, eqx.is_inexact_array), {}
-    for train in (True, False):
-        net = eqx.nn.inference_mode(module, value=not train)
-        static[train] = eqx.filter(net, eqx.is_inexact_array, inverse=True)
+    params = eqx.filter(module, eqx.is_inexact_array)
+    net_by_mode = {train: eqx.nn.inference_mode(module, value=not train) for train in (True, False)}
+    static = {
+        train: eqx.filter(net, eqx.is_inexact_array, inverse=True)
+        for train, net in net_by_mode.items()
+    }
     takes_key = "key" in inspect.signature(module.__call__).parameters
 
     def call(params, model_state, key, train, x, named):

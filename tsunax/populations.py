@@ -9,8 +9,6 @@ Every array of the state has a leading axis of members: `train_step`, `eval_step
 `evaluate` map over it (`program.py`). All members get the same batch, or with `each` a batch each.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -60,8 +58,12 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     values = {k: np.array(x) if is_on_host(x) else x for k, x in values.items()}
     for name, x in values.items():
         if np.shape(x)[:1] != (n,):
-            expected = f"an array with a first axis of {n}; bind shared values to make"
-            raise StateError(repr(name), where, trees.describe(x), expected)
+            raise StateError(
+                repr(name),
+                where,
+                got=trees.describe(x),
+                expected=f"an array with a first axis of {n}; bind shared values to make",
+            )
     keys = jax.random.split(cast(Any, as_key(key, where)), n)
     # Not vmap: it batches decompositions, as in orthogonal initializers, and on two cores several
     # batched decompositions wait for each other forever (docs/upstream.md).

@@ -250,8 +250,9 @@ def as_loss_scale(
         loss_scale = LossScale(loss_scale, dynamic=False)
     scale = loss_scale.scale
     smallest, largest = float(jnp.finfo("float32").tiny), float(jnp.finfo("float32").max)
-    is_dynamic = loss_scale.dynamic
-    low, high = (loss_scale.floor, loss_scale.ceiling) if is_dynamic else (smallest, largest)
+    low, high = smallest, largest
+    if loss_scale.dynamic:
+        low, high = loss_scale.floor, loss_scale.ceiling
     # A scalar, or an array with a scale per member of a population.
     is_in_range = trees.is_traced(scale) or np.all((low <= scale) & (scale <= high))
     is_in_range &= not isinstance(scale, bool)  # True would be a scale of 1

@@ -25,8 +25,12 @@ def _selected(params: PyTree, where: Where, place: str) -> list[Any]:
     selected = trees.take(params, patterns.select(where, params, place))
     leaves = [leaf for leaf in selected if trees.is_inexact(leaf)]
     if not leaves:
-        got = f"{patterns.where_text(where)}, which selects no floats"
-        raise PatternError("where", place, got, "at least one")
+        raise PatternError(
+            "where",
+            place,
+            got=f"{patterns.where_text(where)}, which selects no floats",
+            expected="at least one",
+        )
     # Only arrays are compared by identity: equal Python floats may be one object.
     return list({id(x) if trees.is_array(x) else -i: x for i, x in enumerate(leaves, 1)}.values())
 

@@ -60,8 +60,12 @@ def reproducible(seed: int = 0) -> jax.Array:
     if not xla_bridge.backends_are_initialized():
         os.environ["XLA_FLAGS"] = " ".join([user_flags, *missing_flags]).strip()
     elif missing_flags and jax.default_backend() == "gpu":
-        got = "a GPU that has started without its flags"
-        raise DeviceError("reproducible()", "", got, "an earlier call, before the first array")
+        raise DeviceError(
+            "reproducible()",
+            "",
+            got="a GPU that has started without its flags",
+            expected="an earlier call, before the first array",
+        )
     _seed_all(seed)
     return key_of(seed)
 
@@ -94,8 +98,13 @@ def compile_cache(path: StrPath, *, max_bytes: int | None = None) -> None:
         folder = os.path.abspath(folder)
     current_folder = config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if compilation_cache._cache is not None and current_folder not in (None, folder):
-        fix = "Call it first, and without JAX_COMPILATION_CACHE_DIR."
-        raise DeviceError("path", where, folder, f"{current_folder}, which is in use already", fix)
+        raise DeviceError(
+            "path",
+            where,
+            got=folder,
+            expected=f"{current_folder}, which is in use already",
+            fix="Call it first, and without JAX_COMPILATION_CACHE_DIR.",
+        )
     config.update("jax_compilation_cache_dir", folder)
     config.update("jax_compilation_cache_max_size", -1 if max_bytes is None else int(max_bytes))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -167,8 +176,12 @@ def _hash_of_leaf(path: str, leaf) -> bytes:
     elif is_no_array or bits is not None:
         digest.update(stable_text.words_of(leaf).encode())
     else:
-        got = f"{trees.describe(leaf)}, of which other processes have a part"
-        raise StateError("leaf", path or "tree", got, "a whole array, or x.addressable_shards")
+        raise StateError(
+            "leaf",
+            path or "tree",
+            got=f"{trees.describe(leaf)}, of which other processes have a part",
+            expected="a whole array, or x.addressable_shards",
+        )
     return digest.digest()
 
 

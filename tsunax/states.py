@@ -138,8 +138,15 @@ class States(Clocked):
         """
         name, _, inner_pattern = where.partition("/") if isinstance(where, str) else ("", "", "")
         if name not in self.members:
-            fix = "Give a member, or 'member/pattern'."
-            raise StateError(unknown("member", caller, str(where), self.members, fix))
+            raise StateError(
+                unknown(
+                    "member",
+                    caller,
+                    str(where),
+                    self.members,
+                    fix="Give a member, or 'member/pattern'.",
+                )
+            )
         return name, inner_pattern or "**"
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
@@ -181,8 +188,12 @@ def _check_members(members: Mapping[str, object]) -> None:
         if not name.isidentifier() or name.startswith("_") or name in reserved_names:
             raise StateError("name", "States()", repr(name), "a name that can be an attribute")
         if not isinstance(state, TrainState):
-            expected = "a TrainState; what no rule trains is carry="
-            raise WrongTypeError(f"member {name!r}", "States", trees.describe(state), expected)
+            raise WrongTypeError(
+                f"member {name!r}",
+                "States",
+                got=trees.describe(state),
+                expected="a TrainState; what no rule trains is carry=",
+            )
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:
