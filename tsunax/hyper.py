@@ -108,8 +108,9 @@ def _adjusted(run: States, where: Where, values: Mapping[str, Any]) -> States:
     for name_of_value, x in values.items():
         name, rest_of_name = run.member_at(name_of_value, "adjust()")
         values_by_member.setdefault(name, {})[rest_of_name] = x
-    members = {name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
-    return run.replace(**members)
+    return run.replace(
+        **{name: adjust(run.members[name], **x) for name, x in values_by_member.items()}
+    )
 
 
 def freeze(state: _State, where: Where, *, members: ArrayLike | None = None) -> _State:
@@ -189,9 +190,12 @@ def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike |
 
 
 def _left_out(state: TrainState, i: int) -> PatternError:
-    place = trees.access_str("params", trees.paths(state.params)[i])
-    expected = "a trained leaf, as which ts.migrate can add it to a run"
-    return PatternError("leaf", place, "one that setup(trainable=...) left out", expected)
+    return PatternError(
+        "leaf",
+        trees.access_str("params", trees.paths(state.params)[i]),
+        got="one that setup(trainable=...) left out",
+        expected="a trained leaf, as which ts.migrate can add it to a run",
+    )
 
 
 # Hyperparameters

@@ -101,8 +101,9 @@ def euclidean_distance(predictions: ArrayLike, targets: ArrayLike, *, axis: Axis
 
 # A function from labels and the number of classes to labels, set while `_step/step_errors.py`
 # explains a rejected step.
-label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], jax.Array] | None]
-label_watcher = contextvars.ContextVar("label_watcher", default=None)
+label_watcher: contextvars.ContextVar[Callable[[jax.Array, int], jax.Array] | None] = (
+    contextvars.ContextVar("label_watcher", default=None)
+)
 
 
 def softmax_cross_entropy_with_integer_labels(

@@ -97,10 +97,8 @@ class Policy:
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(cast_batch), strict=True))
         if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch
-        if self.batch is None:
-            flags = inputs(cast_batch)
-        else:
-            flags = patterns.select(self.batch, batch, "Policy(batch=)")
+        by_pattern = lambda: patterns.select(self.batch, batch, "Policy(batch=)")
+        flags = inputs(cast_batch) if self.batch is None else by_pattern()
         leaves = [y if is_input else x for (x, y), is_input in zip(pairs, flags, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
@@ -185,8 +183,9 @@ def round_stochastically(tree: PyTree, key: jax.Array) -> PyTree:
         rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
         return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
-    key_of = lambda i: jax.random.fold_in(key, i)
-    return treedef.unflatten([round_leaf(x, key_of(i)) for i, x in enumerate(leaves)])
+    return treedef.unflatten(
+        [round_leaf(x, jax.random.fold_in(key, i)) for i, x in enumerate(leaves)]
+    )
 
 
 # The loss scale

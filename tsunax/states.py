@@ -101,9 +101,9 @@ class States(Clocked):
 
         Raises StateError for an unknown name, WrongTypeError for a member that is no state.
         """
-        for name in new:
-            if name not in (*self.members, "carry"):
-                raise StateError(unknown("member", "States", name, [*self.members, "carry"]))
+        known_names = [*self.members, "carry"]
+        if unknown_names := [name for name in new if name not in known_names]:
+            raise StateError(unknown("member", "States", unknown_names[0], known_names))
         members = {name: new.get(name, x) for name, x in self.members.items()}
         _check_members(members)
         rejected_counts = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))

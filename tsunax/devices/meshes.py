@@ -286,18 +286,17 @@ class _Choice:
         spec_of_leaf: dict[int, P] = {}  # the first rule that matches decides
         for pattern, spec in self.rules.items():
             spec = P(*((spec,) if isinstance(spec, str) else spec or ()))
-            for i, is_match in enumerate(patterns.select(pattern, params, "shard()")):
-                if is_match:
-                    spec_of_leaf.setdefault(i, spec)
+            flags = patterns.select(pattern, params, "shard()")
+            matches = itertools.compress(itertools.count(), flags)
+            spec_of_leaf = dict.fromkeys(matches, spec) | spec_of_leaf
         return spec_of_leaf
 
     def _named(self, params) -> dict[int, P]:
         """The specs in flax's metadata, by number of the leaf."""
         named = {i: names for i, names in enumerate(trees.axis_names(params)) if names}
         used = {name for names in named.values() for name in names if name}
-        for name in self.logical:
-            if name not in used:
-                raise PatternError(unknown("logical axis", "shard()", name, sorted(used)))
+        if unused := [name for name in self.logical if name not in used]:
+            raise PatternError(unknown("logical axis", "shard()", unused[0], sorted(used)))
         axes_by_name = {name: name for name in self.mesh.shape} | dict(self.logical)
         axis_of = lambda name: name if isinstance(name, tuple) else axes_by_name.get(name)
         return {i: P(*map(axis_of, names)) for i, names in named.items()}
@@ -310,7 +309,8 @@ class _Choice:
                 f"sharding {spec}",
                 path,
                 got=told(error),
-                expected=f"axes of the mesh, each once, that divide the shape {tuple(shape)}",
+                expected="axes of the mesh, each of them once, "
+                f"that divide the shape {tuple(shape)}",
             ) from error
         return spec
 

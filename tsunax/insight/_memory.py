@@ -169,7 +169,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return int(memory), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
-        memory_by_kind = {card.description: card.memory for card in CARDS.values()}
+        memory_by_kind = {card["description"]: card["memory"] for card in CARDS.values()}
         memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
         if device.device_kind in memory_by_kind:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"

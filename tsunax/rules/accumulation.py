@@ -97,8 +97,9 @@ class Gather(MadeOfRules):
         value = jnp.float32(extra.get("value", 0))
         is_counted = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)
         old_sums = state.sums, state.value, state.weight
-        summands = grads, value, jnp.float32(1)
-        sums, value, total = weighted_sums.add(old_sums, summands, weight, is_counted)
+        sums, value, total = weighted_sums.add(
+            old_sums, (grads, value, jnp.float32(1)), weight, is_counted
+        )
         calls = state.calls + is_counted.astype(jnp.int32)
         n = self.every
         if callable(n):

@@ -49,9 +49,8 @@ def as_rule(init: Function, update: Function) -> optax.GradientTransformationExt
 
 def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """The rule with an update that accepts any extra argument. Equal rules give equal results."""
-    takes: tuple[str, ...] | None = ()
-    if isinstance(rule, optax.GradientTransformationExtraArgs):
-        takes = keyword_names(rule.update, 3)  # after updates, state, params
+    is_extended = isinstance(rule, optax.GradientTransformationExtraArgs)
+    takes = keyword_names(rule.update, 3) if is_extended else ()  # after updates, state, params
     if takes is None:
         return as_rule(rule.init, rule.update)
     init = rule.init if "step" in takes else Init(_plain_init, (rule.init,))

@@ -133,9 +133,8 @@ def _is_sure_to_work(update: Any) -> bool:
     """Whether an update is made only of rules that always work."""
     if isinstance(update, LiveUpdate):
         return is_library_factory(update.live.factory) and update.live.title not in _NEED_A_TRACE
-    if not type(update).__module__.startswith("tsunax.") or hasattr(update, "around"):
-        return False
-    return all(
+    is_ours = type(update).__module__.startswith("tsunax.") and not hasattr(update, "around")
+    return is_ours and all(
         map(_is_sure_to_work, getattr(update, "updates", None) or [getattr(update, "update", None)])
     )
 

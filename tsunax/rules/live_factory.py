@@ -39,13 +39,12 @@ def _takes_number(parameter: inspect.Parameter, value: Any) -> bool:
     Counts, flags, names, masks, dtypes, keys, tuples and functions are part of the program.
     """
     default, annotation = parameter.default, str(parameter.annotation)
-    if parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS):
+    is_function = re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation)
+    is_other = parameter.name in _NEVER_NUMBERS or any(word in annotation for word in _OTHER_WORDS)
+    if is_function or is_other:
         return False
     is_empty = default is parameter.empty
     if isinstance(default, (bool, int, str, tuple)) or (callable(default) and not is_empty):
-        return False
-    # Such a function is no number and no schedule.
-    if re.match(r"(typing\.|collections\.abc\.)?Callable\b", annotation):
         return False
     is_expected = (
         isinstance(default, float)

@@ -22,7 +22,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -164,7 +164,7 @@ class Layout:
 
     @functools.cached_property
     def lives(self) -> list[tuple[tuple[Any, ...], Any]]:
-        return live_states(self.skeleton)
+        return list(live_states(self.skeleton))
 
     @functools.cached_property
     def clocks(self) -> list[int]:
@@ -295,14 +295,12 @@ def join_numbers(opt_state: PyTree, numbers: Numbers | None, step: Scalar = 0) -
     return layout.full.unflatten(all_leaves[i] for i in range(layout.full.num_leaves))
 
 
-def live_states(opt_state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+def live_states(opt_state: PyTree) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every live state with its key path, outer states first, in the order of their tables."""
-    states = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_live)[0]:
         if is_live(x):
-            inner_states = live_states(x.inner)
-            states += [(path, x), *((path + inner_path, s) for inner_path, s in inner_states)]
-    return states
+            yield path, x
+            yield from ((path + inner_path, s) for inner_path, s in live_states(x.inner))
 
 
 def map_live(f: Callable[[int, Any], Any], opt_state: PyTree) -> PyTree:
