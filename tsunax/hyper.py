@@ -164,8 +164,7 @@ def _set_frozen(state: _State, where: Where, freezes: bool, members: ArrayLike |
         return cast(_State, state.replace(**new_members))
     check_state(state, caller, where)
     flags = patterns.select(where, state.params, caller)
-    selected = state.plan.selected or (True,) * len(flags)
-    pairs = list(zip(flags, selected, strict=True))
+    pairs = list(zip(flags, state.plan.selected or (True,) * len(flags), strict=True))
     trained = [flag for flag, is_trained in pairs if is_trained]
     if (True, False) in pairs and not everything and (not freezes or not any(trained)):
         raise _left_out(state, pairs.index((True, False)))

@@ -121,8 +121,7 @@ def softmax_cross_entropy_with_integer_labels(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     if (watch := label_watcher.get()) is not None:
         labels = watch(labels, int(np.prod([logits.shape[i] for i in np.atleast_1d(axis)])))
-    values = _with_integer_labels(logits, labels, axis, where)
-    return jnp.where(labels < 0, jnp.nan, values)
+    return jnp.where(labels < 0, jnp.nan, _with_integer_labels(logits, labels, axis, where))
 
 
 def siamese_contrastive_loss(

@@ -162,8 +162,7 @@ def as_policy(precision: str | Policy | None, where: str) -> Policy | None:
 
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """The tree with its real float leaves in another dtype; other leaves are unchanged."""
-    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    is_castable = lambda x: trees.is_a(x, np.floating) and not is_shape(x)
+    is_castable = lambda x: trees.is_a(x, np.floating) and not isinstance(x, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_castable(x) else x, tree)
 
 

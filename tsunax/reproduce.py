@@ -146,8 +146,7 @@ def worker_seed(seed: int, *path: int) -> int:
     >>> worker_seed(0, 1, 2) == worker_seed(0, 1, 2) != worker_seed(0, 2, 1)
     True
     """
-    sequence = np.random.SeedSequence(operator.index(seed), spawn_key=path)
-    low, high = sequence.generate_state(2)
+    low, high = np.random.SeedSequence(operator.index(seed), spawn_key=path).generate_state(2)
     return int(low) | (int(high) & 0x7FFFFFFF) << 32
 
 

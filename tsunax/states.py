@@ -197,7 +197,7 @@ def _check_members(members: Mapping[str, object]) -> None:
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:
-    """`new`, or `old` with the counts of a rejected call if `bad`."""
+    """`new`, or `old` with the counts of a rejected call if `is_rejected`."""
     if new is old:
         return old
     calls = new.calls - old.calls

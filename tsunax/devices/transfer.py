@@ -67,8 +67,7 @@ def to_host(tree: PyTree) -> PyTree:
     for x in arrays.values():
         # All transfers run at once. Arrays in the host's memory need none, and in jax 0.11 an
         # array on a CPU cannot be donated after `copy_to_host_async`.
-        platform = next(iter(x.sharding.device_set)).platform
-        if platform != "cpu" and not trees.is_offloaded(x):
+        if next(iter(x.sharding.device_set)).platform != "cpu" and not trees.is_offloaded(x):
             x.copy_to_host_async()
     moved: dict[int, Any] = {i: np.array(x) for i, x in arrays.items()}
     if keys and (cpu := device_kinds.devices_of_kind("cpu")[0]):

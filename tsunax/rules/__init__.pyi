@@ -10,6 +10,7 @@ from tsunax.rules.clipping import sign_decay as sign_decay
 from tsunax.rules.combining import chain as chain
 from tsunax.rules.combining import partition as partition
 from tsunax.rules.combining import skip_zero as skip_zero
+from tsunax.rules.combining import wrap as wrap
 from tsunax.rules.live_factory import live as live
 from tsunax.rules.optimizers import acprop as acprop
 from tsunax.rules.optimizers import adabelief as adabelief
@@ -68,4 +69,3 @@ from tsunax.rules.optimizers import soap as soap
 from tsunax.rules.optimizers import sophia as sophia
 from tsunax.rules.optimizers import yogi as yogi
 from tsunax.rules.widths import scale_by_width as scale_by_width
-from tsunax.rules.wrapping import wrap as wrap

@@ -186,17 +186,18 @@ class Layout:
                     zip(s.live.names, s.live.schedules, strict=True)
                 ):
                     columns = s.live.schedule_columns[name]
-                    number = LiveNumber(
-                        flat_name=flat_names[live_index, group, name],
-                        name=name,
-                        live_index=live_index,
-                        state=s,
-                        group=group,
-                        column=start + i,
-                        schedule=schedule,
-                        schedule_columns=range(start + columns.start, start + columns.stop),
+                    numbers.append(
+                        LiveNumber(
+                            flat_name=flat_names[live_index, group, name],
+                            name=name,
+                            live_index=live_index,
+                            state=s,
+                            group=group,
+                            column=start + i,
+                            schedule=schedule,
+                            schedule_columns=range(start + columns.start, start + columns.stop),
+                        )
                     )
-                    numbers.append(number)
                 start += s.live.columns
         return numbers
 

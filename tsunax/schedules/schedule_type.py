@@ -137,7 +137,7 @@ def _as_float(x):
 
 
 def _as_step(step, title: str):
-    """A step, or an array of steps, as int32 from 0 to `LAST`."""
+    """A step, or an array of steps, as int32 from 0 to `LAST_STEP`."""
     if isinstance(step, bool) or not trees.is_a(step, np.integer):
         raise WrongTypeError("step", f"{title}()", trees.describe(step), "whole numbers")
     if isinstance(step, int):  # may exceed int64, so it is clipped in Python
