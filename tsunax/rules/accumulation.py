@@ -40,8 +40,7 @@ class Window(guard.WindowState):
 MAX_WEIGHT = 2.0**60
 
 
-def _is_window(x) -> bool:
-    return isinstance(x, Window)
+_is_window = lambda x: isinstance(x, Window)
 
 
 def any_emitted(opt_state: PyTree) -> jax.Array | None:
