@@ -145,8 +145,10 @@ def shard(
     make = state if callable(state) and jax.tree_util.all_leaves([state]) else None
     like = state if make is None else jax.eval_shape(make)
     kinds = _memory_kinds(like, [host] if isinstance(host, str) else host, mesh)
-    pairs = zip(choice.of_any(like), kinds, strict=True)
-    shardings = [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in pairs]
+    shardings = [
+        NamedSharding(mesh, spec, memory_kind=kind)
+        for spec, kind in zip(choice.of_any(like), kinds, strict=True)
+    ]
     sharding_of_leaf = jax.tree.unflatten(jax.tree.structure(like), shardings)
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     if placement.is_absent(mesh) or any(map(is_shape, jax.tree.leaves(state))):

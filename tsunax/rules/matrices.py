@@ -71,23 +71,21 @@ def update_muon(
     in_muon = lambda orthogonalized: jax.tree.structure(old_momentum.mu).unflatten(
         [orthogonalized[i] for i in indices]
     )
-    momentum_arguments = {name: arguments[name] for name in ("beta", "mu_dtype", "nesterov")}
     momentum: Any = scale_by_muon(
-        **momentum_arguments, **no_iteration, weight_dimension_numbers=in_muon(dims)
+        **{name: arguments[name] for name in ("beta", "mu_dtype", "nesterov")},
+        **no_iteration,
+        weight_dimension_numbers=in_muon(dims),
     )
     means, new_momentum = momentum.update(
         in_muon(leaves), old_momentum._replace(ns_coeffs=no_coefficients)
     )
 
     def orthogonal(x: jax.Array) -> jax.Array:
-        iteration_arguments = {
-            name: arguments[name] for name in ("ns_steps", "preconditioning", "eps")
-        }
         rule = scale_by_muon(
             beta=0.0,
             nesterov=False,
             weight_dimension_numbers=MuonDimensionNumbers(),
-            **iteration_arguments,
+            **{name: arguments[name] for name in ("ns_steps", "preconditioning", "eps")},
         )
         fresh: Any = MuonState(jnp.int32(0), jnp.zeros_like(x), old_momentum.ns_coeffs)
         result: Any = rule.update(x, fresh)
