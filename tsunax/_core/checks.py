@@ -90,7 +90,7 @@ _MODEL = (
 )
 
 
-def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
+def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, ...] | None:
     """The parts of an error for a leaf that cannot be trained: `what, got, expected, fix`."""
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     fix = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
@@ -216,17 +216,11 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
     return int(n)
 
 
-def is_one_of(value: Any, choices: Sequence[str]) -> bool:
-    """Whether `value` is in `choices` (False for arrays, on which `in` would fail)."""
-    return isinstance(value, str) and value in choices
-
-
 def check_choice(value: Any, where: str, name: str, choices: Sequence[str]) -> None:
     """Raise HyperparameterError unless `value` is one of the `choices`."""
-    if not is_one_of(value, choices):
-        raise HyperparameterError(
-            name, where, trees.describe(value), " or ".join(map(repr, choices))
-        )
+    if not isinstance(value, str) or value not in choices:  # `in` would fail for arrays
+        expected = " or ".join(map(repr, choices))
+        raise HyperparameterError(name, where, trees.describe(value), expected)
 
 
 def check_flags(where: str, **flags) -> None:

@@ -343,22 +343,16 @@ def values_of(f: Any) -> dict[str, str]:
     return {}
 
 
-def parts_of(root: str, thing: Any) -> dict[str, str]:
+def parts_of(root: str, node: Any, path: tuple = ()) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
-    return dict(_walk_parts(root, thing, ()))
-
-
-def _walk_parts(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     place = trees.access_str(root, path)
     if node is None or jtu.all_leaves([node]):
-        yield place, words_of(node)
-        return
-    children = trees.children_of(node)
+        return {place: words_of(node)}
+    parts, children = {}, trees.children_of(node)
     kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
-    if kind not in (dict, list, tuple) or not children:
+    if kind is not dict or not children:  # the paths of its leaves show a dict's keys
         words = "" if static is None else f" {words_of(static)}"
-        yield f"{place} itself", f"{kind.__name__}{words}"
-    elif kind is not dict:
-        yield f"{place} itself", kind.__name__
+        parts[f"{place} itself"] = f"{kind.__name__}{words}"
     for key, child in children:
-        yield from _walk_parts(root, child, path + key)
+        parts |= parts_of(root, child, path + key)
+    return parts

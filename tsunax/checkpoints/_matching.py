@@ -4,7 +4,8 @@ It gets manifests and host arrays, and opens no file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tsunax.checkpoints._blocks import holders_of, other_bytes
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.checkpoints.state_facts import FrozenLeaves, Merge, NumberTable
+from tsunax.checkpoints.state_facts import Merge
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, master_params
 
@@ -56,7 +57,7 @@ class RestoreRequest:
 
         like, script_states = _map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
-        merges: dict[Keys, Merge] = {}
+        tables, merges = dict[Keys, Merge](), dict[Keys, Merge]()
         differences: list[str] = []
         numbers_at_start = state_facts.script_numbers_in(manifest)
         edits_without_flags: list[str] = []
@@ -65,18 +66,22 @@ class RestoreRequest:
                 differences.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
             facts, at_start = state_facts.facts_of(s), numbers_at_start.get(path)
-            merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
-            merges |= state_facts.kept_numbers(s, path, at_start)
+            tables[(*path, ".numbers", ".values")] = functools.partial(
+                state_facts.merged_table, saved_facts, facts, at_start
+            )
+            merges |= state_facts.merges_of_numbers(s, path, at_start)
             differences += _fact_differences(saved_facts, facts, path)
-            if edit := FrozenLeaves.edited(script_states[path], at_start):
-                merges[(*path, ".frozen")] = edit
-                edits_without_flags += [edit.note] if (*path, ".frozen") not in saved else []
+            if edit := state_facts.edit_of_frozen(script_states[path], at_start):
+                merges[(*path, ".frozen")] = functools.partial(state_facts.merged_flags, *edit)
+                edits_without_flags += edit[:1] if (*path, ".frozen") not in saved else ()
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
         targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
-        leaf_differences, pairs = _compared(targets, saved, self.cast, merges)
+        leaf_differences, pairs = _compared(targets, saved, self.cast, tables)
         differences += leaf_differences + _extra_leaves(targets, saved)
-        return RestorePlan(like, tree, pairs, differences, merges, edited=edits_without_flags)
+        return RestorePlan(
+            like, tree, pairs, differences, tables | merges, edited=edits_without_flags
+        )
 
     def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree takes params of a saved state."""
@@ -85,11 +90,13 @@ class RestoreRequest:
         if not tree.states:
             is_single = len(manifest.states) == 1
             roots = {(): (*next(iter(manifest.states)), ".params") if is_single else ()}
-        targets = []
-        for path, x in tree.leaves:
-            root = next((root for root in roots if path[: len(root)] == root), None)
-            if root is not None:
-                targets.append((path, roots[root] + path[len(root) :], x))
+        targets = [
+            (path, saved_root + path[len(root) :], x)
+            for path, x in tree.leaves
+            for root, saved_root in roots.items()
+            if path[: len(root)] == root
+        ]
+        extra = []
         if self.partial is None:
             is_under_root = lambda path: any(path[: len(top)] == top for top in roots.values())
             extra = _extra_leaves(targets, saved, is_under_root)
@@ -98,16 +105,15 @@ class RestoreRequest:
             call = "restore(partial=)"
             flags = [flag for tree in params for flag in patterns.select(self.partial, tree, call)]
             targets = [target for target, flag in zip(targets, flags, strict=True) if flag]
-            extra = []
         # the master copies of restored params, which hold more digits
         leaf_at = {path: x for path, x in tree.leaves if path in saved}
         is_param = lambda top, path: path[: len(top) + 1] == (*top, ".params")
         masters = [(*top, ".masters", *path[len(top) + 1 :]) for top in tree.states
                    for path, _, _ in targets if is_param(top, path)]  # fmt: skip
         targets += [(path, path, leaf_at[path]) for path in masters if path in leaf_at]
-        differences, pairs = _compared(targets, saved, self.cast, {})
-        differences += extra
-        return RestorePlan(self.like, tree, pairs, differences, restarts=bool(tree.states))
+        differences, pairs = _compared(targets, saved, self.cast)
+        restarts = bool(tree.states)
+        return RestorePlan(self.like, tree, pairs, differences + extra, restarts=restarts)
 
 
 def plan_of_clocks(manifest: Manifest, folder: Path) -> "RestorePlan":
@@ -229,7 +235,7 @@ class RestorePlan:
         if (merge := self.merges.get(pair.path)) is not None:
             value = np.asarray(value)
             if isinstance(pair.leaf, (jax.Array, np.ndarray)):
-                value, notes = merge.merged(value, np.asarray(pair.leaf))
+                value, notes = merge(value, np.asarray(pair.leaf))
                 self.edited.extend(notes.values())
         return placed(value, pair.leaf, pair.saved.kind)
 
@@ -241,10 +247,9 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
         raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
     masters = state.masters if masters is None else masters
     state = dataclasses.replace(state, masters=masters).replace(**parts)
-    averages = averages_of(state)
     new_averages = {
         name: trees.offloaded_like(x.starting_at(master_params(state)), x)
-        for name, x in averages.items()
+        for name, x in averages_of(state).items()
     }
     return dataclasses.replace(state, **new_averages)
 
@@ -269,15 +274,18 @@ def placed(value, like, kind: str):
 
 
 def _compared(
-    targets: Targets, saved: SavedLeaves, cast: bool, merges: Mapping[Keys, Merge]
+    targets: Targets, saved: SavedLeaves, cast: bool, tables: Collection[Keys] = ()
 ) -> tuple[list[str], list[Pair]]:
-    """(both sides of each difference, pairs) of the leaves to fill and the saved leaves."""
+    """(both sides of each difference, pairs) of the leaves to fill and the saved leaves.
+
+    The tables of live numbers at the paths `tables` may have any shape: their names are compared.
+    """
     differences, pairs = [], []
     for path, saved_path, x in targets:
         leaf, saved_leaf = leaves.leaf_of(path, x), saved.get(saved_path)
         if saved_leaf is None:
             differences.append(f"{show('state', path)}: nothing saved, expected {leaf}")
-        elif isinstance(merges.get(path), NumberTable) or fits(leaf, saved_leaf, cast):
+        elif path in tables or fits(leaf, saved_leaf, cast):
             pairs.append(Pair(path, x, saved_leaf))
         else:
             differences.append(f"{show('state', path)}: saved {saved_leaf}, expected {leaf}")

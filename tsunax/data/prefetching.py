@@ -1,6 +1,5 @@
 """Prefetching: a thread makes the next batches and copies them to a device."""
 
-import copy
 import operator
 import queue
 import threading
@@ -67,7 +66,8 @@ class Prefetched(Data):
     reads_ahead: ClassVar[bool] = True
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
-        self._source, self._place, self._size = as_source(data), _placer(device), size
+        self._source, self._device, self._size = as_source(data), device, size
+        self._place = _placer(device)
         self._state: dict[str, Any] | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the loop under way
 
@@ -87,9 +87,7 @@ class Prefetched(Data):
     def afresh(self) -> "Prefetched":
         """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
-        copied = copy.copy(self)
-        copied._source, copied._state, copied._end = as_source(data), None, lambda: None
-        return copied
+        return Prefetched(data, self._device, self._size)
 
     def __repr__(self) -> str:
         return f"Prefetched({self.data!r}, size {self._size})"

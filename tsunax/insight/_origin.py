@@ -89,10 +89,10 @@ class _Run:
     def origin_through(self, eqn: Any, v: Any, where: Any) -> Origin:
         """The origin behind a primitive: its bad operands, or the primitive itself."""
         out = np.asarray(self.value(v))
-        operands = [
-            (x, self.bad_operand_elements(eqn, i, x, where)) for i, x in enumerate(eqn.invars)
+        bad_elements = lambda i: self.bad_operand_elements(eqn, i, where)
+        wrong = [
+            (x, places) for i, x in enumerate(eqn.invars) if (places := bad_elements(i)) is not None
         ]
-        wrong = [(x, places) for x, places in operands if places is not None]
         made_nan = bool(np.isnan(out[where]).any())
         nans = [
             (x, places & np.isnan(np.asarray(self.value(x)))) for x, places in wrong if made_nan
@@ -115,9 +115,9 @@ class _Run:
         sources = (eqn.source_info, *self.sources)
         return Origin(None, eqn.primitive.name, sources, self.trips, out, constant)
 
-    def bad_operand_elements(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
-        """The bad elements of an operand that affect the result at `where`; None without any."""
-        bad_elements = nonfinite_elements(self.value(x))
+    def bad_operand_elements(self, eqn: Any, i: int, where: Any) -> Any:
+        """The bad elements of operand i that affect the result at `where`; None without any."""
+        bad_elements = nonfinite_elements(self.value(eqn.invars[i]))
         if bad_elements is None:
             return None
         primitive = eqn.primitive.name

@@ -80,16 +80,12 @@ class Infos:
 
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     """An info with the numbers of its state. For `States`, the infos in a dict get them by name."""
-    if isinstance(info, StatesInfo):
-        if not isinstance(info.info, Mapping):
-            return info
-        named = {prefix.removesuffix("/"): x for prefix, x in numbers.items()}
-        is_member = lambda name, part: name in named and isinstance(part, StepInfo)
-        infos = {
-            name: part._replace(numbers=named[name]) if is_member(name, part) else part
-            for name, part in info.info.items()
-        }
-        return info._replace(info=infos)
+    if isinstance(info, StatesInfo) and isinstance(info.info, Mapping):
+        named = {prefix.removesuffix("/"): {"": x} for prefix, x in numbers.items()}
+        parts = info.info.items()
+        return info._replace(
+            info={name: with_numbers(x, named[name]) if name in named else x for name, x in parts}
+        )
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
 
@@ -267,13 +263,14 @@ class HeldNumbers:
     def columns_of(self, state: PyTree) -> dict[str, float]:
         numbers = {prefix: x for prefix, x in numbers_of(state).items() if x is not None}
         if any(x is not self._numbers.get(prefix) for prefix, x in numbers.items()):
-            named = {prefix: x.named(None) for prefix, x in numbers.items()}
             adjusted = {
                 prefix + name for prefix, x in numbers.items() for name in x.adjusted_names()
             }
             adjusted |= {*self._memory.get(ADJUSTED, {}).get("names", ())}
             values = {
-                prefix + name: x for prefix, part in named.items() for name, x in part.items()
+                prefix + name: number
+                for prefix, x in numbers.items()
+                for name, number in x.named(None).items()
             }
             names = [name for name in values if "learning_rate" in name or name in adjusted]
             if adjusted:

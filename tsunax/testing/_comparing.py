@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,7 +28,6 @@ STEPS = 3
 def check_start(step: Any, state: Any, where: str) -> None:
     check_is_train_step(step, where)
     check_state(state, where)
-    live_step(state, math.inf, where)
 
 
 def live_step(state: Any, steps: float, where: str) -> int:

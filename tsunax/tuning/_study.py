@@ -227,22 +227,17 @@ class Search:
     def __init__(self, space: Mapping, about: dict, pruner: Any, sampler: Any, journal: Journal):
         optuna = _optuna()
         self.space, self.seed = space, about["seed"]
-        sampler = sampler or (lambda seed: optuna.samplers.TPESampler(seed=seed))
-        self.make_sampler = sampler if callable(sampler) else None
-        options = {
-            "sampler": None if self.make_sampler else sampler,
-            "direction": f"{about['mode']}imize",
-        }
-        self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **options)
+        fixed_or_new = lambda seed: sampler or optuna.samplers.TPESampler(seed=seed)
+        self.make_sampler = sampler if callable(sampler) else fixed_or_new
+        pruner, direction = pruner or optuna.pruners.NopPruner(), f"{about['mode']}imize"
+        self.study = _created(pruner=pruner, direction=direction)
         if journal.study is not None:
             self.study.add_trials(_our_trials(journal.study))
 
     def values(self, index: int) -> dict[str, Any]:
         # A new sampler for each trial: after a kill the proposals are the same as without it.
-        if self.make_sampler is not None:
-            self.study.sampler = self.make_sampler(
-                spaces.random_bits(self.seed, index, "", np.uint32)
-            )
+        trial_seed = spaces.random_bits(self.seed, index, "", np.uint32)
+        self.study.sampler = self.make_sampler(trial_seed)
         self.trial = self.study.ask()
         return suggested_values(self.trial, self.space)
 

@@ -17,9 +17,6 @@ from tsunax._core import checks, tables, trees
 from tsunax._core.source_lines import LIBRARIES
 from tsunax.errors import HyperparameterError, TrialError, TsunaxError, WrongTypeError, unknown
 
-# parameters that an objective may have in addition to the space
-RESERVED_NAMES = ("report", "trial")
-
 
 class Pruned(TsunaxError):
     """Ends a trial that is not worth going on: raised by `report`, and caught by `tune`."""
@@ -122,10 +119,10 @@ def _cell(x: Any) -> str:
 
 
 def reserved_arguments_of(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
-    """The arguments with reserved names that an objective takes."""
-    reserved_arguments = {"trial": trial, "report": report}
+    """The arguments with reserved names that an objective takes in addition to the space."""
     parameters = inspect.signature(objective).parameters
-    return {name: reserved_arguments[name] for name in RESERVED_NAMES if name in parameters}
+    arguments = {"report": report, "trial": trial}
+    return {name: x for name, x in arguments.items() if name in parameters}
 
 
 def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: float) -> Trial:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,9 +98,6 @@ def tune(
     checks.check_count(members, where, "members")
     processes.current().check_alone("tune")
     space = spaces.checked_space(space)
-    if not space.keys().isdisjoint(_trials.RESERVED_NAMES):
-        expected = f"other names than {' and '.join(_trials.RESERVED_NAMES)}"
-        raise HyperparameterError("space", where, ", ".join(space), expected)
     reserved_arguments = _trials.reserved_arguments_of(objective, None, len)
     inspect.signature(objective).bind(**dict.fromkeys(space), **reserved_arguments)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
@@ -113,8 +109,7 @@ def tune(
     if backend == "grid" and points == [{}]:
         raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     trials = len(points) if trials is None and backend == "grid" else trials
-    checks.check_count(trials, where, "trials")
-    assert trials is not None
+    trials = checks.check_count(trials, where, "trials")
     if trials > 1 and not any(map(spaces.is_drawn, space.values())):
         expected = "an entry that varies, as ts.tuning.spaces.log_uniform(low, high)"
         raise HyperparameterError("space", where, "constants alone", expected)
@@ -220,24 +215,17 @@ class _Sweep:
             return
         seconds = (time.perf_counter() - start) / len(group)
         outcomes = _trials.outcomes_of_members(outcome, len(group)) if self.names else [outcome]
-        for (i, values), member_outcome, trial_reports in zip(
-            group, outcomes, reports, strict=True
-        ):
-            finished_trial = _trials.as_trial(
-                i, values, member_outcome, self.metric, trial_reports, seconds
-            )
-            self.journal.end(finished_trial, self.space)
+        members = zip(group, outcomes, reports, strict=True)
+        for (i, values), member_outcome, trial_reports in members:
+            trial = _trials.as_trial(i, values, member_outcome, self.metric, trial_reports, seconds)
+            self.journal.end(trial, self.space)
             if self.search is not None:
-                self.search.end(finished_trial)
-            if finished_trial.cause is not None:
-                self.bar.note(f"trial {i}: {finished_trial.cause}")
+                self.search.end(trial)
+            if trial.cause is not None:
+                self.bar.note(f"trial {i}: {trial.cause}")
         done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
-        best = min(
-            done_values,
-            key=lambda member_outcome: _trials.rank_of(member_outcome, self.mode),
-            default=math.nan,
-        )
-        self.bar.show(len(self.journal.trials), {"best": best} if done_values else {})
+        ranked = sorted(done_values, key=lambda value: _trials.rank_of(value, self.mode))
+        self.bar.show(len(self.journal.trials), {"best": ranked[0]} if ranked else {})
 
 
 def as_trainable(
