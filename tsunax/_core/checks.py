@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from tsunax._core import AxisName, trees
+from tsunax._core import trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
@@ -56,12 +56,6 @@ def check_not_tracing(where: str, fix: str) -> None:
     """Raise StateError inside jit, vmap, grad or scan, where there are no values to read."""
     if trees.is_tracing():
         raise StateError("call", where, "one inside jit, vmap, grad or scan", "one outside", fix)
-
-
-def check_all_alive(tree: Any, root: str) -> None:
-    """Raise StateError for a tree with a deleted array."""
-    for where, leaf in trees.leaves_at(root, tree):
-        check_alive(leaf, where)
 
 
 def is_numeric(leaf: Any) -> bool:
@@ -228,12 +222,6 @@ def check_flags(where: str, **flags) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
-
-
-def as_axes(axis_name: AxisName) -> tuple[str, ...] | None:
-    """The given names of axes of devices as a tuple; None if none were given."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    return None if names is None else tuple(names)
 
 
 def as_array(title: str, x: object, place: str) -> jax.Array:

@@ -6,7 +6,6 @@ It gets manifests and host arrays, and opens no file.
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tsunax.checkpoints._blocks import holders_of, other_bytes
 from tsunax.checkpoints.checksums import MODULUS, Bounds
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.checkpoints.state_facts import Merge
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, master_params
 
@@ -29,7 +27,7 @@ SavedLeaves = Mapping[Keys, Leaf]
 Targets = list[tuple[Keys, Keys, Any]]  # (path, path of the saved leaf, leaf to fill)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RestoreRequest:
     like: Any
     partial: Any = None
@@ -57,7 +55,7 @@ class RestoreRequest:
 
         like, script_states = _map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
-        tables, merges = dict[Keys, Merge](), dict[Keys, Merge]()
+        tables, merges = dict[Keys, state_facts.Merge](), dict[Keys, state_facts.Merge]()
         differences: list[str] = []
         numbers_at_start = state_facts.script_numbers_in(manifest)
         edits_without_flags: list[str] = []
@@ -139,7 +137,7 @@ def _map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
     return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, like, is_leaf=is_state)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Pair:
     """A leaf to fill, and the saved leaf that fills it."""
 
@@ -148,7 +146,7 @@ class Pair:
     saved: Leaf
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RestorePlan:
     """The leaves to fill, differences that forbid it, and the numbers that are merged."""
 
@@ -156,7 +154,7 @@ class RestorePlan:
     tree: Tree
     pairs: list[Pair]
     differences: list[str]
-    merges: Mapping[Keys, Merge] = dataclasses.field(default_factory=dict)
+    merges: Mapping[Keys, state_facts.Merge] = dataclasses.field(default_factory=dict)
     restarts: bool = False  # whether optimizers start anew, at the restored params
     edited: list[str] = dataclasses.field(default_factory=list)
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,13 @@ from tsunax.checkpoints import _blocks, _matching, _writing, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import bounded
 from tsunax.checkpoints.checksums import MODULUS
-from tsunax.checkpoints.leaves import Damaged, TooNew
-from tsunax.checkpoints.manifest import Manifest, Parts
 from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
 
 __all__ = ["Restored"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
 
@@ -103,7 +100,7 @@ def _first_good(
     for checkpoint_step in reversed(candidates):
         try:
             restored = read(checkpoint_step)
-        except Damaged as error:
+        except leaves.Damaged as error:
             look = lambda step=checkpoint_step: (None, str(run.home.directory_of(step) is not None))
             if may_be_replaced and run.together("restore()", look)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
@@ -139,7 +136,7 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
     def describe():
         try:
             manifest = run.home.manifest(step)
-        except TooNew as error:
+        except leaves.TooNew as error:
             expected = f"format {_manifest.FORMAT} or earlier: update tsunax"
             raise CheckpointError("checkpoint", str(folder), error, expected) from None
         return manifest, durable_files.sha256(manifest.dump())
@@ -158,7 +155,7 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
     # The code after each of these may run programs over all devices: every process has to be there.
     manifest, digests = run.together(f"{name}: manifest", describe)
     if len(set(digests)) > 1:
-        raise Damaged("manifest: processes read different ones; is it one directory?")
+        raise leaves.Damaged("manifest: processes read different ones; is it one directory?")
     (plan, parts, values), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
     state = plan.filled(list(itertools.islice(values, len(plan.pairs))))
@@ -233,7 +230,7 @@ def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     return ["hyperparameters"] * any(is_number) + names
 
 
-def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
+def _parts(run, manifest: _manifest.Manifest, count: int) -> list[_manifest.Parts]:
     """Data, history and callbacks of the first of `count` processes, then of this process."""
     first = manifest.parts[:1]
     if len(manifest.parts) == count:

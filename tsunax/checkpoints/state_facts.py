@@ -16,7 +16,6 @@ import numpy as np
 from tsunax._core import Function, PyTree, placement, stable_text, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
 from tsunax.rules.subtree_numbers import Cut
 from tsunax.rules.subtree_numbers import recut as recut_numbers
@@ -165,14 +164,14 @@ def merged_flags(
     return saved ^ ((saved ^ script_flags) & is_edited), {"frozen leaves": note}
 
 
-def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
+def injected_numbers(state: TrainState) -> Iterator[tuple[leaves.Keys, Any]]:
     """The numbers that `optax.inject_hyperparams` keeps among the arrays of the optimizer."""
     for path, x in leaves.tree_of(state.opt_state).leaves:
         if ".hyperparams" in path[-2:-1]:
             yield (".opt_state", *path), x
 
 
-def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
+def script_numbers_in(manifest: Manifest) -> dict[leaves.Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
         script_facts: Any = decode(manifest.parts[0].values["script"], [])
@@ -217,11 +216,11 @@ def _merged_number(
 
 
 def merges_of_numbers(
-    state: TrainState, path: Keys, at_start: Mapping[str, Any] | None
-) -> dict[Keys, Merge]:
+    state: TrainState, path: leaves.Keys, at_start: Mapping[str, Any] | None
+) -> dict[leaves.Keys, Merge]:
     """For the numbers that a script may edit outside of the table of live numbers, by path."""
     decay_of_rate = lambda rate: 1 - np.float64(rate)  # an average stores the complement
-    merges: dict[Keys, Merge] = {}
+    merges: dict[leaves.Keys, Merge] = {}
     for name, average in averages_of(state).items():
         if not average.uniform and average.schedule is None:
             rate = None if at_start is None else at_start["rates"].get(name)
@@ -262,7 +261,7 @@ def merged_table(
     saved_columns = _by_name(saved_facts["columns"])
     width = len(saved_facts["columns"])
     if saved.shape != (*script_values.shape[:-1], width) or saved.dtype != script_values.dtype:
-        raise Damaged("manifest: live numbers that are no table of its names")
+        raise leaves.Damaged("manifest: live numbers that are no table of its names")
     if at_start is not None and at_start["values"].shape[:-1] != script_values.shape[:-1]:
         at_start = None
     merged, edits = np.array(script_values), {}

@@ -22,8 +22,6 @@ from tsunax._step.members import over_members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.insight import _cost, _memory
-from tsunax.insight._cost import Collective
-from tsunax.insight._memory import Need
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
@@ -58,12 +56,12 @@ class Description:
     """
 
     flops: float
-    memory: Need | None
+    memory: _memory.Need | None
     donates: bool
     donated: int
     aliased: int
     not_aliased: tuple[str, ...]
-    communication: tuple[Collective, ...]
+    communication: tuple[_cost.Collective, ...]
     leaves: tuple[Leaf, ...]
     traces: int
     recompiles: tuple[str, ...]

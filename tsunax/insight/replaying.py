@@ -6,7 +6,6 @@ It keeps every value of the step, and walks back from a bad result: see `insight
 import dataclasses
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
 from tsunax._step.members import refuse_population
 from tsunax.insight import _origin
-from tsunax.program import TrainStep, check_is_train_step, place_state
+from tsunax.program import check_is_train_step, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import States
@@ -28,7 +27,7 @@ from tsunax.states import States
 __all__ = ["ReplayReport", "replay"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ReplayReport:
     """The result of `replay`: plain data, and the paragraph `text` when it is printed.
 
@@ -83,11 +82,8 @@ def replay(
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
-    if not isinstance(state, States):
-        check_is_train_step(step, "replay()")
-        check_state(state, "replay()", batch)
-    refuse_population(state, "replay()")
-    if isinstance(state, States) or not isinstance(step, TrainStep):  # search the infos first
+    if isinstance(state, States):  # search the infos first
+        refuse_population(state, "replay()")
         call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
@@ -96,6 +92,9 @@ def replay(
             or _report_on_first_bad(new_state_of, ("new state",), arguments, 1, (state,))
             or _ALL_FINITE
         )
+    check_is_train_step(step, "replay()")
+    check_state(state, "replay()", batch)
+    refuse_population(state, "replay()")
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)

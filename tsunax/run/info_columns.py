@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -33,17 +32,17 @@ class StatesInfo(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Infos:
     """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): the bits of all 32-bit types
     other_leaves: list[Any]  # stacked leaves that are no 32-bit number
-    treedef: TreeDef = field(metadata={"static": True})
+    treedef: TreeDef = dataclasses.field(metadata={"static": True})
     # the dtype of each leaf; None if it is in `other_leaves`
-    dtypes: tuple[Any, ...] = field(metadata={"static": True})
+    dtypes: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     # the scheduled hyperparameters, the last columns of the table
-    named: tuple[str, ...] = field(metadata={"static": True})
+    named: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of_step(cls, info: PyTree) -> "Infos":

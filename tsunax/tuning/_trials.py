@@ -8,7 +8,6 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ class Cause(NamedTuple):
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Trial:
     """One dict of `values`, and the result of the objective for it, after `seconds`.
 
@@ -46,10 +45,10 @@ class Trial:
     values: dict[str, Any]
     status: str
     value: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     cause: Cause | None = None
     seconds: float = 0.0
-    reports: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def rank_of(value: float | None, mode: str) -> float:
@@ -59,7 +58,7 @@ def rank_of(value: float | None, mode: str) -> float:
     return value if mode == "min" else -value
 
 
-@dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """The `trials` of a sweep, a tuple in their order; prints as a table, the best first.
 

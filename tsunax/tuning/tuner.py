@@ -25,7 +25,6 @@ from tsunax.checkpoints import script_settings
 from tsunax.errors import HyperparameterError, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
-from tsunax.tuning._trials import Cause, Pruned, Result
 
 __all__ = ["as_trainable", "tune"]
 
@@ -53,7 +52,7 @@ def tune(
     members: int = 32,
     directory: StrPath | None = None,
     progress: Any = True,
-) -> Result:
+) -> _trials.Result:
     """Evaluate the objective at many points of a space; returns their table with the best trial.
 
         for trial in range(trials):
@@ -129,7 +128,7 @@ def tune(
             for i in range(trials)
             if i not in journal.trials
         )
-        current_result = lambda: Result(
+        current_result = lambda: _trials.Result(
             tuple(journal.trials[i] for i in sorted(journal.trials)), (*space,), mode
         )
         closing_text = "interrupted"
@@ -197,19 +196,19 @@ class _Sweep:
                 trial_reports.pop(step, None)
                 trial_reports[step] = _trials.number(member_outcome, "report()")
             if self.search is not None and self.search.prunes(step, reports[0][step]):
-                raise Pruned(f"trial {index} at step {step}")
+                raise _trials.Pruned(f"trial {index} at step {step}")
 
         start = time.perf_counter()
         try:
             reserved_arguments = _trials.reserved_arguments_of(self.objective, trial, report)
             outcome = jax.block_until_ready(self.objective(**arguments, **reserved_arguments))
-        except Pruned:
-            outcome = Pruned
+        except _trials.Pruned:
+            outcome = _trials.Pruned
         except Exception as error:
             outcome = _trials.cause_of(error)
         if ending.asked:  # a `fit` in a notebook returned early
             raise KeyboardInterrupt
-        if isinstance(outcome, Cause) and len(group) > 1:
+        if isinstance(outcome, _trials.Cause) and len(group) > 1:
             for member in group:
                 self.run([member], ending)
             return
