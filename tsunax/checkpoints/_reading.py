@@ -211,8 +211,8 @@ def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
         described, blocks = _writing.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
-        values = described, run.home.manifest(checkpoint_step)
-        return values, json.dumps(_blocks.leaf_sums(hashes))
+        sums = json.dumps(_blocks.leaf_sums(hashes))
+        return (described, run.home.manifest(checkpoint_step)), sums
 
     (described, manifest), words = run.together(f"leaves of step {checkpoint_step}", look)
     sums_of_processes = [json.loads(word) for word in words]
@@ -223,11 +223,8 @@ def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
     # room for frozen leaves that nothing fills: a freeze that was taken back
     paths = [path for path in paths if path in saved or path not in flags]
-    is_number = [".numbers" in path for path in paths]
-    names = [
-        leaves.show("state", x) for x, skips in zip(paths, is_number, strict=True) if not skips
-    ]
-    return ["hyperparameters"] * any(is_number) + names
+    names = [leaves.show("state", path) for path in paths if ".numbers" not in path]
+    return ["hyperparameters"] * (len(names) < len(paths)) + names
 
 
 def _parts(run, manifest: _manifest.Manifest, count: int) -> list[_manifest.Parts]:

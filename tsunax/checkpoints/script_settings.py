@@ -2,8 +2,6 @@
 compared when the script is started again. This file uses states, rules and data, but no files.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import sys
@@ -48,7 +46,7 @@ class Setting(str):
 
     kind: Kind
 
-    def __new__(cls, text: str, kind: Kind = Kind.NUMBER) -> Setting:
+    def __new__(cls, text: str, kind: Kind = Kind.NUMBER) -> "Setting":
         setting = super().__new__(cls, text)
         setting.kind = kind
         return setting

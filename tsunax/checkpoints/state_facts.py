@@ -42,8 +42,7 @@ def facts_of(state: TrainState) -> dict[str, Any]:
     kind_of_average = lambda average: "uniform" if average.uniform else "exponential"
     averages = [f"{name} ({kind_of_average(x)})" for name, x in averages_of(state).items()]
     names = ("/".join(name) for name, _, _ in trees.leaves_with_names(state.params))
-    selected = plan.selected
-    trained = None if selected is None else list(itertools.compress(names, selected))
+    trained = None if plan.selected is None else list(itertools.compress(names, plan.selected))
     outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
     columns, schedules, cuts = [], {}, []
     if numbers is not None:
@@ -87,11 +86,9 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old_values = state.numbers.values  # type: ignore[union-attr]
             # cuts are computed on the host
-            if isinstance(old_values, jax.Array) and not trees.is_traced(old_values):
-                values = np.asarray(numbers.values)  # type: ignore[union-attr]
-                values = placement.replicate(
-                    values, old_values.sharding if old_values.committed else None
-                )
+            if trees.is_placed(old_values):
+                sharding = old_values.sharding if old_values.committed else None
+                values = placement.replicate(np.asarray(numbers.values), sharding)  # type: ignore[union-attr]
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:

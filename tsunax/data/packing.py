@@ -5,8 +5,6 @@ pad       -> a few shapes: each sequence padded to the least length that holds i
 interleave   batches of those shapes as one source, each shape compiled once
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple

@@ -24,9 +24,10 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
     sharding = placement(device, "prefetch()")
     if spans_processes(sharding):  # each process has its part of the rows
         replicated = sharding_of((), sharding)
-        choose = lambda x, is_whole: replicated if is_whole or not np.ndim(x) else sharding
-        put = lambda x, is_whole: put_tree(x, choose(x, is_whole))
-        return lambda batch, is_whole: jax.tree.map(lambda x: put(x, is_whole), batch)
+        place = lambda x, is_whole: replicated if is_whole or not np.ndim(x) else sharding
+        return lambda batch, is_whole: jax.tree.map(
+            lambda x: put_tree(x, place(x, is_whole)), batch
+        )
     if not isinstance(sharding, NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
     by_rows = lambda x: sharding_of(np.shape(x), sharding)

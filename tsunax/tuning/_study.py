@@ -3,8 +3,6 @@
 A trial is written when it has ended, as a line of the journal. A killed trial is run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

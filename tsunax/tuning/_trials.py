@@ -1,7 +1,5 @@
 """The outcomes of an objective: a trial with its numbers or its failure, and all trials."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

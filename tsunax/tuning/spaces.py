@@ -9,8 +9,6 @@
 A drawn value depends on (seed, trial, name) only, not on the order of the names or on other names.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -4,8 +4,6 @@ The values of a trial are a function of (seed, trial), and its result is on the 
 trial starts: a killed sweep can be continued, and ends as if it had not been killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
@@ -123,11 +121,8 @@ def tune(
         bar = _progress.progress(progress, trials, unit="trial")
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         sampled_values = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
-        open_trials = (
-            (i, None if search else sampled_values(i))
-            for i in range(trials)
-            if i not in journal.trials
-        )
+        values_of = search.values if search else sampled_values
+        open_trials = ((i, values_of(i)) for i in range(trials) if i not in journal.trials)
         current_result = lambda: _trials.Result(
             tuple(journal.trials[i] for i in sorted(journal.trials)), (*space,), mode
         )
@@ -149,12 +144,15 @@ def tune(
 
 
 def _groups(
-    open_trials: Iterable[tuple[int, Any]], names: Sequence[str], group_size: int
+    open_trials: Iterable[tuple[int, dict[str, Any]]], names: Sequence[str], group_size: int
 ) -> Iterator[list]:
-    """Trials (number, values or None) that agree in all values but the vectorized ones."""
+    """Trials (number, values) that agree in all values but the vectorized ones.
+
+    Values are read when their group is full: Optuna proposes them from the trials that have ended.
+    """
     groups: dict[str, list] = {}
     for i, values in open_trials:
-        shared = json.dumps([x for name, x in (values or {}).items() if name not in names])
+        shared = json.dumps([x for name, x in values.items() if name not in names])
         group = groups.setdefault(shared, [])
         group.append((i, values))
         if len(group) == group_size:
@@ -177,8 +175,6 @@ class _Sweep:
 
     def run(self, group: list[tuple[int, Any]], ending: Interrupt) -> None:
         """The trials of a group in one call. If that raises, one by one."""
-        if self.search is not None:
-            group = [(i, self.search.values(i)) for i, _ in group]
         index, arguments = group[0]
         trial: Any = index
         if self.names:
