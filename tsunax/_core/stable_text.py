@@ -287,9 +287,9 @@ class _Walk:
         is_read = self._is_read(kind.__module__)
         # Library code is not read here, but it may read any attribute, also of pytrees.
         is_struct = dataclasses.is_dataclass(kind) or not jax.tree_util.all_leaves([x])
-        is_whole = not is_read or (self.is_exact and is_struct)
-        is_whole |= not _READING_ANY.isdisjoint(self.names)
-        is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
+        may_be_read = not is_read or not _READING_ANY.isdisjoint(self.names)
+        is_of_python = title.partition(".")[0] in sys.stdlib_module_names
+        is_whole = (may_be_read or (self.is_exact and is_struct)) and not is_of_python
         names = (self.names | {*(fields if is_whole else ())}) & {*members}
         flat = self._named_values(
             f"{kind.__name__}.", {name: members[name] for name in sorted(names)}

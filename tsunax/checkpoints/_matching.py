@@ -43,8 +43,10 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
         plan = make_plan(leaves.tree_of(self.like), manifest, saved)
-        fix = "Restore with the setup that saved it, or give another run another path; params "
-        fix += "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        fix = (
+            "Restore with the setup that saved it, or give another run another path; params "
+            "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        )
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 

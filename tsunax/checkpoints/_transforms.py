@@ -111,8 +111,11 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
         or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side)
     )
     if is_malformed:
-        got, expected = f"{pattern!r} with {sizes}", "each name once on both sides of '->'"
-        expected += ", and the length of all names but one in parentheses"
+        expected = (
+            "each name once on both sides of '->', and the length of all names but one in "
+            "parentheses"
+        )
+        got = f"{pattern!r} with {sizes}"
         raise HyperparameterError("pattern", "rearrange()", got, expected)
     return Transform(axes[0], axes[1], sizes)
 

@@ -101,8 +101,8 @@ class choice:
     def __post_init__(self) -> None:
         where = f"{type(self).__name__}()"
         options = tuple(_plain_value(x, where) for x in self.options)
-        is_list = isinstance(self.options, Sequence | np.ndarray)
-        is_list &= not isinstance(self.options, str)
+        is_text = isinstance(self.options, str)
+        is_list = isinstance(self.options, Sequence | np.ndarray) and not is_text
         if not is_list or not options or len(set(map(label, options))) < len(options):
             expected = "a list of one value or more, each once"
             raise HyperparameterError("options", where, self.options, expected)
