@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from tsunax._core import trees
 from tsunax.errors import (
@@ -120,7 +119,7 @@ def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
 
 
 @jax.jit
-def _count_beyond(x: jax.Array, limit: ArrayLike) -> jax.Array:
+def _count_beyond(x: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     return jnp.sum(~(jnp.abs(x) < limit))
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
@@ -118,8 +117,8 @@ def compile_where(where: Any, place: str = "") -> Callable[[Any], tuple[bool, ..
             got = f"only exclusions {texts}"
             raise PatternError("where", place, got, "one that selects", "Start with '**'.")
         return functools.partial(_by_globs, globs, place)
-    is_node = where is not None and not jtu.all_leaves([where])
-    if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
+    is_node = where is not None and not jax.tree_util.all_leaves([where])
+    if callable(where) and (isinstance(where, jax.tree_util.Partial) or not is_node):
         return functools.partial(_by_predicate, where)  # a callable module is a tree of bools
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)

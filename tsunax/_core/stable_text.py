@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
@@ -346,10 +345,10 @@ def values_of(f: Any) -> dict[str, str]:
 def parts_of(root: str, node: Any, path: tuple = ()) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
     place = trees.access_str(root, path)
-    if node is None or jtu.all_leaves([node]):
+    if node is None or jax.tree_util.all_leaves([node]):
         return {place: words_of(node)}
     parts, children = {}, trees.children_of(node)
-    kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
+    kind, static = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
     if kind is not dict or not children:  # the paths of its leaves show a dict's keys
         words = "" if static is None else f" {words_of(static)}"
         parts[f"{place} itself"] = f"{kind.__name__}{words}"

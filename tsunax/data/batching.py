@@ -45,8 +45,12 @@ class Batches(Positioned):
     ) -> None:
         arrays = jax.tree_util.tree_map_with_path(row_readers.as_column, arrays)
         self._rows: int = check_batch(arrays, root="arrays")  # rows of all processes
-        settings = {"rows": self._rows, "batch_size": batch_size, "seed": seed}
-        super().__init__(settings | {"shuffle": shuffle, "drop_remainder": drop_remainder})
+        super().__init__(
+            {
+                "rows": self._rows, "batch_size": batch_size, "seed": seed,
+                "shuffle": shuffle, "drop_remainder": drop_remainder,
+            }
+        )  # fmt: skip
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device

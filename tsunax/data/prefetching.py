@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from tsunax._core import Device, PyTree, checks
 from tsunax.data.cursors import END, Source, as_source
@@ -28,7 +27,7 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
         return lambda batch, is_whole: jax.tree.map(
             lambda x: put_tree(x, place(x, is_whole)), batch
         )
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, jax.sharding.NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
     by_rows = lambda x: sharding_of(np.shape(x), sharding)
     return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(by_rows, batch))

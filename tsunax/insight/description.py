@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
@@ -170,7 +169,7 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
     return f"by {reasons[0]}"
 
 
-def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
+def measured_peak(device: Device = None, dtype: jax.typing.DTypeLike = "float32") -> float:
     """FLOP/s of the best square matrix product of `dtype` on `device`: `2 n³ / seconds`, a float.
 
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.

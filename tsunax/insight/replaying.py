@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
@@ -147,7 +146,7 @@ def _report_on_first_bad(
 
     `f` splits its batch into `n_micro_batches`, and returns trees with these `names`.
     """
-    results = jtu.tree_leaves_with_path(jax.jit(f)(*arguments))
+    results = jax.tree.leaves_with_path(jax.jit(f)(*arguments))
     old_leaves = itertools.chain(jax.tree.leaves(old_results), itertools.repeat(None))
     for i, ((path, leaf), old_leaf) in enumerate(zip(results, old_leaves, strict=False)):
         is_bad, was_bad = _origin.nonfinite_elements(leaf), _origin.nonfinite_elements(old_leaf)
@@ -182,7 +181,7 @@ def _report(
     in_gradient = result.startswith("gradient")
     argument = line = code = ""
     if origin.argument is not None:
-        path = jtu.tree_leaves_with_path(arguments)[origin.argument][0]
+        path = jax.tree.leaves_with_path(arguments)[origin.argument][0]
         argument = trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
         if n_micro_batches > 1 and argument.startswith("batch") and np.ndim(origin.value):
             micro_batch = int(np.argwhere(~np.isfinite(origin.value))[0][0]) % n_micro_batches
