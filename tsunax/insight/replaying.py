@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, trees
-from tsunax._core.dataflow import source_line
+from tsunax._core import Function, PyTree, dataflow, trees
 from tsunax._state.state_fields import averages_of
 from tsunax._step import step_errors
 from tsunax._step.members import refuse_population
@@ -187,7 +186,7 @@ def _report(
             micro_batch = int(np.argwhere(~np.isfinite(origin.value))[0][0]) % n_micro_batches
         cause = f"{argument} was given so: {_nonfinite_text(origin.value)}"
     else:
-        line, code = source_line(origin.sources, above=__file__)
+        line, code = dataflow.source_line(origin.sources, above=__file__)
         value_text = "a constant" if origin.constant else _nonfinite_text(origin.value)
         place_text = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
         cause = f"{origin.primitive} gave {value_text}{place_text}{code and f': `{code}`'}"

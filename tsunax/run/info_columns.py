@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Scalar, TreeDef
-from tsunax._core.tables import flat
+from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
@@ -274,5 +273,6 @@ class HeldNumbers:
             names = [name for name in values if "learning_rate" in name or name in adjusted]
             if adjusted:
                 self._memory[ADJUSTED] = {"names": sorted(adjusted)}
-            self._numbers, self._columns = numbers, flat({name: values[name] for name in names})
+            self._numbers = numbers
+            self._columns = tables.flat({name: values[name] for name in names})
         return self._columns

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import StrPath, durable_files
-from tsunax._core.libraries import library
+from tsunax._core import StrPath, durable_files, libraries
 from tsunax.checkpoints import script_settings
 from tsunax.errors import CheckpointError, SaveError, TsunaxError, told
 from tsunax.tuning import _trials, spaces
@@ -27,7 +26,7 @@ OBJECTIVE = "objective"  # the only setting of a sweep that may change; then tun
 
 
 def _optuna(part: str = "") -> Any:
-    return library(f"optuna{part}", "tune()", extra="tune")
+    return libraries.library(f"optuna{part}", "tune()", extra="tune")
 
 
 class Journal:

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, processes
+from tsunax._core import StrPath, checks, durable_files, libraries, processes
 from tsunax._core.interrupts import Interrupt, in_notebook
-from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
 from tsunax.errors import HyperparameterError, warn
 from tsunax.run import progress as _progress
@@ -236,7 +235,7 @@ def as_trainable(
     """
 
     def train(config: Mapping[str, Any]) -> None:
-        tune = library("ray.tune", "as_trainable()", extra="ray")
+        tune = libraries.library("ray.tune", "as_trainable()", extra="ray")
 
         def report(step: int, value: float) -> None:
             tune.report({metric: float(value), "step": int(step)})
