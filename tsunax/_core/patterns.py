@@ -66,9 +66,11 @@ def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]
     leaf_names = [trees.path_str(name).split("/") if name else () for name in names]
     flags = [False] * len(leaf_names)
     for glob in globs:
-        pairs = zip(leaf_names, printed_paths, strict=True)
         literal = glob.text.removeprefix("!")
-        hits = [_fits(glob.tests, name) or path == literal for name, path in pairs]
+        hits = [
+            _fits(glob.tests, name) or path == literal
+            for name, path in zip(leaf_names, printed_paths, strict=True)
+        ]
         if not any(hits):
             nearest_paths = ", ".join(map(repr, nearest(glob.text, printed_paths)))
             raise PatternError(

@@ -15,9 +15,7 @@ import numpy as np
 
 from tsunax._core import patterns, processes, trees
 from tsunax._state.state_fields import averages_of
-from tsunax.checkpoints import leaves, state_facts
-from tsunax.checkpoints._blocks import holders_of, other_bytes
-from tsunax.checkpoints.checksums import MODULUS, Bounds
+from tsunax.checkpoints import _blocks, checksums, leaves, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, StateError
@@ -160,14 +158,14 @@ class RestorePlan:
     restarts: bool = False  # whether optimizers start anew, at the restored params
     edited: list[str] = dataclasses.field(default_factory=list)
 
-    def parts(self, pair: Pair) -> dict[int, tuple[Bounds, ...]] | None:
+    def parts(self, pair: Pair) -> dict[int, tuple[checksums.Bounds, ...]] | None:
         """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_local = sharding is None or sharding.is_fully_addressable
         if is_local or pair.path in self.merges or pair.saved.kind != "array":
             return None
-        holders = holders_of(sharding, pair.saved.shape)
-        parts: dict[int, tuple[Bounds, ...]] = {}
+        holders = _blocks.holders_of(sharding, pair.saved.shape)
+        parts: dict[int, tuple[checksums.Bounds, ...]] = {}
         for bounds, indices in holders.items():
             for i in indices:
                 parts[i] = (*parts.get(i, ()), bounds)
@@ -175,7 +173,7 @@ class RestorePlan:
         are_disjoint = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
         return parts if are_disjoint else None
 
-    def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
+    def needed(self, pair: Pair) -> tuple[checksums.Bounds, ...] | None:
         """The parts of a saved leaf that this process needs; None for all of it."""
         return (self.parts(pair) or {}).get(processes.current().index)
 
@@ -192,8 +190,11 @@ class RestorePlan:
                 hash_of = {i: int(words[i][position : position + 16], 16) for i in parts}
                 hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
                 replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
-                if not replicas_agree or sum(hash_of_parts.values()) % MODULUS != pair.saved.hash:
-                    raise Damaged(other_bytes(pair.saved))
+                if (
+                    not replicas_agree
+                    or sum(hash_of_parts.values()) % checksums.MODULUS != pair.saved.hash
+                ):
+                    raise Damaged(_blocks.other_bytes(pair.saved))
                 position += 16
 
     def filled(self, values: list):

@@ -10,10 +10,16 @@ import numpy as np
 
 from tsunax._core import Function, checks, durable_files, trees
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax.checkpoints import _blocks, _matching, _writing, leaves, state_facts
+from tsunax.checkpoints import (
+    _background,
+    _blocks,
+    _matching,
+    _writing,
+    checksums,
+    leaves,
+    state_facts,
+)
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._background import bounded
-from tsunax.checkpoints.checksums import MODULUS
 from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
 
@@ -149,7 +155,7 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         place = plan.placing()  # not in the thread: it has another default device
         load = lambda: run.home.read(step, manifest, saved_leaves, needed, place)
-        values, sums = bounded(load, run.timeout, name)
+        values, sums = _background.bounded(load, run.timeout, name)
         return (plan, parts, iter(values)), plan.word(sums)
 
     # The code after each of these may run programs over all devices: every process has to be there.
@@ -216,7 +222,9 @@ def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
 
     (described, manifest), words = run.together(f"leaves of step {checkpoint_step}", look)
     sums_of_processes = [json.loads(word) for word in words]
-    total = lambda leaf: sum(sums.get(leaf.name, 0) for sums in sums_of_processes) % MODULUS
+    total = lambda leaf: (
+        sum(sums.get(leaf.name, 0) for sums in sums_of_processes) % checksums.MODULUS
+    )
     flags = {path for path, x in tree.leaves if path[-1] == ".frozen" and not np.any(np.asarray(x))}
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}

@@ -59,7 +59,8 @@ def _end(slots: Any, ended: list[bool], thread: threading.Thread) -> None:
 class Prefetched(Data):
     """Data that `prefetch(data, device, size)` returns; raises the same errors.
 
-    Its position counts the batches that you received, not the batches that are read ahead.
+    Its position counts the batches that you received, not the batches that are read ahead. `data`
+    is your iterable.
     """
 
     is_whole: bool = False
@@ -67,14 +68,9 @@ class Prefetched(Data):
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
         self._source, self._device, self._size = as_source(data), device, size
-        self._place = _placer(device)
+        self._place, self.data = _placer(device), self._source.data
         self._state: dict[str, Any] | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the loop under way
-
-    @property
-    def data(self) -> Any:
-        """The user's iterable, which is read ahead."""
-        return self._source.data
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]
@@ -101,8 +97,12 @@ class Prefetched(Data):
         self._source.rewind()
         batches, ended = _placed(self._source, self._place), []
         ready, slots = queue.SimpleQueue(), queue.SimpleQueue()
-        thread = threading.Thread(target=_run_ahead, args=(batches, ready, slots, ended))
-        thread.name, thread.daemon = "tsunax-prefetch", True
+        thread = threading.Thread(
+            name="tsunax-prefetch",
+            target=_run_ahead,
+            args=(batches, ready, slots, ended),
+            daemon=True,
+        )
         end = self._end = weakref.finalize(self, _end, slots, ended, thread)  # at exit too
         for _ in range(self._size):
             slots.put(True)

@@ -62,12 +62,10 @@ class _Run:
         self.constants = set(jaxpr.constvars)
         self.equation_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.origins: dict[tuple[Any, bytes], Origin] = {}
-        self.values = dict(zip(jaxpr.invars, arguments, strict=True))
-        self.values |= zip(jaxpr.constvars, consts, strict=True)
-        variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
-        self.values |= zip(
-            variables, _compiled(jaxpr, tuple(variables))(consts, arguments), strict=True
-        )
+        results = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+        values = *arguments, *consts, *_compiled(jaxpr, tuple(results))(consts, arguments)
+        variables = *jaxpr.invars, *jaxpr.constvars, *results
+        self.values = dict(zip(variables, values, strict=True))
 
     def value(self, v: Any) -> Any:
         return v.val if hasattr(v, "val") else self.values[v]

@@ -14,8 +14,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Function, PyTree, dataflow, trees
 from tsunax._state.state_fields import averages_of
-from tsunax._step import step_errors
-from tsunax._step.members import refuse_population
+from tsunax._step import members, step_errors
 from tsunax.insight import _origin
 from tsunax.program import check_is_train_step, place_state
 from tsunax.run import fused_loop
@@ -81,7 +80,7 @@ def replay(
     ("gradient of params['w']", 'div', True)
     """
     if isinstance(state, States):  # search the infos first
-        refuse_population(state, "replay()")
+        members.refuse_population(state, "replay()")
         call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
@@ -92,7 +91,7 @@ def replay(
         )
     check_is_train_step(step, "replay()")
     check_state(state, "replay()", batch)
-    refuse_population(state, "replay()")
+    members.refuse_population(state, "replay()")
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)

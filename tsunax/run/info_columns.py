@@ -121,8 +121,7 @@ def with_scheduled(infos: Infos, state: PyTree) -> Infos:
     columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
     if not columns:
         return infos
-    scheduled_columns = [x.astype(jnp.float32)[:, None] for x in columns.values()]
-    table = jnp.concatenate([infos.table, *scheduled_columns], 1)
+    table = jnp.column_stack([infos.table, *(x.astype(jnp.float32) for x in columns.values())])
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
