@@ -184,18 +184,14 @@ class RestorePlan:
 
     def check(self, words: list[str]) -> None:
         """Verify the leaves that no process has read whole, by the `word` of each; or Damaged."""
-        position = 0
-        for pair in self.pairs:
-            if parts := self.parts(pair):
-                hash_of = {i: int(words[i][position : position + 16], 16) for i in parts}
-                hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
-                replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
-                if (
-                    not replicas_agree
-                    or sum(hash_of_parts.values()) % checksums.MODULUS != pair.saved.hash
-                ):
-                    raise Damaged(_blocks.other_bytes(pair.saved))
-                position += 16
+        spread_pairs = [(pair, parts) for pair in self.pairs if (parts := self.parts(pair))]
+        for k, (pair, parts) in enumerate(spread_pairs):
+            hash_of = {i: int(words[i][16 * k : 16 * k + 16], 16) for i in parts}
+            hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
+            replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
+            total = sum(hash_of_parts.values()) % checksums.MODULUS
+            if not replicas_agree or total != pair.saved.hash:
+                raise Damaged(_blocks.other_bytes(pair.saved))
 
     def filled(self, values: list):
         """The target with these verified values."""
@@ -207,9 +203,8 @@ class RestorePlan:
             return restored
         states = leaves.tree_of(restored).states
         fields = "params", "model_state", "masters"
-        parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
-        restart = lambda path, s: restarted(s, **parts[path])
-        return _map_states(self.like, self.tree, restart)
+        parts_of = lambda path: {name: getattr(states[path], name) for name in fields}
+        return _map_states(self.like, self.tree, lambda path, s: restarted(s, **parts_of(path)))
 
     def placing(self) -> Callable[[int, Any], Any]:
         """A function for threads that begins the copy of value `i` to its device.
@@ -264,14 +259,12 @@ def placed(value, like, kind: str):
     if isinstance(like, (np.ndarray, np.generic)):
         return value[()] if isinstance(like, np.generic) else value
     sharding = like.sharding
+    as_key = lambda x: leaves.wrap_key(x, generator) if generator else x
     if sharding is not None and not sharding.is_fully_addressable:
         # each process makes its part, without a wait
-        array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-        return leaves.wrap_key(array, generator) if generator else array
-    value = leaves.wrap_key(value, generator) if generator else value
-    if sharding is None or (isinstance(like, jax.Array) and not like.committed):
-        return jax.device_put(value)
-    return jax.device_put(value, sharding)
+        return as_key(jax.make_array_from_callback(value.shape, sharding, value.__getitem__))
+    is_uncommitted = isinstance(like, jax.Array) and not like.committed
+    return jax.device_put(as_key(value), None if is_uncommitted else sharding)
 
 
 def _compared(

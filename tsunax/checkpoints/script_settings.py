@@ -13,8 +13,7 @@ import jax
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
-from tsunax.data.batching import Batches
-from tsunax.data.positions import innermost
+from tsunax.data import batching, positions
 from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
@@ -109,8 +108,8 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
 
 def _some_rows(data) -> str | None:
     """A hash of a few rows of `batches(arrays)`; None for other data."""
-    data = innermost(data)
-    if not isinstance(data, Batches) or not data.is_of_arrays:
+    data = positions.innermost(data)
+    if not isinstance(data, batching.Batches) or not data.is_of_arrays:
         return None
     digest = hashlib.sha256()
     for x in data.sample():

@@ -178,13 +178,13 @@ class _Sweep:
         trial: Any = index
         if self.names:
             trial = np.array([i for i, _ in group])
-            column = lambda name: np.array([values[name] for _, values in group])
-            arguments = arguments | {name: column(name) for name in self.names}
+            arguments = arguments | {
+                name: np.array([values[name] for _, values in group]) for name in self.names
+            }
         reports: list[dict[int, float]] = [{} for _ in group]
 
         def report(step: int, value: Any) -> None:
-            checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
-            step = int(step)
+            step = checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
             for trial_reports, member_outcome in zip(
                 reports, value if self.names else [value], strict=True
             ):
