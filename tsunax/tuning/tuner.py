@@ -109,9 +109,11 @@ def tune(
     if trials > 1 and not any(map(spaces.is_drawn, space.values())):
         expected = "an entry that varies, as ts.tuning.spaces.log_uniform(low, high)"
         raise HyperparameterError("space", where, "constants alone", expected)
-    about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
-    about |= {"space": {name: repr(entry) for name, entry in space.items()}}
-    about[_study.OBJECTIVE] = script_settings.code_text(objective)
+    about = {
+        "backend": backend, "seed": seed, "mode": mode, "metric": metric,
+        "space": {name: repr(entry) for name, entry in space.items()},
+        _study.OBJECTIVE: script_settings.code_text(objective),
+    }  # fmt: skip
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.closing(_study.Journal(folder, about)) as journal:
         for note in journal.edits:
@@ -147,7 +149,7 @@ def _groups(
 ) -> Iterator[list]:
     """Trials (number, values) that agree in all values but the vectorized ones.
 
-    Values are read when their group is full: Optuna proposes them from the trials that have ended.
+    Values are read one by one: Optuna proposes them from the trials that have ended.
     """
     groups: dict[str, list] = {}
     for i, values in open_trials:
