@@ -52,11 +52,9 @@ def _component_test(text: str, part: str) -> _Test | None:
 @functools.lru_cache(maxsize=1024)
 def _glob(text: str) -> _Glob:
     excludes = text.startswith("!")
-    tests: list[_Test | None] = []
-    for part in text[excludes:].split("/"):
-        if part != "**" or tests[-1:] != [None]:  # two "**" in a row match the same as one
-            tests.append(_component_test(text, part))
-    return _Glob(text, excludes, tuple(tests))
+    # Two "**" in a row match the same as one.
+    parts = re.sub(r"\*\*(/\*\*)+", "**", text[excludes:]).split("/")
+    return _Glob(text, excludes, tuple(_component_test(text, part) for part in parts))
 
 
 def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:

@@ -198,10 +198,12 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
         dash = "-" if is_single else next(dashes)
         for name, color_share in zip(names, np.linspace(0, 0.9, len(names)), strict=True):
             x, values, points = _with_jumps(*columns[name])
-            style: Any = {"linestyle": dash, "color": None if is_single else viridis(color_share)}
             max_markers = 40 if len(names) <= _MOST_NAMES else 1
-            marker = "o" if len(points) <= max_markers else None
-            style |= {"marker": marker, "markersize": 3, "markevery": points}
+            style: Any = {
+                "linestyle": dash, "color": None if is_single else viridis(color_share),
+                "marker": "o" if len(points) <= max_markers else None, "markersize": 3,
+                "markevery": points,
+            }  # fmt: skip
             (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
     single_lines = [line for name, line in lines.items() if name in kinds]
     if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:
