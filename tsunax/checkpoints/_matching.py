@@ -203,8 +203,9 @@ class RestorePlan:
             return restored
         states = leaves.tree_of(restored).states
         fields = "params", "model_state", "masters"
-        parts_of = lambda path: {name: getattr(states[path], name) for name in fields}
-        return _map_states(self.like, self.tree, lambda path, s: restarted(s, **parts_of(path)))
+        parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
+        restart = lambda path, s: restarted(s, **parts[path])
+        return _map_states(self.like, self.tree, restart)
 
     def placing(self) -> Callable[[int, Any], Any]:
         """A function for threads that begins the copy of value `i` to its device.

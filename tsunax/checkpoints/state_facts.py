@@ -17,7 +17,8 @@ from tsunax._core import Function, PyTree, placement, stable_text, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
-from tsunax.rules import subtree_numbers
+from tsunax.rules.subtree_numbers import Cut
+from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, trained_part
 
 # A function of a saved array and the script's array. It returns the array of the restored state,
@@ -79,12 +80,9 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
                 # Another rule, or a script that cuts before it restores: reported when leaves are
                 # compared.
                 continue
-            cuts[live_index] = (
-                subtree_numbers.Cut(tuple(group_of_leaf), tuple(labels)),
-                (0,) * len(labels),
-            )
+            cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), (0,) * len(labels)
         if cuts:
-            opt_state, numbers = subtree_numbers.recut(opt_state, numbers, trained, cuts)
+            opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old_values = state.numbers.values  # type: ignore[union-attr]
             # cuts are computed on the host
             if trees.is_placed(old_values):

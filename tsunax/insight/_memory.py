@@ -26,8 +26,8 @@ from tsunax.errors import DeviceError
 # three models with two threads, about 100 MB with eight and 130 MB with sixteen. Each device has
 # its own. If it is too small, a batch that does not fit is called fitting; larger wastes memory.
 CPU_SCRATCH = 40 << 20
-# Bytes of a device by its kind, from https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
-TPU_MEMORY = {"TPU v5 lite": 16 << 30, "TPU v5": 95 << 30, "TPU v6 lite": 32 << 30}
+# GiB of a device by its kind, from https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+TPU_GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 # Compiler options by platform that skip work without an effect on the memory layout. On a CPU they
 # skip LLVM's optimization, half of the time; on a GPU autotuning, which runs kernels and so takes
 # memory of the device.
@@ -168,7 +168,8 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
         return checks.check_count(memory, where, "memory"), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
-        memory_by_kind = TPU_MEMORY | {card.description: card.memory for card in CARDS.values()}
+        memory_by_kind = {card.description: card.memory for card in CARDS.values()}
+        memory_by_kind |= {kind: gib << 30 for kind, gib in TPU_GIB.items()}
         if device.device_kind in memory_by_kind:
             return memory_by_kind[device.device_kind], f"the memory of a {device.device_kind}"
         raise _unknown_memory(where, device)
