@@ -7,6 +7,7 @@ trial starts: a killed sweep can be continued, and ends as if it had not been ki
 import contextlib
 import inspect
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,8 +221,9 @@ class _Sweep:
             if trial.cause is not None:
                 self.bar.note(f"trial {i}: {trial.cause}")
         done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
-        ranked = sorted(done_values, key=lambda value: _trials.rank_of(value, self.mode))
-        self.bar.show(len(self.journal.trials), {"best": ranked[0]} if ranked else {})
+        rank = lambda value: _trials.rank_of(value, self.mode)
+        best = min(done_values, key=rank, default=math.nan)
+        self.bar.show(len(self.journal.trials), {"best": best} if done_values else {})
 
 
 def as_trainable(
