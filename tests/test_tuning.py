@@ -757,7 +757,6 @@ U = spaces.uniform(0, 1)
         (lambda: spaces.choice([1, 2, 1]), HyperparameterError, r"options at choice\(\): .*each once"),
         (lambda: spaces.choice([jnp.tanh]), WrongTypeError, r"value at choice\(\): .*Bind"),
         (lambda: spaces.choice([math.nan]), HyperparameterError, r"value at choice\(\): got nan"),
-        (lambda: tune(lambda trial: 0, {"trial": U}), HyperparameterError, "got trial, expected other names"),
         *[(functools.partial(spaces.uniform, *x), HyperparameterError, r"bounds at uniform\(\): got low=.*expected low < high, both finite")
           for x in ((1, 0), (1, 1), (0, math.inf), (math.nan, 1))],
         (lambda: spaces.log_uniform(0, 1), HyperparameterError, r"bounds at log_uniform\(\): got low=0, .*expected 0 < low"),

@@ -52,10 +52,9 @@ class LossError(TsunaxError, TypeError):
 class KeywordError(LossError):
     """The loss function does not name the keyword `name` that a call hands on to it."""
 
-    def __init__(self, text: str, name: str = "", known_names: Sequence[str] = ()) -> None:
+    def __init__(self, text: str, name: str = "") -> None:
         super().__init__(text)
         self.name = name
-        self.known_names = known_names
 
 
 class PatternError(TsunaxError, ValueError):

@@ -355,7 +355,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> Tr
         return new
     old_facts, new_facts = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, notes = state_facts.NumberTable(old_facts, new_facts, None).merged(*values)
+    merged, notes = state_facts.merged_table(old_facts, new_facts, None, *values)
     old_names, new_names = (
         [name for name, _ in facts["columns"]] for facts in (old_facts, new_facts)
     )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import core
 
-from tsunax._core import AxisName, checks
+from tsunax._core import AxisName
 from tsunax.errors import StateError
 
 Axes = tuple[str, ...]
@@ -21,7 +21,7 @@ def manual_axes() -> tuple:
 
 def checked_axes(axis_name: AxisName, where: str) -> Axes:
     """The axes over which to take means. Raises StateError for a forgotten or an absent axis."""
-    axes = checks.as_axes(axis_name)
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if axes is None and (enclosing_axes := manual_axes()):
         got = f"none inside of the axes {enclosing_axes}"
         fix = "Each device has rows of its own: name the axis for their mean, or give () for none."
@@ -32,7 +32,7 @@ def checked_axes(axis_name: AxisName, where: str) -> Axes:
         except NameError:
             fix = "Call it inside jax.shard_map or jax.pmap; on sharded arrays leave it out."
             raise StateError("axis_name", where, repr(name), "an axis around it", fix) from None
-    return axes or ()
+    return tuple(axes or ())
 
 
 def varying(x):

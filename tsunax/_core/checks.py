@@ -10,9 +10,8 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
-from tsunax._core import AxisName, trees
+from tsunax._core import trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
@@ -58,12 +57,6 @@ def check_not_tracing(where: str, fix: str) -> None:
         raise StateError("call", where, "one inside jit, vmap, grad or scan", "one outside", fix)
 
 
-def check_all_alive(tree: Any, root: str) -> None:
-    """Raise StateError for a tree with a deleted array."""
-    for where, leaf in trees.leaves_at(root, tree):
-        check_alive(leaf, where)
-
-
 def is_numeric(leaf: Any) -> bool:
     """Whether it has numbers, bools or keys."""
     return trees.is_a(leaf, np.number, np.bool_, jax.dtypes.prng_key)
@@ -90,7 +83,7 @@ _MODEL = (
 )
 
 
-def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, str, str, str] | None:
+def _leaf_fault(leaf: Any, name: trees.Names) -> tuple[str, ...] | None:
     """The parts of an error for a leaf that cannot be trained: `what, got, expected, fix`."""
     dtype, floats = trees.dtype_of(leaf), "a float or complex array"
     fix = f"Leave it out, trainable=['**', {'!' + '/'.join(name)!r}], or keep it in model_state."
@@ -126,7 +119,7 @@ def _repeat(keys: Iterable[Any], flags: trees.Flags) -> tuple[int, int] | None:
 
 
 @jax.jit
-def _count_beyond(x: jax.Array, limit: ArrayLike) -> jax.Array:
+def _count_beyond(x: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
     return jnp.sum(~(jnp.abs(x) < limit))
 
 
@@ -216,17 +209,11 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
     return int(n)
 
 
-def is_one_of(value: Any, choices: Sequence[str]) -> bool:
-    """Whether `value` is in `choices` (False for arrays, on which `in` would fail)."""
-    return isinstance(value, str) and value in choices
-
-
 def check_choice(value: Any, where: str, name: str, choices: Sequence[str]) -> None:
     """Raise HyperparameterError unless `value` is one of the `choices`."""
-    if not is_one_of(value, choices):
-        raise HyperparameterError(
-            name, where, trees.describe(value), " or ".join(map(repr, choices))
-        )
+    if not isinstance(value, str) or value not in choices:  # `in` would fail for arrays
+        expected = " or ".join(map(repr, choices))
+        raise HyperparameterError(name, where, trees.describe(value), expected)
 
 
 def check_flags(where: str, **flags) -> None:
@@ -234,12 +221,6 @@ def check_flags(where: str, **flags) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
-
-
-def as_axes(axis_name: AxisName) -> tuple[str, ...] | None:
-    """The given names of axes of devices as a tuple; None if none were given."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    return None if names is None else tuple(names)
 
 
 def as_array(title: str, x: object, place: str) -> jax.Array:

@@ -106,13 +106,9 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 
 def programs_in(eqn: Any) -> list[Any]:
     """The programs in the parameters of an equation, open."""
-    programs = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns") and hasattr(x, "outvars"):
-                programs.append(x)
-    return programs
+    values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+    programs = (getattr(x, "jaxpr", x) for x in itertools.chain.from_iterable(values))
+    return [x for x in programs if hasattr(x, "eqns") and hasattr(x, "outvars")]
 
 
 def inner_program(eqn: Any, parts: bool = False) -> tuple[Any, Sequence[Any]] | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
@@ -53,11 +52,9 @@ def _component_test(text: str, part: str) -> _Test | None:
 @functools.lru_cache(maxsize=1024)
 def _glob(text: str) -> _Glob:
     excludes = text.startswith("!")
-    tests: list[_Test | None] = []
-    for part in text[excludes:].split("/"):
-        if part != "**" or tests[-1:] != [None]:  # two "**" in a row match the same as one
-            tests.append(_component_test(text, part))
-    return _Glob(text, excludes, tuple(tests))
+    # Two "**" in a row match the same as one.
+    parts = re.sub(r"\*\*(/\*\*)+", "**", text[excludes:]).split("/")
+    return _Glob(text, excludes, tuple(_component_test(text, part) for part in parts))
 
 
 def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]:
@@ -67,9 +64,11 @@ def _by_globs(globs: Sequence[_Glob], place: str, tree: Any) -> tuple[bool, ...]
     leaf_names = [trees.path_str(name).split("/") if name else () for name in names]
     flags = [False] * len(leaf_names)
     for glob in globs:
-        pairs = zip(leaf_names, printed_paths, strict=True)
         literal = glob.text.removeprefix("!")
-        hits = [_fits(glob.tests, name) or path == literal for name, path in pairs]
+        hits = [
+            _fits(glob.tests, name) or path == literal
+            for name, path in zip(leaf_names, printed_paths, strict=True)
+        ]
         if not any(hits):
             nearest_paths = ", ".join(map(repr, nearest(glob.text, printed_paths)))
             raise PatternError(
@@ -118,8 +117,8 @@ def compile_where(where: Any, place: str = "") -> Callable[[Any], tuple[bool, ..
             got = f"only exclusions {texts}"
             raise PatternError("where", place, got, "one that selects", "Start with '**'.")
         return functools.partial(_by_globs, globs, place)
-    is_node = where is not None and not jtu.all_leaves([where])
-    if callable(where) and (isinstance(where, jtu.Partial) or not is_node):
+    is_node = where is not None and not jax.tree_util.all_leaves([where])
+    if callable(where) and (isinstance(where, jax.tree_util.Partial) or not is_node):
         return functools.partial(_by_predicate, where)  # a callable module is a tree of bools
     if isinstance(where, (bool, np.bool_)) or (is_node and not texts):
         return functools.partial(_by_mask, where)

@@ -147,8 +147,8 @@ def check_devices(tree, home, root: str = "batch") -> None:
         where, x = next(pair for pair in trees.leaves_at(root, tree) if is_stray(pair[1]))
         (device,), n = home.device_set, len(x.devices())
         got = f"an array on {next(iter(x.devices())) if n == 1 else f'{n} devices'}"
-        fix = f"Move it: ts.to_device({root}, device)"
-        fix += ", or ts.prefetch(data, device)." if root == "batch" else "."
+        prefetching = ", or ts.prefetch(data, device)" if root == "batch" else ""
+        fix = f"Move it: ts.to_device({root}, device){prefetching}."
         owner = "the rest of the state" if root == "state" else "the state"
         raise DeviceError("leaf", where, got, f"{device}, as {owner}", fix)
 
@@ -171,8 +171,10 @@ def put_rows(tree, sharding, axis: int | None = 0, *, whole: bool = False, share
         if rows % parts and (mesh.is_multi_process or not whole):
             process_text = " of this process" if mesh.is_multi_process else ""
             place, expected = f"mesh {dict(mesh.shape)}", f"a multiple of {parts}"
-            fix = "Choose another batch_size or drop_remainder=True. Or name `mask` in loss_fn and "
-            fix += "return ts.Loss.mean(values, mask): the batch is then padded."
+            fix = (
+                "Choose another batch_size or drop_remainder=True. Or name `mask` in loss_fn and "
+                "return ts.Loss.mean(values, mask): the batch is then padded."
+            )
             raise DataError("batch", place, f"{rows} rows{process_text}", expected, fix)
         return _rows_sharding(mesh, None if rows % parts else axis)
 

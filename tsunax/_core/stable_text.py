@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import trees
@@ -287,9 +286,9 @@ class _Walk:
         is_read = self._is_read(kind.__module__)
         # Library code is not read here, but it may read any attribute, also of pytrees.
         is_struct = dataclasses.is_dataclass(kind) or not jax.tree_util.all_leaves([x])
-        is_whole = not is_read or (self.is_exact and is_struct)
-        is_whole |= not _READING_ANY.isdisjoint(self.names)
-        is_whole &= title.partition(".")[0] not in sys.stdlib_module_names
+        may_be_read = not is_read or not _READING_ANY.isdisjoint(self.names)
+        is_of_python = title.partition(".")[0] in sys.stdlib_module_names
+        is_whole = (may_be_read or (self.is_exact and is_struct)) and not is_of_python
         names = (self.names | {*(fields if is_whole else ())}) & {*members}
         flat = self._named_values(
             f"{kind.__name__}.", {name: members[name] for name in sorted(names)}
@@ -343,22 +342,16 @@ def values_of(f: Any) -> dict[str, str]:
     return {}
 
 
-def parts_of(root: str, thing: Any) -> dict[str, str]:
+def parts_of(root: str, node: Any, path: tuple = ()) -> dict[str, str]:
     """The leaves of a tree by path, and its containers and static fields."""
-    return dict(_walk_parts(root, thing, ()))
-
-
-def _walk_parts(root: str, node: Any, path: tuple) -> Iterator[tuple[str, str]]:
     place = trees.access_str(root, path)
-    if node is None or jtu.all_leaves([node]):
-        yield place, words_of(node)
-        return
-    children = trees.children_of(node)
-    kind, static = jtu.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
-    if kind not in (dict, list, tuple) or not children:
+    if node is None or jax.tree_util.all_leaves([node]):
+        return {place: words_of(node)}
+    parts, children = {}, trees.children_of(node)
+    kind, static = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node).node_data()
+    if kind is not dict or not children:  # the paths of its leaves show a dict's keys
         words = "" if static is None else f" {words_of(static)}"
-        yield f"{place} itself", f"{kind.__name__}{words}"
-    elif kind is not dict:
-        yield f"{place} itself", kind.__name__
+        parts[f"{place} itself"] = f"{kind.__name__}{words}"
     for key, child in children:
-        yield from _walk_parts(root, child, path + key)
+        parts |= parts_of(root, child, path + key)
+    return parts

@@ -391,15 +391,13 @@ def _difference(got: Any, expected: Any, path: tuple, place: Callable, leaf: str
         return f"at {place(path)}: got {describe(got)}, expected {in_words(expected)}"
     children, expected_children = dict(children_of(got)), dict(children_of(expected))
     for key in expected_children | children:
-        if key in children and key in expected_children:
-            pair = children[key], expected_children[key]
-            if difference := _difference(*pair, path + key, place, leaf):
-                return difference
-        elif key in children:
+        if key not in expected_children:
             return f"at {place(path + key)}: got {describe(children[key])}, expected nothing"
-        else:
-            expected_text = in_words(expected_children[key])
-            return f"at {place(path + key)}: got nothing, expected {expected_text}"
+        child = expected_children[key]
+        if key not in children:
+            return f"at {place(path + key)}: got nothing, expected {in_words(child)}"
+        if difference := _difference(children[key], child, path + key, place, leaf):
+            return difference
     return f"at {place(path)}: got other static fields of {type(got).__name__}, expected equal ones"
 
 

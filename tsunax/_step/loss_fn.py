@@ -143,7 +143,7 @@ class LossFn:
             if name not in out:
                 fix = "loss_fn does not name it: add it to its signature, or leave it out."
                 text = unknown("keyword", "the step", name, self.names, fix)
-                raise KeywordError(text, name, self.names)
+                raise KeywordError(text, name)
         return out
 
     def __call__(

@@ -20,7 +20,6 @@ import numpy as np
 
 from tsunax._core import Function
 from tsunax.checkpoints import _safetensors, checksums, leaves
-from tsunax.checkpoints._safetensors import Entry
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf
 from tsunax.errors import told
@@ -123,7 +122,7 @@ def damage_of_arrays() -> Iterator[None]:
         raise Damaged(f"arrays: {told(error)}") from None
 
 
-def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, Entry]]]:
+def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, _safetensors.Entry]]]:
     """The blocks of each leaf, over the files of all processes."""
     blocks_of_leaf: dict[str, list] = {}
     spent = 0
@@ -187,14 +186,14 @@ def _relative(part: Bounds, outer: Bounds) -> Bounds:
     return tuple((a - start, b - start) for (a, b), (start, _) in zip(part, outer, strict=True))
 
 
-def _matches(entry: Entry, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+def _matches(entry: _safetensors.Entry, leaf: Leaf, shape: tuple[int, ...]) -> bool:
     """Whether a block has the dtype of its leaf and this shape, as `write_arrays` stores them."""
     if leaf.dtype in _safetensors.DTYPES:
         return (entry.dtype, entry.shape) == (leaf.dtype, shape)
     return (entry.dtype, entry.shape) == ("uint8", (*shape, np.dtype(leaf.dtype).itemsize))
 
 
-def read_entry(entry: Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.ndarray:
+def read_entry(entry: _safetensors.Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.ndarray:
     """A block, or the part of it within `bounds`."""
     if entry.dtype == leaf.dtype:
         return _safetensors.read(entry, bounds)

@@ -4,8 +4,8 @@ It gets manifests and host arrays, and opens no file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,9 @@ import numpy as np
 
 from tsunax._core import patterns, processes, trees
 from tsunax._state.state_fields import averages_of
-from tsunax.checkpoints import leaves, state_facts
-from tsunax.checkpoints._blocks import holders_of, other_bytes
-from tsunax.checkpoints.checksums import MODULUS, Bounds
+from tsunax.checkpoints import _blocks, checksums, leaves, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.checkpoints.state_facts import FrozenLeaves, Merge, NumberTable
 from tsunax.errors import CheckpointError, StateError
 from tsunax.state import TrainState, master_params
 
@@ -28,7 +25,7 @@ SavedLeaves = Mapping[Keys, Leaf]
 Targets = list[tuple[Keys, Keys, Any]]  # (path, path of the saved leaf, leaf to fill)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RestoreRequest:
     like: Any
     partial: Any = None
@@ -44,8 +41,10 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
         plan = make_plan(leaves.tree_of(self.like), manifest, saved)
-        fix = "Restore with the setup that saved it, or give another run another path; params "
-        fix += "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        fix = (
+            "Restore with the setup that saved it, or give another run another path; params "
+            "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        )
         refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
@@ -56,7 +55,7 @@ class RestoreRequest:
 
         like, script_states = _map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
-        merges: dict[Keys, Merge] = {}
+        tables, merges = dict[Keys, state_facts.Merge](), dict[Keys, state_facts.Merge]()
         differences: list[str] = []
         numbers_at_start = state_facts.script_numbers_in(manifest)
         edits_without_flags: list[str] = []
@@ -65,18 +64,22 @@ class RestoreRequest:
                 differences.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
             facts, at_start = state_facts.facts_of(s), numbers_at_start.get(path)
-            merges[(*path, ".numbers", ".values")] = NumberTable(saved_facts, facts, at_start)
-            merges |= state_facts.kept_numbers(s, path, at_start)
+            tables[(*path, ".numbers", ".values")] = functools.partial(
+                state_facts.merged_table, saved_facts, facts, at_start
+            )
+            merges |= state_facts.merges_of_numbers(s, path, at_start)
             differences += _fact_differences(saved_facts, facts, path)
-            if edit := FrozenLeaves.edited(script_states[path], at_start):
-                merges[(*path, ".frozen")] = edit
-                edits_without_flags += [edit.note] if (*path, ".frozen") not in saved else []
+            if edit := state_facts.edit_of_frozen(script_states[path], at_start):
+                merges[(*path, ".frozen")] = functools.partial(state_facts.merged_flags, *edit)
+                edits_without_flags += edit[:1] if (*path, ".frozen") not in saved else ()
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
         targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
-        leaf_differences, pairs = _compared(targets, saved, self.cast, merges)
+        leaf_differences, pairs = _compared(targets, saved, self.cast, tables)
         differences += leaf_differences + _extra_leaves(targets, saved)
-        return RestorePlan(like, tree, pairs, differences, merges, edited=edits_without_flags)
+        return RestorePlan(
+            like, tree, pairs, differences, tables | merges, edited=edits_without_flags
+        )
 
     def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree takes params of a saved state."""
@@ -85,11 +88,13 @@ class RestoreRequest:
         if not tree.states:
             is_single = len(manifest.states) == 1
             roots = {(): (*next(iter(manifest.states)), ".params") if is_single else ()}
-        targets = []
-        for path, x in tree.leaves:
-            root = next((root for root in roots if path[: len(root)] == root), None)
-            if root is not None:
-                targets.append((path, roots[root] + path[len(root) :], x))
+        targets = [
+            (path, saved_root + path[len(root) :], x)
+            for path, x in tree.leaves
+            for root, saved_root in roots.items()
+            if path[: len(root)] == root
+        ]
+        extra = []
         if self.partial is None:
             is_under_root = lambda path: any(path[: len(top)] == top for top in roots.values())
             extra = _extra_leaves(targets, saved, is_under_root)
@@ -98,16 +103,15 @@ class RestoreRequest:
             call = "restore(partial=)"
             flags = [flag for tree in params for flag in patterns.select(self.partial, tree, call)]
             targets = [target for target, flag in zip(targets, flags, strict=True) if flag]
-            extra = []
         # the master copies of restored params, which hold more digits
         leaf_at = {path: x for path, x in tree.leaves if path in saved}
         is_param = lambda top, path: path[: len(top) + 1] == (*top, ".params")
         masters = [(*top, ".masters", *path[len(top) + 1 :]) for top in tree.states
                    for path, _, _ in targets if is_param(top, path)]  # fmt: skip
         targets += [(path, path, leaf_at[path]) for path in masters if path in leaf_at]
-        differences, pairs = _compared(targets, saved, self.cast, {})
-        differences += extra
-        return RestorePlan(self.like, tree, pairs, differences, restarts=bool(tree.states))
+        differences, pairs = _compared(targets, saved, self.cast)
+        restarts = bool(tree.states)
+        return RestorePlan(self.like, tree, pairs, differences + extra, restarts=restarts)
 
 
 def plan_of_clocks(manifest: Manifest, folder: Path) -> "RestorePlan":
@@ -133,7 +137,7 @@ def _map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
     return jax.tree.map(lambda x: f(next(paths), x) if is_state(x) else x, like, is_leaf=is_state)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Pair:
     """A leaf to fill, and the saved leaf that fills it."""
 
@@ -142,7 +146,7 @@ class Pair:
     saved: Leaf
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RestorePlan:
     """The leaves to fill, differences that forbid it, and the numbers that are merged."""
 
@@ -150,18 +154,18 @@ class RestorePlan:
     tree: Tree
     pairs: list[Pair]
     differences: list[str]
-    merges: Mapping[Keys, Merge] = dataclasses.field(default_factory=dict)
+    merges: Mapping[Keys, state_facts.Merge] = dataclasses.field(default_factory=dict)
     restarts: bool = False  # whether optimizers start anew, at the restored params
     edited: list[str] = dataclasses.field(default_factory=list)
 
-    def parts(self, pair: Pair) -> dict[int, tuple[Bounds, ...]] | None:
+    def parts(self, pair: Pair) -> dict[int, tuple[checksums.Bounds, ...]] | None:
         """The parts of a saved leaf that each process needs; None if each reads all of it."""
         sharding = getattr(pair.leaf, "sharding", None)
         is_local = sharding is None or sharding.is_fully_addressable
         if is_local or pair.path in self.merges or pair.saved.kind != "array":
             return None
-        holders = holders_of(sharding, pair.saved.shape)
-        parts: dict[int, tuple[Bounds, ...]] = {}
+        holders = _blocks.holders_of(sharding, pair.saved.shape)
+        parts: dict[int, tuple[checksums.Bounds, ...]] = {}
         for bounds, indices in holders.items():
             for i in indices:
                 parts[i] = (*parts.get(i, ()), bounds)
@@ -169,7 +173,7 @@ class RestorePlan:
         are_disjoint = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
         return parts if are_disjoint else None
 
-    def needed(self, pair: Pair) -> tuple[Bounds, ...] | None:
+    def needed(self, pair: Pair) -> tuple[checksums.Bounds, ...] | None:
         """The parts of a saved leaf that this process needs; None for all of it."""
         return (self.parts(pair) or {}).get(processes.current().index)
 
@@ -180,15 +184,14 @@ class RestorePlan:
 
     def check(self, words: list[str]) -> None:
         """Verify the leaves that no process has read whole, by the `word` of each; or Damaged."""
-        position = 0
-        for pair in self.pairs:
-            if parts := self.parts(pair):
-                hash_of = {i: int(words[i][position : position + 16], 16) for i in parts}
-                hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
-                replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
-                if not replicas_agree or sum(hash_of_parts.values()) % MODULUS != pair.saved.hash:
-                    raise Damaged(other_bytes(pair.saved))
-                position += 16
+        spread_pairs = [(pair, parts) for pair in self.pairs if (parts := self.parts(pair))]
+        for k, (pair, parts) in enumerate(spread_pairs):
+            hash_of = {i: int(words[i][16 * k : 16 * k + 16], 16) for i in parts}
+            hash_of_parts = {parts[i]: x for i, x in hash_of.items()}
+            replicas_agree = all(hash_of_parts[parts[i]] == x for i, x in hash_of.items())
+            total = sum(hash_of_parts.values()) % checksums.MODULUS
+            if not replicas_agree or total != pair.saved.hash:
+                raise Damaged(_blocks.other_bytes(pair.saved))
 
     def filled(self, values: list):
         """The target with these verified values."""
@@ -229,7 +232,7 @@ class RestorePlan:
         if (merge := self.merges.get(pair.path)) is not None:
             value = np.asarray(value)
             if isinstance(pair.leaf, (jax.Array, np.ndarray)):
-                value, notes = merge.merged(value, np.asarray(pair.leaf))
+                value, notes = merge(value, np.asarray(pair.leaf))
                 self.edited.extend(notes.values())
         return placed(value, pair.leaf, pair.saved.kind)
 
@@ -241,10 +244,9 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
         raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
     masters = state.masters if masters is None else masters
     state = dataclasses.replace(state, masters=masters).replace(**parts)
-    averages = averages_of(state)
     new_averages = {
         name: trees.offloaded_like(x.starting_at(master_params(state)), x)
-        for name, x in averages.items()
+        for name, x in averages_of(state).items()
     }
     return dataclasses.replace(state, **new_averages)
 
@@ -258,26 +260,27 @@ def placed(value, like, kind: str):
     if isinstance(like, (np.ndarray, np.generic)):
         return value[()] if isinstance(like, np.generic) else value
     sharding = like.sharding
+    as_key = lambda x: leaves.wrap_key(x, generator) if generator else x
     if sharding is not None and not sharding.is_fully_addressable:
         # each process makes its part, without a wait
-        array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-        return leaves.wrap_key(array, generator) if generator else array
-    value = leaves.wrap_key(value, generator) if generator else value
-    if sharding is None or (isinstance(like, jax.Array) and not like.committed):
-        return jax.device_put(value)
-    return jax.device_put(value, sharding)
+        return as_key(jax.make_array_from_callback(value.shape, sharding, value.__getitem__))
+    is_uncommitted = isinstance(like, jax.Array) and not like.committed
+    return jax.device_put(as_key(value), None if is_uncommitted else sharding)
 
 
 def _compared(
-    targets: Targets, saved: SavedLeaves, cast: bool, merges: Mapping[Keys, Merge]
+    targets: Targets, saved: SavedLeaves, cast: bool, tables: Collection[Keys] = ()
 ) -> tuple[list[str], list[Pair]]:
-    """(both sides of each difference, pairs) of the leaves to fill and the saved leaves."""
+    """(both sides of each difference, pairs) of the leaves to fill and the saved leaves.
+
+    The tables of live numbers at the paths `tables` may have any shape: their names are compared.
+    """
     differences, pairs = [], []
     for path, saved_path, x in targets:
         leaf, saved_leaf = leaves.leaf_of(path, x), saved.get(saved_path)
         if saved_leaf is None:
             differences.append(f"{show('state', path)}: nothing saved, expected {leaf}")
-        elif isinstance(merges.get(path), NumberTable) or fits(leaf, saved_leaf, cast):
+        elif path in tables or fits(leaf, saved_leaf, cast):
             pairs.append(Pair(path, x, saved_leaf))
         else:
             differences.append(f"{show('state', path)}: saved {saved_leaf}, expected {leaf}")

@@ -4,26 +4,29 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Function, checks, durable_files, trees
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax.checkpoints import _blocks, _matching, _writing, leaves, state_facts
+from tsunax.checkpoints import (
+    _background,
+    _blocks,
+    _matching,
+    _writing,
+    checksums,
+    leaves,
+    state_facts,
+)
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._background import bounded
-from tsunax.checkpoints.checksums import MODULUS
-from tsunax.checkpoints.leaves import Damaged, TooNew
-from tsunax.checkpoints.manifest import Manifest, Parts
 from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
 
 __all__ = ["Restored"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
 
@@ -103,7 +106,7 @@ def _first_good(
     for checkpoint_step in reversed(candidates):
         try:
             restored = read(checkpoint_step)
-        except Damaged as error:
+        except leaves.Damaged as error:
             look = lambda step=checkpoint_step: (None, str(run.home.directory_of(step) is not None))
             if may_be_replaced and run.together("restore()", look)[1][0] != "True":
                 continue  # a writer replaced it meanwhile
@@ -139,7 +142,7 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
     def describe():
         try:
             manifest = run.home.manifest(step)
-        except TooNew as error:
+        except leaves.TooNew as error:
             expected = f"format {_manifest.FORMAT} or earlier: update tsunax"
             raise CheckpointError("checkpoint", str(folder), error, expected) from None
         return manifest, durable_files.sha256(manifest.dump())
@@ -152,13 +155,13 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         place = plan.placing()  # not in the thread: it has another default device
         load = lambda: run.home.read(step, manifest, saved_leaves, needed, place)
-        values, sums = bounded(load, run.timeout, name)
+        values, sums = _background.bounded(load, run.timeout, name)
         return (plan, parts, iter(values)), plan.word(sums)
 
     # The code after each of these may run programs over all devices: every process has to be there.
     manifest, digests = run.together(f"{name}: manifest", describe)
     if len(set(digests)) > 1:
-        raise Damaged("manifest: processes read different ones; is it one directory?")
+        raise leaves.Damaged("manifest: processes read different ones; is it one directory?")
     (plan, parts, values), words = run.together(f"{name}: arrays", read_arrays)
     plan.check(words)
     state = plan.filled(list(itertools.islice(values, len(plan.pairs))))
@@ -214,26 +217,25 @@ def _changed_leaves(run, checkpoint_step: int, state) -> list[str]:
         described, blocks = _writing.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
         hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
-        values = described, run.home.manifest(checkpoint_step)
-        return values, json.dumps(_blocks.leaf_sums(hashes))
+        sums = json.dumps(_blocks.leaf_sums(hashes))
+        return (described, run.home.manifest(checkpoint_step)), sums
 
     (described, manifest), words = run.together(f"leaves of step {checkpoint_step}", look)
     sums_of_processes = [json.loads(word) for word in words]
-    total = lambda leaf: sum(sums.get(leaf.name, 0) for sums in sums_of_processes) % MODULUS
+    total = lambda leaf: (
+        sum(sums.get(leaf.name, 0) for sums in sums_of_processes) % checksums.MODULUS
+    )
     flags = {path for path, x in tree.leaves if path[-1] == ".frozen" and not np.any(np.asarray(x))}
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
     # room for frozen leaves that nothing fills: a freeze that was taken back
     paths = [path for path in paths if path in saved or path not in flags]
-    is_number = [".numbers" in path for path in paths]
-    names = [
-        leaves.show("state", x) for x, skips in zip(paths, is_number, strict=True) if not skips
-    ]
-    return ["hyperparameters"] * any(is_number) + names
+    names = [leaves.show("state", path) for path in paths if ".numbers" not in path]
+    return ["hyperparameters"] * (len(names) < len(paths)) + names
 
 
-def _parts(run, manifest: Manifest, count: int) -> list[Parts]:
+def _parts(run, manifest: _manifest.Manifest, count: int) -> list[_manifest.Parts]:
     """Data, history and callbacks of the first of `count` processes, then of this process."""
     first = manifest.parts[:1]
     if len(manifest.parts) == count:

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _foreign, leaves
-from tsunax.checkpoints.checksums import Bounds
+from tsunax.checkpoints import _foreign, checksums, leaves
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import told
 
@@ -110,7 +109,7 @@ def _header(path: Path, spent: int) -> dict[str, Entry]:
         raise Damaged(f"{path.name}: {kind or text[:120]}") from None
 
 
-def read(entry: Entry, bounds: Bounds | None = None) -> np.ndarray:
+def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
     """An array, or the part of it within (start, stop) of each axis, and little more is read."""
     dtype = np.dtype(entry.dtype)
     if not entry.shape:

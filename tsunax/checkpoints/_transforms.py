@@ -8,7 +8,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,14 +16,13 @@ import numpy as np
 from tsunax._core import checks, patterns, trees
 from tsunax.checkpoints import _matching, leaves
 from tsunax.checkpoints.checksums import Bounds
-from tsunax.checkpoints.leaves import Leaf, show
 from tsunax.errors import HyperparameterError, WrongTypeError
 
 Axes = tuple[tuple[str, ...], ...]  # the names that each axis joins; the last varies fastest
 _TOKENS = re.compile(r"\(([\w\s]*)\)|(\.\.\.|\w+)|(\S)")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Transform:
     """How an array in a file becomes a leaf, and back; made by `rearrange("o i -> i o")`, `cast`.
 
@@ -49,7 +47,7 @@ class Transform:
         x = _rearranged(x, *_solved_axes(self.leaf, self.file, self.sizes, x.shape))
         return leaves.in_dtype(x, self._dtype_of(x.dtype.name), "save()")
 
-    def stored(self, leaf: Leaf) -> Leaf:
+    def stored(self, leaf: leaves.Leaf) -> leaves.Leaf:
         """The description of the array in the file from the leaf's; raises as `inverse`."""
         _, file, lengths = _solved_axes(self.leaf, self.file, self.sizes, leaf.shape)
         shape, dtype = tuple(_length(axis, lengths) for axis in file), self._dtype_of(leaf.dtype)
@@ -113,8 +111,11 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
         or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side)
     )
     if is_malformed:
-        got, expected = f"{pattern!r} with {sizes}", "each name once on both sides of '->'"
-        expected += ", and the length of all names but one in parentheses"
+        expected = (
+            "each name once on both sides of '->', and the length of all names but one in "
+            "parentheses"
+        )
+        got = f"{pattern!r} with {sizes}"
         raise HyperparameterError("pattern", "rearrange()", got, expected)
     return Transform(axes[0], axes[1], sizes)
 
@@ -135,15 +136,15 @@ def cast(dtype: Any) -> Transform:
 UNCHANGED = rearrange("... -> ...")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Mapped:
     """A leaf, and the arrays of a file that make it; no array is read yet."""
 
     where: str
-    leaf: Leaf
+    leaf: leaves.Leaf
     names: dict[str, tuple[int, ...]]  # {name of an array: its place in the stacked axes}
     transform: Transform
-    stored: Leaf  # each of the arrays
+    stored: leaves.Leaf  # each of the arrays
 
     def part(self, bounds: Bounds, read: Callable[[str, Bounds], Any]) -> np.ndarray:
         """The part of the leaf within `bounds`, by `read` of parts of the arrays."""
@@ -177,13 +178,13 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
             try:
                 plan[i] = _mapped(leaves.leaf_of(path, x), texts[i], leaf_transform)
             except ValueError as error:
-                faults.append(f"{show('tree', path)}: {error}")
+                faults.append(f"{leaves.show('tree', path)}: {error}")
     fix = "Change the pattern of transform=, or its sizes."
     _matching.refuse(f"leaves that do not fit in {call}", faults, fix)
     return plan
 
 
-def _mapped(leaf: Leaf, name: list[str], transform: Transform) -> Mapped:
+def _mapped(leaf: leaves.Leaf, name: list[str], transform: Transform) -> Mapped:
     """The plan for a leaf; the parts of `name` are joined by a number for each stacked axis."""
     *texts, last_text = name
     depth = len(texts)
@@ -194,7 +195,7 @@ def _mapped(leaf: Leaf, name: list[str], transform: Transform) -> Mapped:
         "".join(f"{text}{i}" for text, i in zip(texts, place, strict=True)) + last_text
     )
     names = {name_at(place): place for place in np.ndindex(leaf.shape[:depth])}
-    return Mapped(show("tree", leaf.path), leaf, names, transform, stored)
+    return Mapped(leaves.show("tree", leaf.path), leaf, names, transform, stored)
 
 
 def _length(axis: tuple[str, ...], lengths: Mapping[str, int]) -> int:

@@ -362,8 +362,10 @@ def torch_name(name: str) -> str:
     >>> torch_name("layers/0/norm/scale")
     'layers.0.norm.weight'
     """
-    names = {"mean": "running_mean", "var": "running_var"}
-    names |= dict.fromkeys(("kernel", "scale", "embedding"), "weight")
+    names = {
+        "kernel": "weight", "scale": "weight", "embedding": "weight",
+        "mean": "running_mean", "var": "running_var",
+    }  # fmt: skip
     *path, leaf_name = name.split("/")
     return ".".join([*path, names.get(leaf_name, leaf_name)])
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, trees
@@ -167,7 +166,7 @@ def tree_of(tree: PyTree) -> Tree:
 
 def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
     children = trees.children_of(x)
-    if not children and x is not None and jtu.all_leaves([x]):
+    if not children and x is not None and jax.tree_util.all_leaves([x]):
         out.leaves.append((path, x))
         names.append(name)
         return
@@ -184,7 +183,7 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
 
 def _entry(entry) -> str:
     """A key entry as a string that differs for index 0 of a list and key 0 of a dict."""
-    if isinstance(entry, jtu.DictKey) and not isinstance(entry.key, str):
+    if isinstance(entry, jax.tree_util.DictKey) and not isinstance(entry.key, str):
         return f"{{{entry.key!r}}}"
     return str(entry)
 

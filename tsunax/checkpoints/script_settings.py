@@ -2,8 +2,6 @@
 compared when the script is started again. This file uses states, rules and data, but no files.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import sys
@@ -15,8 +13,7 @@ import jax
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._state.state_fields import averages_of
 from tsunax.checkpoints import leaves, state_facts
-from tsunax.data.batching import Batches
-from tsunax.data.prefetching import Prefetched
+from tsunax.data import batching, positions
 from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
@@ -48,7 +45,7 @@ class Setting(str):
 
     kind: Kind
 
-    def __new__(cls, text: str, kind: Kind = Kind.NUMBER) -> Setting:
+    def __new__(cls, text: str, kind: Kind = Kind.NUMBER) -> "Setting":
         setting = super().__new__(cls, text)
         setting.kind = kind
         return setting
@@ -109,9 +106,8 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
 
 def _some_rows(data) -> str | None:
     """A hash of a few rows of `batches(arrays)`; None for other data."""
-    while isinstance(data, Prefetched):
-        data = data.data
-    if not isinstance(data, Batches) or not data.is_of_arrays:
+    data = positions.innermost(data)
+    if not isinstance(data, batching.Batches) or not data.is_of_arrays:
         return None
     digest = hashlib.sha256()
     for x in data.sample():

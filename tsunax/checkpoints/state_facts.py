@@ -3,10 +3,10 @@ the table of live numbers, the groups that `adjust` cut, the schedules.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ import numpy as np
 from tsunax._core import Function, PyTree, placement, stable_text, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.leaves import Damaged, Keys
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
 from tsunax.rules.live_rules import Cut
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, trained_part
+
+# A function of a saved array and the script's array. It returns the array of the restored state,
+# and notes of the script's edits by title.
+Merge = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, dict[str, str]]]
 
 
 def _short(text: str) -> str:
@@ -30,7 +33,7 @@ def _short(text: str) -> str:
 def _schedule_text(schedule) -> str:
     name = lambda leaf: getattr(leaf, "__qualname__", type(leaf).__name__)
     kinds = [name(leaf) for leaf in schedule.leaves if leaf is not None]
-    return _short(re.sub(r" at 0x[0-9a-fA-F]+", "", f"{schedule.treedef} {kinds}"))
+    return _short(stable_text.without_address(f"{schedule.treedef} {kinds}"))
 
 
 def facts_of(state: TrainState) -> dict[str, Any]:
@@ -39,8 +42,7 @@ def facts_of(state: TrainState) -> dict[str, Any]:
     kind_of_average = lambda average: "uniform" if average.uniform else "exponential"
     averages = [f"{name} ({kind_of_average(x)})" for name, x in averages_of(state).items()]
     names = ("/".join(name) for name, _, _ in trees.leaves_with_names(state.params))
-    selected = plan.selected
-    trained = None if selected is None else list(itertools.compress(names, selected))
+    trained = None if plan.selected is None else list(itertools.compress(names, plan.selected))
     outline = lambda x: stable_text.words_of(x, code=False, numbers=False)
     columns, schedules, cuts = [], {}, []
     if numbers is not None:
@@ -53,11 +55,10 @@ def facts_of(state: TrainState) -> dict[str, Any]:
             for live_index, s in lives
             if s.cut
         ]
-    precision = None if plan.precision is None else outline(plan.precision)
     return {
         "rule": _short(outline(plan.update)),
         "trained": trained,
-        "precision": precision,
+        "precision": None if plan.precision is None else outline(plan.precision),
         "averages": ", ".join(averages) or None,
         "columns": columns,
         "schedules": schedules,
@@ -83,11 +84,9 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
             old_values = state.numbers.values  # type: ignore[union-attr]
             # cuts are computed on the host
-            if isinstance(old_values, jax.Array) and not trees.is_traced(old_values):
-                values = np.asarray(numbers.values)  # type: ignore[union-attr]
-                values = placement.replicate(
-                    values, old_values.sharding if old_values.committed else None
-                )
+            if trees.is_placed(old_values):
+                sharding = old_values.sharding if old_values.committed else None
+                values = placement.replicate(np.asarray(numbers.values), sharding)  # type: ignore[union-attr]
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:
@@ -135,41 +134,39 @@ def _frozen_names(state: TrainState) -> str:
     return trees.listed([name if is_single else f"{name} ({n})" for name, n in frozen], 6) or "none"
 
 
-@dataclass(frozen=True)
-class FrozenLeaves:
-    """The flags of frozen leaves, of which the script has edited some since the run's start."""
+def edit_of_frozen(
+    state: TrainState, at_start: Mapping[str, Any] | None
+) -> tuple[str, np.ndarray] | None:
+    """A note if a script freezes other leaves now, and the flags at the run's start.
 
-    note: str
-    at_start: np.ndarray  # uint32 words, a bit for each leaf
-
-    @classmethod
-    def edited(cls, state: TrainState, at_start: Mapping[str, Any] | None) -> "FrozenLeaves | None":
-        """The edit of a script that freezes other leaves now; a plain `setup` is no edit."""
-        if state.frozen is None or at_start is None:
-            return None
-        words = np.asarray(state.frozen)
-        has_flags = np.shape(at_start["frozen"]) == words.shape
-        start: Any = at_start["frozen"] if has_flags else np.zeros_like(words)
-        names = [_frozen_names(dataclasses.replace(state, frozen=x)) for x in (start, words)]
-        note = f"frozen leaves: {names[0]} then, {names[1]} now"
-        return None if np.array_equal(start, words) else cls(note, start)
-
-    def merged(
-        self, saved: np.ndarray, script_value: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, str]]:
-        """The flags of the script for leaves that it has edited, else the saved flags."""
-        is_edited = self.at_start ^ script_value
-        return saved ^ ((saved ^ script_value) & is_edited), {"frozen leaves": self.note}
+    A plain `setup` is no edit. The flags are uint32 words, with a bit for each leaf.
+    """
+    if state.frozen is None or at_start is None:
+        return None
+    words = np.asarray(state.frozen)
+    has_flags = np.shape(at_start["frozen"]) == words.shape
+    start: Any = at_start["frozen"] if has_flags else np.zeros_like(words)
+    names = [_frozen_names(dataclasses.replace(state, frozen=x)) for x in (start, words)]
+    note = f"frozen leaves: {names[0]} then, {names[1]} now"
+    return None if np.array_equal(start, words) else (note, start)
 
 
-def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
+def merged_flags(
+    note: str, at_start: np.ndarray, saved: np.ndarray, script_flags: np.ndarray
+) -> tuple[np.ndarray, dict[str, str]]:
+    """A `Merge`: the flags of the script for leaves that it has edited, else the saved flags."""
+    is_edited = at_start ^ script_flags
+    return saved ^ ((saved ^ script_flags) & is_edited), {"frozen leaves": note}
+
+
+def injected_numbers(state: TrainState) -> Iterator[tuple[leaves.Keys, Any]]:
     """The numbers that `optax.inject_hyperparams` keeps among the arrays of the optimizer."""
     for path, x in leaves.tree_of(state.opt_state).leaves:
         if ".hyperparams" in path[-2:-1]:
             yield (".opt_state", *path), x
 
 
-def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
+def script_numbers_in(manifest: Manifest) -> dict[leaves.Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
         script_facts: Any = decode(manifest.parts[0].values["script"], [])
@@ -194,104 +191,97 @@ def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
         return {}
 
 
-@dataclass(frozen=True)
-class KeptNumber:
-    """A saved number that stays, unless the script has changed it since the run's start."""
+def _merged_number(
+    title: str | None,
+    at_start: Any,
+    saved: np.ndarray,
+    script_value: np.ndarray,
+    user_number: Function = np.asarray,
+) -> tuple[np.ndarray, dict[str, str]]:
+    """A `Merge`: the saved number, unless the script has changed it since the run's start.
 
-    title: str | None  # in the note of an edit; None if the settings of `fit` report the edit
-    at_start: Any  # the number that the script gave when the run was set up; None: the saved number
-    user_number: Function = np.asarray  # returns the number that users give for the stored number
-
-    def merged(
-        self, saved: np.ndarray, script_value: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, str]]:
-        """The number of a restored state, and a note of the script's edit, if there is one."""
-        at_start = saved if self.at_start is None else self.at_start
-        if np.array_equal(at_start, script_value):
-            return saved, {}
-        change = then_and_now(self.user_number(at_start), self.user_number(script_value))
-        return script_value, {} if self.title is None else {self.title: f"{self.title}: {change}"}
+    `title` is None if the settings of `fit` report the edit, `at_start` is None if the script gave
+    the saved number at the start. `user_number` returns what users give for the stored number.
+    """
+    at_start = saved if at_start is None else at_start
+    if np.array_equal(at_start, script_value):
+        return saved, {}
+    change = then_and_now(user_number(at_start), user_number(script_value))
+    return script_value, {} if title is None else {title: f"{title}: {change}"}
 
 
-def kept_numbers(
-    state: TrainState, path: Keys, at_start: Mapping[str, Any] | None
-) -> dict[Keys, KeptNumber]:
-    """The numbers that a script may edit outside of the table of live numbers, by their path."""
-    numbers = {}
+def merges_of_numbers(
+    state: TrainState, path: leaves.Keys, at_start: Mapping[str, Any] | None
+) -> dict[leaves.Keys, Merge]:
+    """For the numbers that a script may edit outside of the table of live numbers, by path."""
+    decay_of_rate = lambda rate: 1 - np.float64(rate)  # an average stores the complement
+    merges: dict[leaves.Keys, Merge] = {}
     for name, average in averages_of(state).items():
         if not average.uniform and average.schedule is None:
             rate = None if at_start is None else at_start["rates"].get(name)
             title = "ema decay" + (f" of {name}" if name != "average" else "")
             if at_start is not None and rate is None:  # the average had a schedule
                 title = None
-            numbers[(*path, f".{name}", ".rate")] = KeptNumber(title, rate, _decay_of_rate)
+            merges[(*path, f".{name}", ".rate")] = functools.partial(
+                _merged_number, title, rate, user_number=decay_of_rate
+            )
     scale = state.loss_scale
     if scale is not None and (at_start is not None or not scale.dynamic):
         scale_at_start = None if at_start is None else at_start["scale"]
-        numbers[(*path, ".loss_scale", ".scale")] = KeptNumber("loss scale", scale_at_start)
+        merges[(*path, ".loss_scale", ".scale")] = functools.partial(
+            _merged_number, "loss scale", scale_at_start
+        )
     # Without the numbers of the script's start, an edit looks like a change by the rule.
     injected = {} if at_start is None else at_start["injected"]
     for keys, _ in injected_numbers(state) if injected else ():
         if (name := leaves.show("", keys)) in injected:
             title = leaves.show("", (*path, *keys)).lstrip(".")
-            numbers[(*path, *keys)] = KeptNumber(title, injected[name])
-    return numbers
+            merges[(*path, *keys)] = functools.partial(_merged_number, title, injected[name])
+    return merges
 
 
-def _decay_of_rate(rate: Any) -> np.float64:
-    """The decay that a user gave to an average, which stores the complement."""
-    return 1 - np.float64(rate)
+def merged_table(
+    saved_facts: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    at_start: Mapping[str, Any] | None,
+    saved: np.ndarray,
+    script_values: np.ndarray,
+) -> tuple[np.ndarray, dict[str, str]]:
+    """A `Merge` of the live numbers of a state, (..., 4, n), with notes by the number's name.
 
-
-@dataclass(frozen=True)
-class NumberTable:
-    """The live numbers of a state, (..., 4, n): a name is kept, unless the script has edited it."""
-
-    saved_facts: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    at_start: Mapping[str, Any] | None  # see `script_numbers`; None if unknown
-
-    def merged(
-        self, saved: np.ndarray, script_values: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, str]]:
-        """The table of a restored state, and notes of the script's edits by the number's name.
-
-        A number keeps its saved live value if the script gives the same number as before, at
-        `setup` and, if that is known, to `fit`. An edited number is the script's.
-        """
-        saved_columns = _by_name(self.saved_facts["columns"])
-        width = len(self.saved_facts["columns"])
-        if saved.shape != (*script_values.shape[:-1], width) or saved.dtype != script_values.dtype:
-            raise Damaged("manifest: live numbers that are no table of its names")
-        at_start = self.at_start
-        if at_start is not None and at_start["values"].shape[:-1] != script_values.shape[:-1]:
-            at_start = None
-        merged, edits = np.array(script_values), {}
-        for name, columns in _by_name(self.facts["columns"]).items():
-            places = saved_columns.get(name, [])
-            saved_schedule = self.saved_facts["schedules"].get(name, "")
-            schedule = self.facts["schedules"].get(name, "")
-            if saved_schedule != schedule or len(places) != len(columns):
-                word_for = lambda text: "a schedule" if text else "a number"
-                edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
-                continue
-            pairs = [(saved[..., 3, places], script_values[..., 3, columns])]
-            if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
-                table = at_start["values"][..., start_columns]
-                pairs += [(table[..., i, :], script_values[..., i, columns]) for i in range(3)]
-            if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
-                merged[..., columns] = saved[..., places]
-                continue
-            # Numbers of a schedule follow the number that may be held against it.
-            titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
-            is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
-            changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
-            detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
-            edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
-        return merged, edits
-
-
-Merge = NumberTable | KeptNumber | FrozenLeaves
+    A number keeps its saved live value if the script gives the same number as before, at
+    `setup` and, if `at_start` (see `script_numbers`) is known, to `fit`. An edited number is the
+    script's.
+    """
+    saved_columns = _by_name(saved_facts["columns"])
+    width = len(saved_facts["columns"])
+    if saved.shape != (*script_values.shape[:-1], width) or saved.dtype != script_values.dtype:
+        raise leaves.Damaged("manifest: live numbers that are no table of its names")
+    if at_start is not None and at_start["values"].shape[:-1] != script_values.shape[:-1]:
+        at_start = None
+    merged, edits = np.array(script_values), {}
+    for name, columns in _by_name(facts["columns"]).items():
+        places = saved_columns.get(name, [])
+        saved_schedule = saved_facts["schedules"].get(name, "")
+        schedule = facts["schedules"].get(name, "")
+        if saved_schedule != schedule or len(places) != len(columns):
+            word_for = lambda text: "a schedule" if text else "a number"
+            edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
+            continue
+        pairs = [(saved[..., 3, places], script_values[..., 3, columns])]
+        if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
+            table = at_start["values"][..., start_columns]
+            pairs += [(table[..., i, :], script_values[..., i, columns]) for i in range(3)]
+        if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
+            merged[..., columns] = saved[..., places]
+            continue
+        # Numbers of a schedule follow the number that may be held against it.
+        titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
+        is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
+        changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]
+        detail = f" ({', '.join(changed)})" if changed and len(titles) == len(columns) else ""
+        edits[name] = f"{name}{detail}: {then_and_now(*edit)}"
+    return merged, edits
 
 
 def _by_name(columns) -> dict[str, list[int]]:

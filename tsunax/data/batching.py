@@ -7,8 +7,6 @@ A batch is any pytree of arrays with rows along axis 0. The position in the data
 epoch and batch. This file uses no states and no steps.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -47,8 +45,12 @@ class Batches(Positioned):
     ) -> None:
         arrays = jax.tree_util.tree_map_with_path(row_readers.as_column, arrays)
         self._rows: int = check_batch(arrays, root="arrays")  # rows of all processes
-        settings = {"rows": self._rows, "batch_size": batch_size, "seed": seed}
-        super().__init__(settings | {"shuffle": shuffle, "drop_remainder": drop_remainder})
+        super().__init__(
+            {
+                "rows": self._rows, "batch_size": batch_size, "seed": seed,
+                "shuffle": shuffle, "drop_remainder": drop_remainder,
+            }
+        )  # fmt: skip
         self.batch_size: int = batch_size
         self.process: order.Process = process
         self.resident: PyTree = None  # the arrays on the device
@@ -115,7 +117,7 @@ class Batches(Positioned):
         """
         return self._order_of(epoch)[:]
 
-    def _order_of(self, epoch: int) -> order.EpochOrder:
+    def _order_of(self, epoch: int) -> "order.EpochOrder":
         if epoch not in self._last_order:
             self._last_order.clear()
             arguments = self._rows, self._shuffle, self._seed, epoch, self.batch_size, self.process
@@ -155,7 +157,7 @@ class _Epoch:
     def __init__(self, data: Batches):
         self.data, self.place, self.order = data, None, None
 
-    def __iter__(self) -> _Epoch:
+    def __iter__(self) -> "_Epoch":
         return self
 
     def advance(self, max_batches: int | None) -> Any:
@@ -256,9 +258,14 @@ def batches(
     if batch_size % count:
         fix = "It counts the rows of all processes together."
         raise DataError("batch_size", where, batch_size, f"a multiple of {count} processes", fix)
-    settings: dict[str, Any] = dict(drop_remainder=drop_remainder, process=process, device=device)
     data = Batches(
-        arrays, int(batch_size), seed=operator.index(seed), shuffle=bool(shuffle), **settings
+        arrays,
+        int(batch_size),
+        seed=operator.index(seed),
+        shuffle=bool(shuffle),
+        drop_remainder=drop_remainder,
+        process=process,
+        device=device,
     )
     if not len(data):
         got = f"{data._rows} rows, fewer than batch_size={batch_size}"

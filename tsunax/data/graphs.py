@@ -133,9 +133,13 @@ def _checked(item: Any, where: str, limits: np.ndarray) -> dict[str, Any]:
         got = f"senders {trees.describe(end_nodes[0])}, receivers {trees.describe(end_nodes[1])}"
         expected = f"integers from 0 to {n - 1} in both, and in 'edges' one row for each of {m}"
         raise DataError(where, where_packed, got, expected)
-    part |= {"senders": end_nodes[0].astype(np.int32), "receivers": end_nodes[1].astype(np.int32)}
-    part["globals"] = jax.tree.map(lambda x: x[None], part["globals"])
-    part |= {"graph_of_node": np.zeros(n, np.int32), "mask": np.ones(1, bool)}
+    part |= {
+        "senders": end_nodes[0].astype(np.int32),
+        "receivers": end_nodes[1].astype(np.int32),
+        "globals": jax.tree.map(lambda x: x[None], part["globals"]),
+        "graph_of_node": np.zeros(n, np.int32),
+        "mask": np.ones(1, bool),
+    }
     if np.any(_size(part) > limits):
         got, expected = f"{n} nodes, {m} edges", "at most {} nodes, {} edges, {} graphs"
         raise DataError(where, where_packed, got, expected.format(*limits))

@@ -70,8 +70,8 @@ class EpochOrder:
         self.batch_size: int = batch_size
         self.process: Process = process
         self.batches: int = n // batch_size
-        tail = n % batch_size
-        self.tail: slice = share(tail, batch_size, process)  # rows of the short last batch
+        # rows of the short last batch
+        self.tail: slice = share(n % batch_size, batch_size, process)
         self.dtype: type = np.int32 if n < 2**31 else np.int64
         # rows at places in the epoch of all processes
         self.rows_at: Any = lambda places: places

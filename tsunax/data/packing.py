@@ -5,14 +5,11 @@ pad       -> a few shapes: each sequence padded to the least length that holds i
 interleave   batches of those shapes as one source, each shape compiled once
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax._core import PyTree, TreeDef, Where, patterns, trees
@@ -155,7 +152,7 @@ def _padded(records: _Records, part: list[int], length: int) -> Padded:
 
 def _is_array(x: Any) -> bool:
     """Whether it is one leaf of a record: an array, a number, or a list or tuple of numbers."""
-    if isinstance(x, np.ndarray | list) or jtu.all_leaves([x]):
+    if isinstance(x, np.ndarray | list) or jax.tree_util.all_leaves([x]):
         return True
     is_plain = isinstance(x, tuple) and not hasattr(x, "_fields")
     return is_plain and not any(hasattr(element, "__len__") for element in x)

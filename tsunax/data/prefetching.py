@@ -1,6 +1,5 @@
 """Prefetching: a thread makes the next batches and copies them to a device."""
 
-import copy
 import operator
 import queue
 import threading
@@ -10,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from tsunax._core import Device, PyTree, checks
 from tsunax.data.cursors import END, Source, as_source
@@ -25,10 +23,11 @@ def _placer(device: Any) -> Callable[[PyTree, bool], PyTree]:
     sharding = placement(device, "prefetch()")
     if spans_processes(sharding):  # each process has its part of the rows
         replicated = sharding_of((), sharding)
-        choose = lambda x, is_whole: replicated if is_whole or not np.ndim(x) else sharding
-        put = lambda x, is_whole: put_tree(x, choose(x, is_whole))
-        return lambda batch, is_whole: jax.tree.map(lambda x: put(x, is_whole), batch)
-    if not isinstance(sharding, NamedSharding):
+        place = lambda x, is_whole: replicated if is_whole or not np.ndim(x) else sharding
+        return lambda batch, is_whole: jax.tree.map(
+            lambda x: put_tree(x, place(x, is_whole)), batch
+        )
+    if not isinstance(sharding, jax.sharding.NamedSharding):
         return lambda batch, is_whole: jax.device_put(batch, sharding)
     by_rows = lambda x: sharding_of(np.shape(x), sharding)
     return lambda batch, is_whole: jax.device_put(batch, jax.tree.map(by_rows, batch))
@@ -60,21 +59,18 @@ def _end(slots: Any, ended: list[bool], thread: threading.Thread) -> None:
 class Prefetched(Data):
     """Data that `prefetch(data, device, size)` returns; raises the same errors.
 
-    Its position counts the batches that you received, not the batches that are read ahead.
+    Its position counts the batches that you received, not the batches that are read ahead. `data`
+    is your iterable.
     """
 
     is_whole: bool = False
     reads_ahead: ClassVar[bool] = True
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
-        self._source, self._place, self._size = as_source(data), _placer(device), size
+        self._source, self._device, self._size = as_source(data), device, size
+        self._place, self.data = _placer(device), self._source.data
         self._state: dict[str, Any] | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the loop under way
-
-    @property
-    def data(self) -> Any:
-        """The user's iterable, which is read ahead."""
-        return self._source.data
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]
@@ -87,9 +83,7 @@ class Prefetched(Data):
     def afresh(self) -> "Prefetched":
         """The same data at the beginning, with a separate position and thread."""
         data = self.data.afresh() if isinstance(self.data, Data) else self.data
-        copied = copy.copy(self)
-        copied._source, copied._state, copied._end = as_source(data), None, lambda: None
-        return copied
+        return Prefetched(data, self._device, self._size)
 
     def __repr__(self) -> str:
         return f"Prefetched({self.data!r}, size {self._size})"
@@ -103,8 +97,12 @@ class Prefetched(Data):
         self._source.rewind()
         batches, ended = _placed(self._source, self._place), []
         ready, slots = queue.SimpleQueue(), queue.SimpleQueue()
-        thread = threading.Thread(target=_run_ahead, args=(batches, ready, slots, ended))
-        thread.name, thread.daemon = "tsunax-prefetch", True
+        thread = threading.Thread(
+            name="tsunax-prefetch",
+            target=_run_ahead,
+            args=(batches, ready, slots, ended),
+            daemon=True,
+        )
         end = self._end = weakref.finalize(self, _end, slots, ended, thread)  # at exit too
         for _ in range(self._size):
             slots.put(True)

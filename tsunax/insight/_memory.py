@@ -165,8 +165,7 @@ def limit_of(memory: Any, state: Any, where: str) -> tuple[int, str]:
             memory = round(float(size[1]) * unit)
         if isinstance(memory, float) and memory.is_integer():  # 16e9
             memory = int(memory)
-        checks.check_count(memory, where, "memory")
-        return int(memory), "as given"
+        return checks.check_count(memory, where, "memory"), "as given"
     device, arrays = device_of_state(state), jax.tree.leaves(state)
     if (mesh := mesh_of(state)) is not None and placement.is_absent(mesh):
         memory_by_kind = {card["description"]: card["memory"] for card in CARDS.values()}

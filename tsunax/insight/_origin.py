@@ -62,12 +62,10 @@ class _Run:
         self.constants = set(jaxpr.constvars)
         self.equation_of = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.origins: dict[tuple[Any, bytes], Origin] = {}
-        self.values = dict(zip(jaxpr.invars, arguments, strict=True))
-        self.values |= zip(jaxpr.constvars, consts, strict=True)
-        variables = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
-        self.values |= zip(
-            variables, _compiled(jaxpr, tuple(variables))(consts, arguments), strict=True
-        )
+        results = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
+        values = *arguments, *consts, *_compiled(jaxpr, tuple(results))(consts, arguments)
+        variables = *jaxpr.invars, *jaxpr.constvars, *results
+        self.values = dict(zip(variables, values, strict=True))
 
     def value(self, v: Any) -> Any:
         return v.val if hasattr(v, "val") else self.values[v]
@@ -89,10 +87,10 @@ class _Run:
     def origin_through(self, eqn: Any, v: Any, where: Any) -> Origin:
         """The origin behind a primitive: its bad operands, or the primitive itself."""
         out = np.asarray(self.value(v))
-        operands = [
-            (x, self.bad_operand_elements(eqn, i, x, where)) for i, x in enumerate(eqn.invars)
+        bad_elements = lambda i: self.bad_operand_elements(eqn, i, where)
+        wrong = [
+            (x, places) for i, x in enumerate(eqn.invars) if (places := bad_elements(i)) is not None
         ]
-        wrong = [(x, places) for x, places in operands if places is not None]
         made_nan = bool(np.isnan(out[where]).any())
         nans = [
             (x, places & np.isnan(np.asarray(self.value(x)))) for x, places in wrong if made_nan
@@ -115,9 +113,9 @@ class _Run:
         sources = (eqn.source_info, *self.sources)
         return Origin(None, eqn.primitive.name, sources, self.trips, out, constant)
 
-    def bad_operand_elements(self, eqn: Any, i: int, x: Any, where: Any) -> Any:
-        """The bad elements of an operand that affect the result at `where`; None without any."""
-        bad_elements = nonfinite_elements(self.value(x))
+    def bad_operand_elements(self, eqn: Any, i: int, where: Any) -> Any:
+        """The bad elements of operand i that affect the result at `where`; None without any."""
+        bad_elements = nonfinite_elements(self.value(eqn.invars[i]))
         if bad_elements is None:
             return None
         primitive = eqn.primitive.name

@@ -11,7 +11,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from tsunax._core import Function, PyTree, checks, placement, processes, tables,
 from tsunax._step.members import row_axes
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
-from tsunax.insight._memory import Need
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 
@@ -37,7 +35,7 @@ _FIRST_MULTIPLE = 8
 _ROUNDING = 2048
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SizeTrial:
     """A batch of `size` rows, compiled in `seconds`: its `need` of memory, and whether it `fits`.
 
@@ -46,11 +44,11 @@ class SizeTrial:
 
     size: int
     fits: bool
-    need: Need | None
+    need: _memory.Need | None
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SizeReport:
     """The `trials` of a search, a tuple in their order; prints as a table.
 
@@ -67,7 +65,7 @@ class SizeReport:
 
     def __repr__(self) -> str:
         has_host = any(t.need and t.need.host for t in self.trials)
-        fields = [f.name for f in dataclasses.fields(Need) if has_host or f.name != "host"]
+        fields = [f.name for f in dataclasses.fields(_memory.Need) if has_host or f.name != "host"]
         rows = [["size", *fields, "need", "fits", "s"]]
         for t in self.trials:
             sizes = [getattr(t.need, name) for name in [*fields, "total"]] if t.need else []
@@ -242,8 +240,8 @@ def find_accumulation(
     )
     if not sizes:
         raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
-    search = where, step, (state, example, extra), sizes, memory, margin, batch_size
-    return _largest_fitting("accumulate", *search)
+    search = where, step, (state, example, extra), sizes, memory, margin
+    return _largest_fitting("accumulate", *search, whole_batch=batch_size)
 
 
 def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole_batch=None) -> Any:

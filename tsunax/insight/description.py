@@ -13,17 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
-from tsunax._step.finite_state import certainty
-from tsunax._step.members import over_members
+from tsunax._step import finite_state, members
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.insight import _cost, _memory
-from tsunax.insight._cost import Collective
-from tsunax.insight._memory import Need
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
@@ -58,12 +54,12 @@ class Description:
     """
 
     flops: float
-    memory: Need | None
+    memory: _memory.Need | None
     donates: bool
     donated: int
     aliased: int
     not_aliased: tuple[str, ...]
-    communication: tuple[Collective, ...]
+    communication: tuple[_cost.Collective, ...]
     leaves: tuple[Leaf, ...]
     traces: int
     recompiles: tuple[str, ...]
@@ -163,16 +159,16 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
     reasons: list[str] = []
 
     def trace_certainty(state: TrainState) -> None:
-        is_certain, reason = certainty(state, trained_part(state), None)
+        is_certain, reason = finite_state.certainty(state, trained_part(state), None)
         live_clause = " while its live numbers are within bounds, else also by its update"
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
 
-    jax.eval_shape(lambda state: over_members(trace_certainty, state), state)
+    jax.eval_shape(lambda state: members.over_members(trace_certainty, state), state)
     return f"by {reasons[0]}"
 
 
-def measured_peak(device: Device = None, dtype: DTypeLike = "float32") -> float:
+def measured_peak(device: Device = None, dtype: jax.typing.DTypeLike = "float32") -> float:
     """FLOP/s of the best square matrix product of `dtype` on `device`: `2 n³ / seconds`, a float.
 
     The matrices grow from 1024 to 16384 until a product takes 10 ms; each is timed twenty times.

@@ -19,8 +19,7 @@ from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
 from tsunax.program import TrainStep, check_is_train_step
-from tsunax.run import fused_loop, plots
-from tsunax.run.chunks import Limits
+from tsunax.run import chunks, fused_loop, plots
 from tsunax.run.feed import Feed
 from tsunax.state import TrainState, check_state, own
 
@@ -168,7 +167,7 @@ def find_learning_rate(
 
 def _losses(ramp: _Ramp, state, data, points: int, extra, until_divergence) -> np.ndarray:
     """Losses in float64 until they diverge: NaN for rejected steps, left out for repeated steps."""
-    loop, feed = fused_loop.fused(ramp, True), Feed(ramp, data, state, Limits())
+    loop, feed = fused_loop.fused(ramp, True), Feed(ramp, data, state, chunks.Limits())
     losses, calls = np.zeros(0), 0
     try:
         while len(losses) < points and until_divergence(losses)[1] == len(losses):

@@ -6,21 +6,17 @@ It keeps every value of the step, and walks back from a bad result: see `insight
 import dataclasses
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Function, PyTree, trees
-from tsunax._core.dataflow import source_line
+from tsunax._core import Function, PyTree, dataflow, trees
 from tsunax._state.state_fields import averages_of
-from tsunax._step import step_errors
-from tsunax._step.members import refuse_population
+from tsunax._step import members, step_errors
 from tsunax.insight import _origin
-from tsunax.program import TrainStep, check_is_train_step, place_state
+from tsunax.program import check_is_train_step, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import States
@@ -28,7 +24,7 @@ from tsunax.states import States
 __all__ = ["ReplayReport", "replay"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ReplayReport:
     """The result of `replay`: plain data, and the paragraph `text` when it is printed.
 
@@ -83,11 +79,8 @@ def replay(
     >>> report.result, report.primitive, report.in_gradient
     ("gradient of params['w']", 'div', True)
     """
-    if not isinstance(state, States):
-        check_is_train_step(step, "replay()")
-        check_state(state, "replay()", batch)
-    refuse_population(state, "replay()")
-    if isinstance(state, States) or not isinstance(step, TrainStep):  # search the infos first
+    if isinstance(state, States):  # search the infos first
+        members.refuse_population(state, "replay()")
         call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
@@ -96,6 +89,9 @@ def replay(
             or _report_on_first_bad(new_state_of, ("new state",), arguments, 1, (state,))
             or _ALL_FINITE
         )
+    check_is_train_step(step, "replay()")
+    check_state(state, "replay()", batch)
+    members.refuse_population(state, "replay()")
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)
@@ -148,7 +144,7 @@ def _report_on_first_bad(
 
     `f` splits its batch into `n_micro_batches`, and returns trees with these `names`.
     """
-    results = jtu.tree_leaves_with_path(jax.jit(f)(*arguments))
+    results = jax.tree.leaves_with_path(jax.jit(f)(*arguments))
     old_leaves = itertools.chain(jax.tree.leaves(old_results), itertools.repeat(None))
     for i, ((path, leaf), old_leaf) in enumerate(zip(results, old_leaves, strict=False)):
         is_bad, was_bad = _origin.nonfinite_elements(leaf), _origin.nonfinite_elements(old_leaf)
@@ -183,13 +179,13 @@ def _report(
     in_gradient = result.startswith("gradient")
     argument = line = code = ""
     if origin.argument is not None:
-        path = jtu.tree_leaves_with_path(arguments)[origin.argument][0]
+        path = jax.tree.leaves_with_path(arguments)[origin.argument][0]
         argument = trees.access_str(("state", "batch", "extra")[path[0].idx], path[1:])
         if n_micro_batches > 1 and argument.startswith("batch") and np.ndim(origin.value):
             micro_batch = int(np.argwhere(~np.isfinite(origin.value))[0][0]) % n_micro_batches
         cause = f"{argument} was given so: {_nonfinite_text(origin.value)}"
     else:
-        line, code = source_line(origin.sources, above=__file__)
+        line, code = dataflow.source_line(origin.sources, above=__file__)
         value_text = "a constant" if origin.constant else _nonfinite_text(origin.value)
         place_text = f" at {'the derivative of ' * in_gradient}{line}" if line else ""
         cause = f"{origin.primitive} gave {value_text}{place_text}{code and f': `{code}`'}"

@@ -3,15 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Scalar, TreeDef
-from tsunax._core.tables import flat
+from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
@@ -33,17 +31,17 @@ class StatesInfo(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Infos:
     """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
     table: jax.Array | np.ndarray  # f32 (steps, numbers): the bits of all 32-bit types
     other_leaves: list[Any]  # stacked leaves that are no 32-bit number
-    treedef: TreeDef = field(metadata={"static": True})
+    treedef: TreeDef = dataclasses.field(metadata={"static": True})
     # the dtype of each leaf; None if it is in `other_leaves`
-    dtypes: tuple[Any, ...] = field(metadata={"static": True})
+    dtypes: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     # the scheduled hyperparameters, the last columns of the table
-    named: tuple[str, ...] = field(metadata={"static": True})
+    named: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of_step(cls, info: PyTree) -> "Infos":
@@ -80,16 +78,12 @@ class Infos:
 
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     """An info with the numbers of its state. For `States`, the infos in a dict get them by name."""
-    if isinstance(info, StatesInfo):
-        if not isinstance(info.info, Mapping):
-            return info
-        named = {prefix.removesuffix("/"): x for prefix, x in numbers.items()}
-        is_member = lambda name, part: name in named and isinstance(part, StepInfo)
-        infos = {
-            name: part._replace(numbers=named[name]) if is_member(name, part) else part
-            for name, part in info.info.items()
-        }
-        return info._replace(info=infos)
+    if isinstance(info, StatesInfo) and isinstance(info.info, Mapping):
+        named = {prefix.removesuffix("/"): {"": x} for prefix, x in numbers.items()}
+        parts = info.info.items()
+        return info._replace(
+            info={name: with_numbers(x, named[name]) if name in named else x for name, x in parts}
+        )
     return info._replace(numbers=numbers.get("")) if isinstance(info, StepInfo) else info
 
 
@@ -127,8 +121,7 @@ def with_scheduled(infos: Infos, state: PyTree) -> Infos:
     columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
     if not columns:
         return infos
-    scheduled_columns = [x.astype(jnp.float32)[:, None] for x in columns.values()]
-    table = jnp.concatenate([infos.table, *scheduled_columns], 1)
+    table = jnp.column_stack([infos.table, *(x.astype(jnp.float32) for x in columns.values())])
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 
@@ -267,16 +260,18 @@ class HeldNumbers:
     def columns_of(self, state: PyTree) -> dict[str, float]:
         numbers = {prefix: x for prefix, x in numbers_of(state).items() if x is not None}
         if any(x is not self._numbers.get(prefix) for prefix, x in numbers.items()):
-            named = {prefix: x.named(None) for prefix, x in numbers.items()}
             adjusted = {
                 prefix + name for prefix, x in numbers.items() for name in x.adjusted_names()
             }
             adjusted |= {*self._memory.get(ADJUSTED, {}).get("names", ())}
             values = {
-                prefix + name: x for prefix, part in named.items() for name, x in part.items()
+                prefix + name: number
+                for prefix, x in numbers.items()
+                for name, number in x.named(None).items()
             }
             names = [name for name in values if "learning_rate" in name or name in adjusted]
             if adjusted:
                 self._memory[ADJUSTED] = {"names": sorted(adjusted)}
-            self._numbers, self._columns = numbers, flat({name: values[name] for name in names})
+            self._numbers = numbers
+            self._columns = tables.flat({name: values[name] for name in names})
         return self._columns

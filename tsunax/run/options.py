@@ -193,4 +193,5 @@ def check_step(where: str, step: object, state: PyTree) -> None:
     if isinstance(step, TrainStep):
         check_state(state, where)
     else:
-        checks.check_all_alive(state, "state")
+        for place, leaf in trees.leaves_at("state", state):
+            checks.check_alive(leaf, place)

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure
-from tsunax._core.libraries import library
-from tsunax._core.tables import ASIDE, families
+from tsunax._core import Figure, libraries, tables
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics come between
 _MOST_NAMES = 12  # names in a legend
@@ -30,7 +28,7 @@ def _panel_of(name: str) -> str:
 
 def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """{panel: {name: series}} of `names`, or of the loss, metrics, the learning rate."""
-    has_panel = lambda name: not name.endswith("_per_second") and _panel_of(name) not in ASIDE
+    has_panel = lambda name: not (name.endswith("_per_second") or _panel_of(name) in tables.ASIDE)
     chosen = [names] if isinstance(names, str) else names or list(filter(has_panel, history.names))
     panels: dict[str, dict[str, Any]] = {}
     for name in chosen or history.names:
@@ -107,7 +105,7 @@ def _member_legend(
     lines: dict[str, Any], still_panels: dict[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """For a legend: the constants in which members differ, and {number and constants: line}."""
-    kinds = families(lines, 2)
+    kinds = tables.families(lines, 2)
     names = max(kinds.values(), key=len)
     if len(names) == 1:
         return [], {}
@@ -149,7 +147,7 @@ def _draw_marks(
 
 
 def new_figure(width: float, height: float) -> Any:
-    matplotlib = library("matplotlib.figure", "plot()", "plot")
+    matplotlib = libraries.library("matplotlib.figure", "plot()", "plot")
     figure = matplotlib.Figure(figsize=(width, height), dpi=150, layout="constrained")
 
     def png() -> bytes:
@@ -193,17 +191,19 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Draw lines and return them by name. A loss with a wide range gets a logarithmic axis."""
-    viridis, lines = library("matplotlib", "plot()", "plot").colormaps["viridis"], {}
-    kinds, dashes = families(columns, 2), itertools.cycle(("-", "--", ":", "-."))
+    viridis, lines = libraries.library("matplotlib", "plot()", "plot").colormaps["viridis"], {}
+    kinds, dashes = tables.families(columns, 2), itertools.cycle(("-", "--", ":", "-."))
     for names in kinds.values():
         is_single = len(names) == 1
         dash = "-" if is_single else next(dashes)
         for name, color_share in zip(names, np.linspace(0, 0.9, len(names)), strict=True):
             x, values, points = _with_jumps(*columns[name])
-            style: Any = {"linestyle": dash, "color": None if is_single else viridis(color_share)}
             max_markers = 40 if len(names) <= _MOST_NAMES else 1
-            marker = "o" if len(points) <= max_markers else None
-            style |= {"marker": marker, "markersize": 3, "markevery": points}
+            style: Any = {
+                "linestyle": dash, "color": None if is_single else viridis(color_share),
+                "marker": "o" if len(points) <= max_markers else None, "markersize": 3,
+                "markevery": points,
+            }  # fmt: skip
             (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
     single_lines = [line for name, line in lines.items() if name in kinds]
     if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,7 +28,6 @@ STEPS = 3
 def check_start(step: Any, state: Any, where: str) -> None:
     check_is_train_step(step, where)
     check_state(state, where)
-    live_step(state, math.inf, where)
 
 
 def live_step(state: Any, steps: float, where: str) -> int:
@@ -129,12 +127,10 @@ def compared(
     """The largest relative difference of two trees (to sizes by name, if given), or CheckError."""
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
-    differences, sizes = [(0.0, "", "")], sizes or {}
-    pairs = zip(trees.leaves_at(root, got), trees.leaves_at(root, expected), strict=True)
-    for (name, x), (_, y) in pairs:
-        far, text = _distance(x, y, tolerance == 0, sizes.get(name))
-        differences.append((far, name, text))
-    worst, name, text = max(differences, key=lambda x: x[0])
+    pairs = zip(trees.leaves_at(root, got), jax.tree.leaves(expected), strict=True)
+    size_of = (sizes or {}).get
+    distances = [(name, *_distance(x, y, tolerance == 0, size_of(name))) for (name, x), y in pairs]
+    name, worst, text = max(distances, key=lambda x: x[1], default=("", 0.0, ""))
     if worst > tolerance:
         expected = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
         raise CheckError(f"leaf {name}", where, text, expected)

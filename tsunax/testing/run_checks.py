@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Function, PyTree, trees
-from tsunax.data.positions import Data
+from tsunax.data.positions import Data, innermost
 from tsunax.errors import WrongTypeError
 from tsunax.loop import fit
-from tsunax.run.feed import innermost
 from tsunax.run.info_columns import logged_step
 from tsunax.state import TrainState
 from tsunax.testing._comparing import EXACT, check_compared_steps, compared, copied, live_step

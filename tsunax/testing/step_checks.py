@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
@@ -103,7 +102,7 @@ def check_sharding(
     step: TrainStep,
     state: TrainState,
     batch: PyTree,
-    mesh: Mesh | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     tolerance: float = EXACT,
     steps: int = STEPS,
     **extra: Any,

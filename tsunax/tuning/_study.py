@@ -3,8 +3,6 @@
 A trial is written when it has ended, as a line of the journal. A killed trial is run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,13 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import StrPath, durable_files
-from tsunax._core.libraries import library
+from tsunax._core import StrPath, durable_files, libraries
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.script_settings import Kind, Setting
 from tsunax.errors import CheckpointError, SaveError, TsunaxError, told
 from tsunax.tuning import _trials, spaces
-from tsunax.tuning._trials import Cause, Result, Trial
 
 JOURNAL_NAME = "optuna.journal"
 _STUDY_NAME = "tsunax"
@@ -31,14 +26,14 @@ OBJECTIVE = "objective"  # the only setting of a sweep that may change; then tun
 
 
 def _optuna(part: str = "") -> Any:
-    return library(f"optuna{part}", "tune()", extra="tune")
+    return libraries.library(f"optuna{part}", "tune()", extra="tune")
 
 
 class Journal:
     """The ended trials, in memory or in a directory that a single process may use at a time."""
 
     def __init__(self, folder: Path | None, about: dict[str, Any]):
-        self.trials: dict[int, Trial] = {}
+        self.trials: dict[int, _trials.Trial] = {}
         self.study, self._lock, self.edits = None, None, list[str]()
         if folder is None:
             return
@@ -54,14 +49,14 @@ class Journal:
                     durable_files.sync(folder)
                 else:
                     _check_settings(folder, old, about)
-                    code = Setting(about[OBJECTIVE], Kind.OBJECTIVE)
+                    code = script_settings.Setting(about[OBJECTIVE], script_settings.Kind.OBJECTIVE)
                     self.edits = [*script_settings.edits(old, {OBJECTIVE: code})]
                 self.trials = _ended(self.study)
             except BaseException:
                 self.close()
                 raise
 
-    def end(self, trial: Trial, space: Mapping[str, Any]) -> None:
+    def end(self, trial: _trials.Trial, space: Mapping[str, Any]) -> None:
         """A trial has ended; it is on the disk when this returns. Raises SaveError."""
         if self.study is not None:
             try:
@@ -77,7 +72,7 @@ class Journal:
             self._lock.release()
 
 
-def read(directory: StrPath) -> Result:
+def read(directory: StrPath) -> _trials.Result:
     """The ended trials of a `directory` (a path), also while a sweep runs: `read("sweep").best`.
 
     Raises CheckpointError for a path without a sweep.
@@ -88,7 +83,7 @@ def read(directory: StrPath) -> Result:
             raise FileNotFoundError(f"no {JOURNAL_NAME}")
         study = _load(folder / JOURNAL_NAME)
         about = study.user_attrs[_ATTRIBUTES_KEY]
-        return Result(tuple(_ended(study).values()), tuple(about["space"]), about["mode"])
+        return _trials.Result(tuple(_ended(study).values()), tuple(about["space"]), about["mode"])
 
 
 @contextlib.contextmanager
@@ -179,22 +174,22 @@ def _our_trials(study: Any) -> list[Any]:
     return [t for t in trials if t.state.is_finished() and _ATTRIBUTES_KEY in t.user_attrs]
 
 
-def _ended(study: Any) -> dict[int, Trial]:
+def _ended(study: Any) -> dict[int, _trials.Trial]:
     """The ended trials by number. A study counts in the order in which trials end."""
     return {t.index: t for t in sorted(map(_as_trial, _our_trials(study)), key=lambda t: t.index)}
 
 
-def _as_trial(optuna_trial: Any) -> Trial:
+def _as_trial(optuna_trial: Any) -> _trials.Trial:
     status = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed"}[optuna_trial.state.name]
     fields = optuna_trial.user_attrs[_ATTRIBUTES_KEY]
     as_tuples = lambda x: tuple(map(as_tuples, x)) if isinstance(x, list) else x
     values = {name: as_tuples(x) for name, x in fields["values"].items()}
-    cause = None if fields["cause"] is None else Cause(*fields["cause"])
+    cause = None if fields["cause"] is None else _trials.Cause(*fields["cause"])
     fields = fields | {"values": values, "cause": cause}
-    return Trial(**fields, status=status, reports=dict(optuna_trial.intermediate_values))
+    return _trials.Trial(**fields, status=status, reports=dict(optuna_trial.intermediate_values))
 
 
-def _as_optuna_trial(trial: Trial, space: Mapping[str, Any]) -> Any:
+def _as_optuna_trial(trial: _trials.Trial, space: Mapping[str, Any]) -> Any:
     states = {"done": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
     field_names = ("index", "values", "value", "metrics", "cause", "seconds")
     fields = {name: getattr(trial, name) for name in field_names}
@@ -227,22 +222,17 @@ class Search:
     def __init__(self, space: Mapping, about: dict, pruner: Any, sampler: Any, journal: Journal):
         optuna = _optuna()
         self.space, self.seed = space, about["seed"]
-        sampler = sampler or (lambda seed: optuna.samplers.TPESampler(seed=seed))
-        self.make_sampler = sampler if callable(sampler) else None
-        options = {
-            "sampler": None if self.make_sampler else sampler,
-            "direction": f"{about['mode']}imize",
-        }
-        self.study = _created(pruner=pruner or optuna.pruners.NopPruner(), **options)
+        fixed_or_new = lambda seed: sampler or optuna.samplers.TPESampler(seed=seed)
+        self.make_sampler = sampler if callable(sampler) else fixed_or_new
+        pruner, direction = pruner or optuna.pruners.NopPruner(), f"{about['mode']}imize"
+        self.study = _created(pruner=pruner, direction=direction)
         if journal.study is not None:
             self.study.add_trials(_our_trials(journal.study))
 
     def values(self, index: int) -> dict[str, Any]:
         # A new sampler for each trial: after a kill the proposals are the same as without it.
-        if self.make_sampler is not None:
-            self.study.sampler = self.make_sampler(
-                spaces.random_bits(self.seed, index, "", np.uint32)
-            )
+        trial_seed = spaces.random_bits(self.seed, index, "", np.uint32)
+        self.study.sampler = self.make_sampler(trial_seed)
         self.trial = self.study.ask()
         return suggested_values(self.trial, self.space)
 
@@ -252,7 +242,7 @@ class Search:
             self.trial.report(value, step)
             return self.trial.should_prune()
 
-    def end(self, trial: Trial) -> None:
+    def end(self, trial: _trials.Trial) -> None:
         state = _as_optuna_trial(trial, self.space).state
         self.study.tell(self.trial, trial.value if trial.status == "done" else None, state)
 

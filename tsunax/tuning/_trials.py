@@ -1,24 +1,17 @@
 """The outcomes of an objective: a trial with its numbers or its failure, and all trials."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsunax._core import checks, tables, trees
-from tsunax._core.source_lines import LIBRARIES
+from tsunax._core import checks, source_lines, tables, trees
 from tsunax.errors import HyperparameterError, TrialError, TsunaxError, WrongTypeError, unknown
-
-# parameters that an objective may have in addition to the space
-RESERVED_NAMES = ("report", "trial")
 
 
 class Pruned(TsunaxError):
@@ -36,7 +29,7 @@ class Cause(NamedTuple):
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Trial:
     """One dict of `values`, and the result of the objective for it, after `seconds`.
 
@@ -49,10 +42,10 @@ class Trial:
     values: dict[str, Any]
     status: str
     value: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     cause: Cause | None = None
     seconds: float = 0.0
-    reports: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def rank_of(value: float | None, mode: str) -> float:
@@ -62,7 +55,7 @@ def rank_of(value: float | None, mode: str) -> float:
     return value if mode == "min" else -value
 
 
-@dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """The `trials` of a sweep, a tuple in their order; prints as a table, the best first.
 
@@ -122,10 +115,10 @@ def _cell(x: Any) -> str:
 
 
 def reserved_arguments_of(objective: Callable, trial: Any, report: Callable) -> dict[str, Any]:
-    """The arguments with reserved names that an objective takes."""
-    reserved_arguments = {"trial": trial, "report": report}
+    """The arguments with reserved names that an objective takes in addition to the space."""
     parameters = inspect.signature(objective).parameters
-    return {name: reserved_arguments[name] for name in RESERVED_NAMES if name in parameters}
+    arguments = {"report": report, "trial": trial}
+    return {name: x for name, x in arguments.items() if name in parameters}
 
 
 def as_trial(index: int, values: dict, outcome, metric, reports: dict, seconds: float) -> Trial:
@@ -188,7 +181,7 @@ def cause_of(error: BaseException) -> Cause:
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         file, line = frame.filename, (frame.line or "").strip()
-        if "site-packages" not in file and not file.startswith(LIBRARIES):
+        if "site-packages" not in file and not file.startswith(source_lines.LIBRARIES):
             where = f"{os.path.basename(file)}:{frame.lineno}" + (f": {line}" if line else "")
     text = next(iter(str(error).strip().splitlines()), "")
     return Cause(type(error).__name__, text[:300], where[:300])

@@ -9,8 +9,6 @@
 A drawn value depends on (seed, trial, name) only, not on the order of the names or on other names.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -40,7 +38,14 @@ class uniform:
     log: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_and_convert_bounds(self)
+        """Check the bounds, and convert them to Python's own numbers."""
+        to_python = operator.index if isinstance(self, integer) else lambda x: np.asarray(x).item()
+        for name in ("low", "high"):
+            object.__setattr__(self, name, to_python(getattr(self, name)))
+        if not (0 if self.log else -math.inf) < self.low < self.high < math.inf:
+            got = f"low={self.low}, high={self.high}"
+            expected = f"{'0 < ' * self.log}low < high, both finite"
+            raise HyperparameterError("bounds", f"{type(self).__name__}()", got, expected)
 
     def at(self, u: float) -> float:
         """The value at the fraction `u` of the space."""
@@ -59,7 +64,7 @@ class log_uniform(uniform):
 
 
 @dataclass(frozen=True)
-class integer:
+class integer(uniform):
     """An int from `low` to `high`, both included; with `log`, as `log_uniform`.
 
     >>> [integer(1, 4).at(u) for u in (0.0, 0.3, 0.99)]
@@ -70,15 +75,12 @@ class integer:
     high: int
     log: bool = False
 
-    def __post_init__(self) -> None:
-        _check_and_convert_bounds(self)
-
     def at(self, u: float) -> int:
         """The value at the fraction `u` of the space."""
         return min(math.floor(_value_at(self, self.high + 1, u)), self.high)
 
 
-def _value_at(entry: uniform | integer, high: float, u: float) -> float:
+def _value_at(entry: uniform, high: float, u: float) -> float:
     """The value at the fraction `u` of the range from `entry.low` to `high`."""
     if not entry.log:
         return entry.low + u * (high - entry.low)
@@ -99,8 +101,8 @@ class choice:
     def __post_init__(self) -> None:
         where = f"{type(self).__name__}()"
         options = tuple(_plain_value(x, where) for x in self.options)
-        is_list = isinstance(self.options, Sequence | np.ndarray)
-        is_list &= not isinstance(self.options, str)
+        is_text = isinstance(self.options, str)
+        is_list = isinstance(self.options, Sequence | np.ndarray) and not is_text
         if not is_list or not options or len(set(map(label, options))) < len(options):
             expected = "a list of one value or more, each once"
             raise HyperparameterError("options", where, self.options, expected)
@@ -126,7 +128,7 @@ def sample(space: Mapping[str, Any], seed: int, trial: int) -> dict[str, Any]:
 
 
 def is_drawn(entry: object) -> bool:
-    return isinstance(entry, uniform | integer | choice)
+    return isinstance(entry, uniform | choice)
 
 
 def random_bits(seed: int, trial: int, name: str, dtype: Any) -> int:
@@ -169,14 +171,3 @@ def _plain_value(value: Any, where: str) -> Any:
     expected = "None, a bool, number, string, tuple or, of a space, ts.tuning.spaces.choice([...])"
     fix = "Bind an object to the objective: functools.partial(f, x=...)."
     raise WrongTypeError("value", where, trees.describe(value), expected, fix)
-
-
-def _check_and_convert_bounds(entry: Any) -> None:
-    """Check the bounds of an entry, and convert them to Python's own numbers."""
-    to_python = operator.index if isinstance(entry, integer) else lambda x: np.asarray(x).item()
-    for name in ("low", "high"):
-        object.__setattr__(entry, name, to_python(getattr(entry, name)))
-    if not (0 if entry.log else -math.inf) < entry.low < entry.high < math.inf:
-        got = f"low={entry.low}, high={entry.high}"
-        expected = f"{'0 < ' * entry.log}low < high, both finite"
-        raise HyperparameterError("bounds", f"{type(entry).__name__}()", got, expected)

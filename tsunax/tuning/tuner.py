@@ -4,8 +4,6 @@ The values of a trial are a function of (seed, trial), and its result is on the 
 trial starts: a killed sweep can be continued, and ends as if it had not been killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
@@ -19,14 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import StrPath, checks, durable_files, processes
+from tsunax._core import StrPath, checks, durable_files, libraries, processes
 from tsunax._core.interrupts import Interrupt, in_notebook
-from tsunax._core.libraries import library
 from tsunax.checkpoints import script_settings
 from tsunax.errors import HyperparameterError, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
-from tsunax.tuning._trials import Cause, Pruned, Result
 
 __all__ = ["as_trainable", "tune"]
 
@@ -54,7 +50,7 @@ def tune(
     members: int = 32,
     directory: StrPath | None = None,
     progress: Any = True,
-) -> Result:
+) -> _trials.Result:
     """Evaluate the objective at many points of a space; returns their table with the best trial.
 
         for trial in range(trials):
@@ -99,9 +95,6 @@ def tune(
     checks.check_count(members, where, "members")
     processes.current().check_alone("tune")
     space = spaces.checked_space(space)
-    if not space.keys().isdisjoint(_trials.RESERVED_NAMES):
-        expected = f"other names than {' and '.join(_trials.RESERVED_NAMES)}"
-        raise HyperparameterError("space", where, ", ".join(space), expected)
     reserved_arguments = _trials.reserved_arguments_of(objective, None, len)
     inspect.signature(objective).bind(**dict.fromkeys(space), **reserved_arguments)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
@@ -113,14 +106,15 @@ def tune(
     if backend == "grid" and points == [{}]:
         raise HyperparameterError("space", where, "no grid", "at least one: spaces.grid([...])")
     trials = len(points) if trials is None and backend == "grid" else trials
-    checks.check_count(trials, where, "trials")
-    assert trials is not None
+    trials = checks.check_count(trials, where, "trials")
     if trials > 1 and not any(map(spaces.is_drawn, space.values())):
         expected = "an entry that varies, as ts.tuning.spaces.log_uniform(low, high)"
         raise HyperparameterError("space", where, "constants alone", expected)
-    about = {"backend": backend, "seed": seed, "mode": mode, "metric": metric}
-    about |= {"space": {name: repr(entry) for name, entry in space.items()}}
-    about[_study.OBJECTIVE] = script_settings.code_text(objective)
+    about = {
+        "backend": backend, "seed": seed, "mode": mode, "metric": metric,
+        "space": {name: repr(entry) for name, entry in space.items()},
+        _study.OBJECTIVE: script_settings.code_text(objective),
+    }  # fmt: skip
     folder = None if directory is None else durable_files.folder_of(directory, "directory", where)
     with contextlib.closing(_study.Journal(folder, about)) as journal:
         for note in journal.edits:
@@ -129,12 +123,9 @@ def tune(
         bar = _progress.progress(progress, trials, unit="trial")
         sweep = _Sweep(objective, metric, mode, names, space, search, journal, bar)
         sampled_values = lambda i: spaces.sample(space, seed, i) | points[i % len(points)]
-        open_trials = (
-            (i, None if search else sampled_values(i))
-            for i in range(trials)
-            if i not in journal.trials
-        )
-        current_result = lambda: Result(
+        values_of = search.values if search else sampled_values
+        open_trials = ((i, values_of(i)) for i in range(trials) if i not in journal.trials)
+        current_result = lambda: _trials.Result(
             tuple(journal.trials[i] for i in sorted(journal.trials)), (*space,), mode
         )
         closing_text = "interrupted"
@@ -155,12 +146,15 @@ def tune(
 
 
 def _groups(
-    open_trials: Iterable[tuple[int, Any]], names: Sequence[str], group_size: int
+    open_trials: Iterable[tuple[int, dict[str, Any]]], names: Sequence[str], group_size: int
 ) -> Iterator[list]:
-    """Trials (number, values or None) that agree in all values but the vectorized ones."""
+    """Trials (number, values) that agree in all values but the vectorized ones.
+
+    Values are read one by one: Optuna proposes them from the trials that have ended.
+    """
     groups: dict[str, list] = {}
     for i, values in open_trials:
-        shared = json.dumps([x for name, x in (values or {}).items() if name not in names])
+        shared = json.dumps([x for name, x in values.items() if name not in names])
         group = groups.setdefault(shared, [])
         group.append((i, values))
         if len(group) == group_size:
@@ -183,60 +177,52 @@ class _Sweep:
 
     def run(self, group: list[tuple[int, Any]], ending: Interrupt) -> None:
         """The trials of a group in one call. If that raises, one by one."""
-        if self.search is not None:
-            group = [(i, self.search.values(i)) for i, _ in group]
         index, arguments = group[0]
         trial: Any = index
         if self.names:
             trial = np.array([i for i, _ in group])
-            column = lambda name: np.array([values[name] for _, values in group])
-            arguments = arguments | {name: column(name) for name in self.names}
+            arguments = arguments | {
+                name: np.array([values[name] for _, values in group]) for name in self.names
+            }
         reports: list[dict[int, float]] = [{} for _ in group]
 
         def report(step: int, value: Any) -> None:
-            checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
-            step = int(step)
+            step = checks.check_count(np.asarray(step)[()], "report()", "step", least=0)
             for trial_reports, member_outcome in zip(
                 reports, value if self.names else [value], strict=True
             ):
                 trial_reports.pop(step, None)
                 trial_reports[step] = _trials.number(member_outcome, "report()")
             if self.search is not None and self.search.prunes(step, reports[0][step]):
-                raise Pruned(f"trial {index} at step {step}")
+                raise _trials.Pruned(f"trial {index} at step {step}")
 
         start = time.perf_counter()
         try:
             reserved_arguments = _trials.reserved_arguments_of(self.objective, trial, report)
             outcome = jax.block_until_ready(self.objective(**arguments, **reserved_arguments))
-        except Pruned:
-            outcome = Pruned
+        except _trials.Pruned:
+            outcome = _trials.Pruned
         except Exception as error:
             outcome = _trials.cause_of(error)
         if ending.asked:  # a `fit` in a notebook returned early
             raise KeyboardInterrupt
-        if isinstance(outcome, Cause) and len(group) > 1:
+        if isinstance(outcome, _trials.Cause) and len(group) > 1:
             for member in group:
                 self.run([member], ending)
             return
         seconds = (time.perf_counter() - start) / len(group)
         outcomes = _trials.outcomes_of_members(outcome, len(group)) if self.names else [outcome]
-        for (i, values), member_outcome, trial_reports in zip(
-            group, outcomes, reports, strict=True
-        ):
-            finished_trial = _trials.as_trial(
-                i, values, member_outcome, self.metric, trial_reports, seconds
-            )
-            self.journal.end(finished_trial, self.space)
+        members = zip(group, outcomes, reports, strict=True)
+        for (i, values), member_outcome, trial_reports in members:
+            trial = _trials.as_trial(i, values, member_outcome, self.metric, trial_reports, seconds)
+            self.journal.end(trial, self.space)
             if self.search is not None:
-                self.search.end(finished_trial)
-            if finished_trial.cause is not None:
-                self.bar.note(f"trial {i}: {finished_trial.cause}")
+                self.search.end(trial)
+            if trial.cause is not None:
+                self.bar.note(f"trial {i}: {trial.cause}")
         done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
-        best = min(
-            done_values,
-            key=lambda member_outcome: _trials.rank_of(member_outcome, self.mode),
-            default=math.nan,
-        )
+        rank = lambda value: _trials.rank_of(value, self.mode)
+        best = min(done_values, key=rank, default=math.nan)
         self.bar.show(len(self.journal.trials), {"best": best} if done_values else {})
 
 
@@ -253,7 +239,7 @@ def as_trainable(
     """
 
     def train(config: Mapping[str, Any]) -> None:
-        tune = library("ray.tune", "as_trainable()", extra="ray")
+        tune = libraries.library("ray.tune", "as_trainable()", extra="ray")
 
         def report(step: int, value: float) -> None:
             tune.report({metric: float(value), "step": int(step)})
