@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Step, StrPath, checks, placement, processes, trees
+from tsunax._core.cadence import When
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
@@ -206,7 +207,7 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     evaluate: Function | None = None,
-    evaluate_every: int | str = "epoch",
+    evaluate_every: When = "epoch",
     callbacks: Function | Part | Sequence[Function | Part] = (),
     logger: Function | Sequence[Function] | None = (),
     checkpoint: "StrPath | Checkpoints | None" = None,
@@ -239,17 +240,19 @@ def fit(
         of the data.
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data.
-      evaluate: `f(state) -> {name: number}`, called every `evaluate_every` ("epoch", "5 epochs", or
-        a number of steps), at the end, and once before the first step if a callback or `keep_best`
-        waits for a name with a slash.
+      evaluate: `f(state) -> {name: number}`, called every `evaluate_every`, at the end, and once
+        before the first step if a callback or `keep_best` waits for a name with a slash.
+      evaluate_every: "epoch", "5 epochs", a number of steps, a duration as "30 s", "10 minutes" or
+        "2 h", or a tuple of these for whichever comes first.
       callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
         `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
-        `log_every` included.
+        `log_every` included, but not at those that a duration makes.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
-        callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to
-        resume. A state that is further than the newest checkpoint is kept instead, with a warning.
-        A run that reached its goal, or that a callback stopped, is over for the same call.
+        callbacks' memory, at its `every`, else after every epoch and every ten minutes, and at the
+        end; and from where to resume. A state that is further than the newest checkpoint is kept
+        instead, with a warning. A run that reached its goal, or that a callback stopped, is over
+        for the same call.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
       fast_forward: whether data without a position (a list, a generator) may be read up to it.

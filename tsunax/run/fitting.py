@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, Step, processes
+from tsunax._core.cadence import Cadence
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
@@ -104,7 +105,7 @@ class Fit:
         options = self.options
         settings = {
             "options": options.deciding(),
-            "parts": [[type(p).__name__, str(p.every), p.epochs] for p in self._boundary_parts],
+            "parts": [[type(p).__name__, str(p.cadence)] for p in self._boundary_parts],
             "place": self.feed.source.state(),
         }
         functions = {"step": self.step, "evaluate": options.evaluate}
@@ -114,7 +115,7 @@ class Fit:
     @property
     def _boundary_parts(self) -> list[Part]:
         """The parts for which the run holds boundaries: the same on all processes."""
-        return [part for part in self.parts if part.every < float("inf") or part.epochs]
+        return [part for part in self.parts if part.cadence != Cadence()]
 
     def begin(self) -> None:
         """Hold the first boundary of the run."""
@@ -222,7 +223,7 @@ class Fit:
 
     def epoch_ended(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""
-        if not any(part.epochs for part in self.parts):
+        if not any(part.cadence.epochs for part in self.parts):
             return
         self.read(0)
         self.boundary(["step"] * (self.run.step == self.next_boundary[1]) + ["epoch"])

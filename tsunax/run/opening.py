@@ -116,10 +116,12 @@ def _parts(
 def _feed(
     step: Step, state: PyTree, data: Any, options: Options, start: int, parts: list[Part]
 ) -> Feed:
-    crosses_epochs = not any(part.epochs for part in parts) and processes.current().sees_everything
+    crosses_epochs = (
+        not any(part.cadence.epochs for part in parts) and processes.current().sees_everything
+    )
     limits = Limits(
         options.steps_per_call,
-        interval=min((part.every for part in parts), default=float("inf")),
+        interval=min((n for part in parts for n in part.cadence.steps), default=float("inf")),
         steps=options.goal.steps_left(start),
         last_epoch=(options.goal.epochs or NO_LIMIT) if crosses_epochs else 0,
     )
