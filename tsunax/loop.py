@@ -370,7 +370,7 @@ def _train(fitting: Fit, interrupt: Interrupt) -> None:
         if fitting.feed.ended():
             fitting.epoch_ended()
         # This comes before a signal may end the run: a resumed run does not repeat this boundary.
-        if fitting.steps_to_boundary() == 0:
+        if fitting.steps_to_boundary() == 0 or any(x.is_late() for x in fitting.timers):
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
     fitting.end(interrupt)
 

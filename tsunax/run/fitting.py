@@ -79,6 +79,7 @@ class Fit:
         self.run: Run = run
         self.parts: tuple[Part, ...] = parts  # in the order of a boundary
         self.begin_order: tuple[Part, ...] = begin_order
+        self.timers = [timer for part in parts for timer in part.timers]
         self.agreement: processes.Unanimous = agreement
         self.beginning: Beginning = beginning
         donates = not isinstance(step, TrainStep) or step.donate
@@ -218,8 +219,14 @@ class Fit:
     def boundary_here(self) -> None:
         """Hold the boundary after these calls, unless rejected steps keep the run before it."""
         self.read(0)
-        if self.run.step == self.next_boundary[1]:
-            self.boundary(["step"])
+        late_timers = [timer for timer in self.timers if timer.is_late()]
+        for timer in late_timers:
+            timer.is_due = True
+        is_step = self.run.step == self.next_boundary[1]
+        if is_step or late_timers:
+            self.boundary(["step"] * is_step + ["clock"] * bool(late_timers))
+        for timer in late_timers:
+            timer.is_due = False
 
     def epoch_ended(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""
