@@ -59,7 +59,7 @@ SAYS = {
     "arrays": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
     "resident": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
     "goal": "processes differ at fit(): options['goal']: got 'epochs=3' on process 1 (",
-    "callbacks": "processes differ at fit(): options['intervals'][0]: got 3 on process 1 (",
+    "callbacks": "processes differ at fit(): options['cadences'][0]: got 'Cadence(steps=(3,), epochs=(), seconds=inf)' on process 1 (",
     "local": "StateError state at fit(): got on devices of this process alone, and of the data only its part,",
     "part": "DataError data at fit(): got batches(process=(",
     "own batches": "processes differ at fit(): data['batches']: got 5 on process 1 (",
@@ -138,6 +138,11 @@ def test_what_processes_compare_of_a_function():
 @pytest.mark.slow
 def test_a_signal_that_comes_late_has_one_answer(launch):
     assert answers(launch(2, "too_late")) == [[[8, 143], [8, 143], [8, 0]]] * 2
+
+
+@pytest.mark.medium
+def test_a_save_is_due_by_the_clock_of_the_first_process(launch):
+    assert answers(launch(2, "dues")) == [[[False, True], [False, False]]] * 2
 
 
 @pytest.mark.slow

@@ -211,6 +211,17 @@ def stops() -> list:
     return [int(state.step), [text for _, name, text in history.marks if name == "stop"]]
 
 
+def dues() -> list:
+    """Whether a save is due by the clock of process 0 alone, and of process 1 alone."""
+    folder, index = distributed.broadcast(tempfile.mkdtemp()), distributed.process_index()
+    answers = []
+    with ts.Checkpoints(folder, every="1 h") as checkpoints:
+        for late_process in (0, 1):
+            checkpoints._timer.start = time.monotonic() - 3601 * (index == late_process)
+            answers.append([checkpoints.due(step) for step in (0, 1)])
+    return answers
+
+
 def stops_again() -> list:
     """A run that one process stopped, started again: it is over for all; with another goal it trains on."""
     arrays, losses, make = problem(64)
@@ -257,7 +268,7 @@ def interrupted() -> list:
 
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, stops_again, uneven, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in (fits, misused, stops, stops_again, dues, uneven, too_late, interrupted)}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

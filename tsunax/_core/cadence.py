@@ -1,8 +1,8 @@
-"""How often a task of a run is done: by steps, by epochs, by the clock, or by several of these.
+"""How often a run does a task: by steps, by epochs, or by the clock.
 
     500                      at the multiples of 500 steps
     "epoch", "2 epochs"      after every epoch, after every second epoch
-    "30 s", "10 minutes"     when so much time has passed since the task was done last
+    "30 s", "10 minutes"     when this time has passed since the task was done last
     (500, "10 minutes")      whichever comes first
 
 A `Cadence` is such a value, parsed. A `Timer` measures its duration.
@@ -28,7 +28,7 @@ _FORMS = "steps (an int), '2 epochs', '30 s', '10 minutes', '2 h', '1 day', or a
 
 @dataclass(frozen=True)
 class Cadence:
-    """The multiples of steps and of epochs, and so many seconds after the last time."""
+    """The multiples of steps and of epochs, and a number of seconds after the last time."""
 
     steps: tuple[int, ...] = ()
     epochs: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Timer:
 
 
 def cadence_of(when: When, where: str, name: str) -> Cadence:
-    """The cadence of an argument; () is never. WrongTypeError or HyperparameterError for others."""
+    """Parse an argument; () is never. Raises WrongTypeError or HyperparameterError."""
     if isinstance(when, tuple):
         cadences = [cadence_of(x, where, name) for x in when]
         return Cadence(

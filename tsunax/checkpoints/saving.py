@@ -209,7 +209,7 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------- saving
 
     def due(self, step: int) -> bool:
-        """Whether a loop of your own is to save now; never without `every`, and not at step 0.
+        """Whether your own loop is to save now; never without `every`, and not at step 0.
 
         True at the multiples of the steps of `every`, and if its duration has passed since the last
         save, or since these `Checkpoints` were made. Then the clock of process 0 counts for all
