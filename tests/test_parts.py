@@ -376,7 +376,7 @@ def test_a_part_may_follow_the_clock_in_several_runs(clock):
         fit(8, endless(), callbacks=[jumps(clock, {2: 3600}), part], steps_per_call=1)
         begin, by_clock, by_step, end = part.calls
         assert begin == ("begin", 0) and by_step == ("step", 5) and end == ("end", 8, None)
-        assert by_clock[0] == "clock" and near([by_clock[1]], [2])
+        assert "clock" in by_clock and near([by_clock[-1]], [2])
 
 
 def test_what_follows_the_clock_and_changes_the_run_is_warned_of(tmp_path, clock):

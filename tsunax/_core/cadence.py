@@ -52,7 +52,7 @@ class Timer:
     seconds: float
     #: Whether the task is due at this boundary: the same on all processes, unlike their clocks.
     is_due: bool = False
-    start: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=lambda: time.monotonic())
 
     def is_late(self) -> bool:
         return time.monotonic() - self.start >= self.seconds
