@@ -150,7 +150,7 @@ def interval_of(callback: object) -> When:
 
 def is_bare(callback: object) -> bool:
     has_events = getattr(callback, "events", None) is not None
-    return not (interval_of(callback) != () or hasattr(callback, "at") or has_events)
+    return not (interval_of(callback) or hasattr(callback, "at") or has_events)
 
 
 def _name(callback: Any) -> str:
