@@ -142,7 +142,7 @@ class Options:
         return bool(self.parts) or any(getattr(f, "may_log", True) for f in self.callbacks)
 
 
-def interval_of(callback: object) -> When:
+def interval_of(callback: object) -> Any:
     """The `every` of a callback; () for none. An attribute of another type means something else."""
     every = getattr(callback, "every", ())
     return every if isinstance(every, int | np.integer | str | datetime.timedelta | tuple) else ()
