@@ -132,7 +132,7 @@ class Checkpoints:
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
-        cadence = cadence_of(() if every is None else every, "Checkpoints()", "every")
+        self.cadence: Cadence = cadence_of(() if every is None else every, "Checkpoints()", "every")
         checks.check_flags("Checkpoints()", read_only=read_only)
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
@@ -142,8 +142,7 @@ class Checkpoints:
         self.home: CheckpointHome = _home_of(path, store, timeout)
         self.path: Any = self.home.path  # a Path, or etils' of a bucket
         self.every: When | None = every
-        self.cadence: Cadence = cadence
-        self._timer: Timer = Timer(cadence.seconds)
+        self._timer: Timer = Timer(self.cadence.seconds)
         self.keep_last: int | None = keep_last
         self.keep_every: int | None = keep_every
         self.keep_best: Best | None = keep_best
