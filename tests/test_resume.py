@@ -1242,12 +1242,12 @@ except BaseException as error:
 @pytest.mark.parametrize("name", ["HUP", "XCPU", "USR1", "nohup"])
 def test_signals_of_a_scheduler(tmp_path, name):
     """USR1 twice, and a HUP that is ignored, let the run go on, until it gets TERM."""
-    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN if name == "nohup" else signal.SIG_DFL)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command, pipe = [sys.executable, "-c", ENDED, str(tmp_path / "run")], subprocess.PIPE
+    command = ["nohup"] * (name == "nohup") + [sys.executable, "-c", ENDED, str(tmp_path / "run")]
     number = signal.SIGHUP if name == "nohup" else getattr(signal, f"SIG{name}")
     lasts = name in ("USR1", "nohup")
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=ignore) as run:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as run:
         assert run.stdout.readline() == "READY\n"
         for _ in range(2 if lasts else 1):
             run.send_signal(number)
@@ -1265,15 +1265,18 @@ def test_signals_of_a_scheduler(tmp_path, name):
 @pytest.mark.medium
 def test_a_terminal_that_is_closed(tmp_path):
     """It sends HUP, and then what the run prints, the progress too, would raise."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-        os.execv(sys.executable, [sys.executable, "-c", ENDED, str(tmp_path / "run")])
+    terminal, end_of_run = pty.openpty()
+    take_terminal = "import os\nos.open(os.ttyname(0), os.O_RDWR)\n"
+    command = [sys.executable, "-c", take_terminal + ENDED, str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_run)
+    run = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    os.close(end_of_run)
     text = b""
     while b"READY" not in text:
         text += os.read(terminal, 1000)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert run.wait(60) == 129
     with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
         assert checkpoints.latest() == int((tmp_path / "run" / "step").read_text()) >= 4
 

@@ -345,7 +345,7 @@ def test_a_signal_to_a_run_inside_a_trial_ends_the_sweep(tmp_path):
         return ts.fit(step, state, data, steps=8, log_every=2, **options)[1]["loss"][-1]
 
     with pytest.raises(SystemExit) as caught:
-        tune(objective, {"rate": spaces.uniform(0.1, 0.2)}, trials=4, progress=False)
+        tune(objective, {"rate": spaces.uniform(0.1, 0.2)}, trials=4)
     assert caught.value.code == 129 and [t.status for t in caught.value.result.trials] == ["done"]
     assert ts.Checkpoints(tmp_path / "1", read_only=True).latest() == 2
 
