@@ -1610,6 +1610,23 @@ def test_a_late_timer_makes_a_boundary(monkeypatch):
     assert not any(timer.is_due for timer in Clocked.timers)
 
 
+def test_a_save_has_the_rows_before_its_step_in_the_logs(tmp_path):
+    class Log:
+        steps, synced = (), ()
+
+        def __call__(self, row, step):
+            self.steps += (step,)
+
+        def sync(self):
+            self.synced += (self.steps,)
+
+    log = Log()
+    options = {"steps": 12, "log_every": 3, "steps_per_call": 1, "fast_forward": True}
+    with ts.Checkpoints(tmp_path, every=900) as saver:
+        fit(STEP, ts.setup(RULE, init()), Loader(5), logger=log, checkpoint=saver, **options)
+    assert log.synced == ((1, 3), (1, 3, 6, 9, 12))
+
+
 class Pressing(list):
     """Batches; a signal comes while the batch of this number is fetched."""
 
