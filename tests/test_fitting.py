@@ -140,6 +140,14 @@ def test_a_signal_that_comes_late_has_one_answer(launch):
     assert answers(launch(2, "too_late")) == [[[8, 143], [8, 143], [8, 0]]] * 2
 
 
+@pytest.mark.slow
+def test_the_clock_of_the_first_process_decides_for_all(launch):
+    first, second = answers(launch(2, "timed"))
+    assert first == second
+    (step, last_step), evaluated, called = first
+    assert evaluated == called == [step] and 20 <= step < 40 and last_step == 40
+
+
 @pytest.mark.medium
 def test_a_save_is_due_by_the_clock_of_the_first_process(launch):
     assert answers(launch(2, "dues")) == [[[False, True], [False, False]]] * 2
@@ -165,6 +173,17 @@ def test_the_slowest_process_is_named(launch):
     ((step, name, text),) = first
     assert (step, name) == (20, "slowest")
     assert re.fullmatch(r"process 1 \(.*\) by 0\.[56] s", text), text
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_saves_the_run_of_all(launch):
+    first, second = answers(launch(2, "saved"))
+    assert first == second
+    (step, marks, steps), (last_step, last_marks, last_steps) = first
+    # Signals at 5, at 12 to both, and at 20: each is served once, a call or more after it came.
+    assert step == 32 and len(marks) in (3, 4) and steps == [*marks, 32]
+    assert last_step == 48 and last_marks[: len(marks)] == marks and {*last_marks[len(marks) :]} == {48}
+    assert last_steps == [*steps, 48]
 
 
 @pytest.mark.slow

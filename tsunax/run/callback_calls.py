@@ -35,7 +35,10 @@ class CallbackCalls(Part):
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
-        callback_events = {"step": ["step"] + ["log"] * (run.step % options.log_every == 0)}
+        callback_events = {
+            "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
+            "save": [],  # A signal asked for it, so a repeated run does not have this event.
+        }
         if options.dry_run:
             callback_events["end"] = ["step", "end"]
         cadence_events = [

@@ -25,6 +25,8 @@ from typing import Any
 from tsunax._core import Function, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 
+REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
+
 
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
@@ -58,8 +60,9 @@ class Part:
         """Whether `at` is called at this boundary: as `every` says, and at `next_step`.
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
-        evaluation was done), "epoch" (an epoch has ended), "clock" (the duration of a part has
-        passed) and "end" (of the run). To be called at "start" or "end", override this method.
+        evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and those that come
+        at any step: "save" (a signal asked for it) and "clock" (the duration of a part has passed).
+        To be called at "start", "end" or "save", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
         is_epoch = "epoch" in events and self.cadence.is_at_epoch(run.epoch)

@@ -141,8 +141,9 @@ class Saving(Part):
     def at(self, run: Run, events: list[str]) -> None:
         saver, is_end = self.saver, "end" in events
         saver.poll()
+        is_requested = "save" in events or super().due(run, events)
         # A run that begins at one of the steps of `every` saves there, too.
-        due = super().due(run, events) or self.cadence.is_at_step(run.step)
+        due = is_requested or self.cadence.is_at_step(run.step)
         # the end is saved again, because evaluation and callbacks add to the save at this step
         is_new = self.saved != (run.step, run.place())
         if is_end or (is_new and (due or self._is_best(run))):
