@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import tsunax as ts
 from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
-from tsunax._core import durable_files
+from tsunax._core import cadence, durable_files
 from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
@@ -627,6 +628,24 @@ def test_settings(tmp_path):
     checkpoints = Checkpoints(tmp_path, every=3)
     assert [checkpoints.due(i) for i in range(7)] == [False, False, False, True, False, False, True]
     assert not Checkpoints(tmp_path).due(3)
+
+
+def test_a_duration_is_due_once_it_has_passed_since_the_last_save(tmp_path, monkeypatch):
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(cadence, "time", clock)
+    with Checkpoints(tmp_path, every=(5, "epoch", "10 minutes")) as checkpoints:
+        clock.now = 599.0
+        assert [i for i in range(7) if checkpoints.due(i)] == [5]
+        clock.now = 600.0
+        assert [i for i in range(4) if checkpoints.due(i)] == [1, 2, 3]
+        checkpoints.save(make(), step=3)
+        assert not checkpoints.due(4)
+        clock.now = 1200.0
+        assert checkpoints.due(4)
+    with Checkpoints(tmp_path, every="2 epochs") as checkpoints:
+        assert error_of(lambda: checkpoints.due(4), HyperparameterError) == (
+            "every at due(): got '2 epochs', expected steps or a duration: only fit counts epochs."
+        )
 
 
 def test_an_empty_directory(tmp_path):

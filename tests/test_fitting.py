@@ -59,7 +59,7 @@ SAYS = {
     "arrays": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
     "resident": "processes differ at fit(): data['some rows'][0]: got float32[8,5] ",
     "goal": "processes differ at fit(): options['goal']: got 'epochs=3' on process 1 (",
-    "callbacks": "processes differ at fit(): options['intervals'][0]: got 3 on process 1 (",
+    "callbacks": "processes differ at fit(): options['cadences'][0]: got 'Cadence(steps=(3,), epochs=(), seconds=inf)' on process 1 (",
     "local": "StateError state at fit(): got on devices of this process alone, and of the data only its part,",
     "part": "DataError data at fit(): got batches(process=(",
     "own batches": "processes differ at fit(): data['batches']: got 5 on process 1 (",
@@ -141,6 +141,19 @@ def test_a_signal_that_comes_late_has_one_answer(launch):
 
 
 @pytest.mark.slow
+def test_the_clock_of_the_first_process_decides_for_all(launch):
+    first, second = answers(launch(2, "timed"))
+    assert first == second
+    (step, last_step), evaluated, called = first
+    assert evaluated == called == [step] and 20 <= step < 40 and last_step == 40
+
+
+@pytest.mark.medium
+def test_a_save_is_due_by_the_clock_of_the_first_process(launch):
+    assert answers(launch(2, "dues")) == [[[False, True], [False, False]]] * 2
+
+
+@pytest.mark.slow
 def test_one_that_has_had_enough_ends_all(launch):
     (step, texts), other = answers(launch(2, "stops"))
     assert [step, texts] == other == [20, ["time is up"]]
@@ -160,6 +173,17 @@ def test_the_slowest_process_is_named(launch):
     ((step, name, text),) = first
     assert (step, name) == (20, "slowest")
     assert re.fullmatch(r"process 1 \(.*\) by 0\.[56] s", text), text
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_saves_the_run_of_all(launch):
+    first, second = answers(launch(2, "saved"))
+    assert first == second
+    (step, marks, steps), (last_step, last_marks, last_steps) = first
+    # Signals at 5, at 12 to both, and at 20: each is served once, a call or more after it came.
+    assert step == 32 and len(marks) in (3, 4) and steps == [*marks, 32]
+    assert last_step == 48 and last_marks[: len(marks)] == marks and {*last_marks[len(marks) :]} == {48}
+    assert last_steps == [*steps, 48]
 
 
 @pytest.mark.slow

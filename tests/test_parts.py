@@ -1,12 +1,20 @@
 """Parts of a run: what the loop calls beside its steps, and what it must not know."""
 
+import datetime
+import shutil
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests.helpers import assert_trees_equal
+from tsunax._core import cadence
+from tsunax._core.cadence import Cadence
 from tsunax.data.cursors import Reading
 from tsunax.run import fused_loop
+from tsunax.run.options import Options
 
 ROWS = np.arange(18, dtype=np.float32).reshape(9, 2) / 8
 
@@ -25,8 +33,8 @@ def fit(steps=12, data=None, loss=loss_fn, state=None, **given):
 
 
 class Told(ts.callbacks.Part):
-    def __init__(self, every=float("inf"), epochs=False):
-        self.every, self.epochs, self.calls = every, epochs, []
+    def __init__(self, every=()):
+        self.every, self.calls = every, []
 
     def begin(self, run):
         self.calls.append(("begin", run.step))
@@ -45,7 +53,7 @@ def test_a_part_is_called_where_it_is_due_and_told_of_the_end():
 
 
 def test_a_part_hears_of_epochs_and_evaluations():
-    part = Told(epochs=True)
+    part = Told(every="epoch")
     fit(steps=7, callbacks=[part], evaluate=lambda state: {"val/x": 1.0})
     assert part.calls == [("begin", 0), ("evaluate", "epoch", 3), ("evaluate", "epoch", 6), ("end", 7, None)]
 
@@ -204,6 +212,205 @@ def test_a_part_that_raises_does_not_hide_a_run_of_rejected_steps():
 def test_a_part_needs_a_number_of_steps(every, error):
     with pytest.raises(error, match=r"every at Told: got .*, expected an int ≥ 1"):
         fit(callbacks=Told(every=every))
+
+
+# ------------------------------------------------------------------------------------------------------- how often
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        (500, Cadence(steps=(500,))),
+        (np.int64(5), Cadence(steps=(5,))),
+        ("epoch", Cadence(epochs=(1,))),
+        ("2 epochs", Cadence(epochs=(2,))),
+        ("30 s", Cadence(seconds=30.0)),
+        ("1.5 sec", Cadence(seconds=1.5)),
+        ("1 minute", Cadence(seconds=60.0)),
+        ("10min", Cadence(seconds=600.0)),
+        ("2 h", Cadence(seconds=7200.0)),
+        ("2 days", Cadence(seconds=172800.0)),
+        (datetime.timedelta(minutes=10), Cadence(seconds=600.0)),
+        ((500, "epoch", ("1 h", "10 minutes"), 300), Cadence((500, 300), (1,), 600.0)),
+        ((), Cadence()),
+    ],
+)
+def test_how_often(when, expected):
+    assert cadence.cadence_of(when, "f()", "every") == expected
+
+
+@pytest.mark.parametrize(
+    "when", ["10 m", "m", "3 weeks", "min", "0 s", "-1 s", "0 epochs", datetime.timedelta(0), (5, "")]
+)
+def test_a_cadence_that_says_nothing(when):
+    with pytest.raises(
+        ts.errors.HyperparameterError, match=r"every at f\(\): got .*, expected steps .*'10 minutes'"
+    ) as error:
+        cadence.cadence_of(when, "f()", "every")
+    assert ("months" in str(error.value)) == (when in ("10 m", "m"))
+
+
+def test_a_cadence_has_steps_and_epochs():
+    every = cadence.cadence_of((4, 6, "2 epochs"), "f()", "every")
+    assert [i for i in range(13) if every.is_at_step(i)] == [4, 6, 8, 12]
+    assert [every.next_step(i) for i in (0, 4, 6, 11)] == [4, 6, 8, 12]
+    assert [i for i in range(1, 5) if every.is_at_epoch(i)] == [2, 4]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of durations, which stands still: `clock.now` is its time in seconds."""
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(cadence, "time", clock)
+    return clock
+
+
+def jumps(clock, seconds_at_step):
+    """A callback that puts the clock forward at some steps: durations have passed after the next call."""
+
+    def jump(run):
+        clock.now += seconds_at_step.get(run.step, 0)
+
+    return ts.callbacks.every(1, jump)
+
+
+def endless():
+    while True:
+        yield ROWS[:3]
+
+
+def saved_steps(path, every, callback, steps=25):
+    with ts.Checkpoints(path, every=every, keep_last=None) as saver:
+        fit(steps, endless(), callbacks=callback, checkpoint=saver, steps_per_call=1, fast_forward=True)
+        return saver.steps()
+
+
+def near(steps, expected):
+    """Whether these are the expected steps, each up to one call later."""
+    return len(steps) == len(expected) and all(0 <= x - y <= 1 for x, y in zip(steps, expected, strict=True))
+
+
+@pytest.mark.parametrize(("every", "minutes"), [("1 h", 60), (("1 h", "2 epochs"), 60), (None, 10)])
+def test_a_run_saves_when_the_duration_has_passed(tmp_path, clock, every, minutes):
+    callback = jumps(clock, {3: 60 * minutes, 9: 60 * minutes - 1, 12: 1})
+    assert near(saved_steps(tmp_path, every, callback), [3, 12, 25])
+
+
+def test_whichever_comes_first_counts_from_the_last_save(tmp_path, clock):
+    callback = jumps(clock, {3: 3600, 12: 3600, 15: 1800, 21: 1800})
+    assert near(saved_steps(tmp_path, (10, "1 h"), callback), [3, 10, 12, 20, 25])
+
+
+class Ticks:
+    """A clock that is a second later whenever it is read, so that a second has passed after each call."""
+
+    def __init__(self):
+        self.now = 0
+
+    def monotonic(self):
+        self.now += 1
+        return self.now
+
+
+def columns(history):
+    """All columns without the rates, which are times."""
+    return {name: history[name].tolist() for name in history.names if not name.endswith("_per_second")}
+
+
+@pytest.mark.parametrize("per_call", [1, 4, "auto", None])
+def test_saves_by_the_clock_change_no_bit_and_no_row(tmp_path, monkeypatch, per_call):
+    """Also of a run that is resumed from any of them."""
+    monkeypatch.setattr(cadence, "time", Ticks())
+
+    def run(steps=14, **given):
+        rows = {}
+        logger = lambda row, step: rows.update({step: {k: x for k, x in row.items() if "_per_" not in k}})
+        data = ts.batches(ROWS, 3, shuffle=True)
+        state, history = fit(steps, data, log_every=5, steps_per_call=per_call, logger=logger, **given)
+        return state, columns(history), rows
+
+    state, history, rows = run()
+    with ts.Checkpoints(tmp_path / "all", every="1 s", keep_last=None) as saver:
+        again, columns_again, rows_again = run(checkpoint=saver)
+        steps = saver.steps()
+    assert len(steps) > 2 and steps[-1] == 14
+    assert_trees_equal(again, state)
+    assert columns_again == history and rows_again == rows
+    for step in steps[:-1]:
+        shutil.copytree(tmp_path / "all" / str(step), tmp_path / str(step) / str(step))
+        resumed, columns_resumed, rows_resumed = run(checkpoint=tmp_path / str(step), resume="must")
+        assert_trees_equal(resumed, state)
+        assert columns_resumed == history
+        # The row of the saved step comes again if the loggers did not have it at the save.
+        assert rows_resumed.items() <= rows.items()
+        assert [i for i in rows_resumed if i > step] == [i for i in rows if i > step]
+
+
+def test_an_evaluation_by_the_clock_is_an_event_and_the_clock_is_none_for_plain_functions(clock):
+    plain_calls, timed_calls = [], []
+    plain = lambda run: plain_calls.append((run.event, run.step))
+    timed = ts.callbacks.every("1 h", lambda run: timed_calls.append((run.event, run.step)))
+    given = {"evaluate": lambda state: {"val/x": 1.0}, "evaluate_every": "2 h", "steps_per_call": 1}
+    callbacks = [jumps(clock, {2: 3600, 5: 3600}), timed, plain]
+    _, history = fit(8, endless(), callbacks=callbacks, log_every=100, **given)
+    assert [event for event, _ in plain_calls] == ["start", "evaluate", "end"]
+    assert near([step for _, step in plain_calls], [0, 5, 8])
+    assert [event for event, _ in timed_calls] == ["clock", "clock"]
+    assert near([step for _, step in timed_calls], [2, 5])
+    assert near([step for step, name, _ in history.marks if name == "evaluate"], [5])
+
+
+def test_a_callback_is_called_once_at_a_boundary_that_has_all_its_times():
+    calls = []
+    callback = ts.callbacks.every((3, "epoch", "1 h"), lambda run: calls.append((run.event, run.step)))
+    fit(7, callbacks=callback)  # an epoch has three steps
+    assert calls == [("step", 3), ("step", 6)]
+    calls.clear()
+    fit(10, callbacks=[ts.callbacks.every("2 epochs", callback)])
+    assert calls == [("epoch", 6)]
+
+
+def test_a_part_may_follow_the_clock_in_several_runs(clock):
+    part = Told(every=(5, "1 h"))
+    for _ in range(2):
+        part.calls.clear()
+        clock.now += 3600  # between two runs
+        fit(8, endless(), callbacks=[jumps(clock, {2: 3600}), part], steps_per_call=1)
+        begin, by_clock, by_step, end = part.calls
+        assert begin == ("begin", 0) and by_step == ("step", 5) and end == ("end", 8, None)
+        assert "clock" in by_clock and near([by_clock[-1]], [2])
+
+
+def test_what_follows_the_clock_and_changes_the_run_is_warned_of(tmp_path, clock):
+    given = {"evaluate": lambda state: {"val/loss": 1.0}, "evaluate_every": (100, "1 h")}
+    with pytest.warns(
+        UserWarning, match=r"evaluate_every=.* early_stopping\(\) acts on 'val/loss', so the run will not"
+    ):
+        fit(2, callbacks=ts.callbacks.early_stopping("val/loss"), **given)
+    best = ts.checkpoints.Best("val/loss", mode="min")
+    with (
+        ts.Checkpoints(tmp_path, keep_best=best) as saver,
+        pytest.warns(UserWarning, match="keep_best acts on 'val/loss'"),
+    ):
+        fit(2, checkpoint=saver, **given)
+    fit(2, **given)  # nobody acts on its numbers
+    change = ts.callbacks.every("1 h", lambda run: ts.adjust(run.state, learning_rate=0.2))
+    with pytest.warns(UserWarning, match=r"every\(interval='1 h'\) changed the state when its duration had passed"):
+        fit(4, endless(), callbacks=[jumps(clock, {2: 3600}), change], steps_per_call=1)
+    fit(4, callbacks=ts.callbacks.every((2, "1 h"), lambda run: ts.adjust(run.state, learning_rate=0.2)))
+
+
+def test_the_cadences_of_processes_are_compared(monkeypatch):
+    compared, deciding = [], Options.deciding
+    monkeypatch.setattr(Options, "deciding", lambda self: compared.append(deciding(self)) or compared[-1])
+
+    def settings(**given):
+        fit(1, evaluate=lambda state: {"val/x": 1.0}, **given)
+        return compared[-1]
+
+    every = lambda interval: {"callbacks": ts.callbacks.every(interval, print)}
+    assert settings() == settings() != settings(evaluate_every="10 s")
+    assert settings(**every("60 s")) == settings(**every("1 min")) != settings(**every("1 h"))
 
 
 def test_a_callback_may_have_an_attribute_of_any_name():

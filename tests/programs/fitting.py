@@ -10,11 +10,13 @@ import signal
 import sys
 import tempfile
 import time
+import types
 import warnings
 
 import numpy as np
 import tsunax as ts
 from tsunax import distributed
+from tsunax._core import cadence
 
 
 def problem(rows: int):
@@ -211,6 +213,17 @@ def stops() -> list:
     return [int(state.step), [text for _, name, text in history.marks if name == "stop"]]
 
 
+def dues() -> list:
+    """Whether a save is due by the clock of process 0 alone, and of process 1 alone."""
+    folder, index = distributed.broadcast(tempfile.mkdtemp()), distributed.process_index()
+    answers = []
+    with ts.Checkpoints(folder, every="1 h") as checkpoints:
+        for late_process in (0, 1):
+            checkpoints._timer.start = time.monotonic() - 3601 * (index == late_process)
+            answers.append([checkpoints.due(step) for step in (0, 1)])
+    return answers
+
+
 def stops_again() -> list:
     """A run that one process stopped, started again: it is over for all; with another goal it trains on."""
     arrays, losses, make = problem(64)
@@ -255,9 +268,57 @@ def interrupted() -> list:
     return []
 
 
+def saved() -> list:
+    """A signal to one of them saves the run of all at one step, as often as it comes, also at the end of a run."""
+    arrays, losses, make = problem(64)
+    data, index = ts.batches(arrays, 8, shuffle=True), distributed.process_index()
+    folder = distributed.broadcast(tempfile.mkdtemp())
+    found = []
+    for steps, pressed in ((32, {0: (5, 12), 1: (12, 20)}), (48, {1: (47, 48)})):
+
+        def press(run, pressed=pressed):
+            if run.step in pressed.get(index, ()):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)  # the processes settle meanwhile on the call
+
+        with ts.Checkpoints(folder, every=10**6, keep_last=None) as saver:
+            state, history = ts.fit(
+                ts.train_step(losses[0]), make(), data, steps=steps, checkpoint=saver, steps_per_call=1,
+                callbacks=[ts.callbacks.every(1, press)], progress=False,
+            )  # fmt: skip
+        marks = [step for step, name, _ in history.marks if name == "save"]
+        found.append([int(state.step), marks, saver.steps()])
+    return found
+
+
+def timed() -> list:
+    """Hours pass on process 1 at step 4, on process 0 at step 20: where all of them save, evaluate and call back."""
+    arrays, losses, make = problem(64)
+    folder, index = distributed.broadcast(tempfile.mkdtemp()), distributed.process_index()
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    cadence.time = clock
+    calls = []
+
+    def jump(run):
+        clock.now += 3600 * (run.step == (20, 4)[index])
+        time.sleep(0.02)  # the processes settle meanwhile on the call
+
+    with ts.Checkpoints(folder, every="1 h", keep_last=None) as saver:
+        _, history = ts.fit(
+            ts.train_step(losses[0]), make(), ts.batches(arrays, 8), steps=40, checkpoint=saver, steps_per_call=1,
+            callbacks=[ts.callbacks.every(1, jump), ts.callbacks.every("1 h", lambda run: calls.append(run.step))],
+            evaluate=lambda state: {"val/x": 1.0}, evaluate_every="1 h", progress=False,
+        )  # fmt: skip
+        marks = [step for step, name, _ in history.marks if name == "evaluate"]
+        return [saver.steps(), marks, calls]
+
+
+WORK = fits, misused, stops, stops_again, dues, uneven, too_late, interrupted, saved, timed
+
+
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, stops_again, uneven, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in WORK}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
+from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 from tsunax.checkpoints import _background, _matching, _reading, _writing
 from tsunax.checkpoints._home import CheckpointHome, store_of
 from tsunax.checkpoints._reading import Restored
@@ -84,7 +85,10 @@ class Checkpoints:
     Args:
       path: the directory; made if it is not there. Relative ones are made absolute once. Or
         "gs://bucket/run", with the extra `gcs`.
-      every: `due` is True at each multiple of this number of steps.
+      every: how often `fit` saves, and `due` is True: a number of steps, "2 epochs" (in `fit`), a
+        duration as "30 s", "10 minutes", "2 h" or a `timedelta`, or a tuple of these for whichever
+        comes first. By default `fit` saves after every epoch and every ten minutes, and `due` is
+        False. In any case `fit` saves at the end.
       keep_last: how many of the newest to keep; None: all.
       keep_best: `Best("val/accuracy", mode="max")`: the best are kept, too.
       keep_every: keep every step that this divides.
@@ -116,7 +120,7 @@ class Checkpoints:
         self,
         path: StrPath,
         *,
-        every: int | None = None,
+        every: When | None = None,
         keep_last: int | None = 2,
         keep_best: Best | None = None,
         keep_every: int | None = None,
@@ -124,10 +128,11 @@ class Checkpoints:
         store: str | None = None,
         timeout: float = 600.0,
     ) -> None:
-        counts = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+        counts = {"keep_last": keep_last, "keep_every": keep_every}
         for name, value in counts.items():
             if value is not None:
                 checks.check_count(value, "Checkpoints()", name)
+        self.cadence: Cadence = cadence_of(() if every is None else every, "Checkpoints()", "every")
         checks.check_flags("Checkpoints()", read_only=read_only)
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
@@ -136,7 +141,8 @@ class Checkpoints:
             raise WrongTypeError("keep_best", "Checkpoints()", got, "Best(metric, mode='min')")
         self.home: CheckpointHome = _home_of(path, store, timeout)
         self.path: Any = self.home.path  # a Path, or etils' of a bucket
-        self.every: int | None = every
+        self.every: When | None = every
+        self._timer: Timer = Timer(self.cadence.seconds)
         self.keep_last: int | None = keep_last
         self.keep_every: int | None = keep_every
         self.keep_best: Best | None = keep_best
@@ -148,7 +154,10 @@ class Checkpoints:
         self._lock: durable_files.Lock | None = None
         self.thread: str = ""  # the name of its threads: a process may have several savers
         if not read_only:
-            self._open({**counts, "keep_best": keep_best, "timeout": timeout, "store": store})
+            self._open(
+                {**counts, "every": every, "keep_best": keep_best}
+                | {"timeout": timeout, "store": store}
+            )
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         """Take the directory in the first process; the other processes have to see it."""
@@ -199,8 +208,20 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------- saving
 
     def due(self, step: int) -> bool:
-        """Whether `every` divides this step; never without one, and not at step 0."""
-        return self.every is not None and step > 0 and step % self.every == 0
+        """Whether your own loop is to save now; never without `every`, and not at step 0.
+
+        True at the multiples of the steps of `every`, and if its duration has passed since the last
+        save, or since these `Checkpoints` were made. Then the clock of process 0 counts for all
+        processes, which wait for its answer. HyperparameterError if `every` has epochs alone.
+        """
+        has_clock = self.cadence.seconds < math.inf
+        if self.cadence.epochs and not (has_clock or self.cadence.steps):
+            raise HyperparameterError(
+                "every", "due()", repr(self.every), "steps or a duration: only fit counts epochs"
+            )
+        own_answer = lambda: (None, "late" if self._timer.is_late() else "")
+        answers = self.together("due()", own_answer)[1] if has_clock else [""]
+        return step > 0 and (bool(answers[0]) or self.cadence.is_at_step(step))
 
     def save(
         self,
@@ -229,6 +250,7 @@ class Checkpoints:
     def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, values, metrics)
+        self._timer.restart()
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""

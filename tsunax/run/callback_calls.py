@@ -1,13 +1,15 @@
 """The user's callbacks and parts: when they are called, and their changes of a run."""
 
 import itertools
+import math
 from typing import Any
 
 from tsunax._core import Function, checks, trees
-from tsunax.errors import StateError, WrongTypeError
+from tsunax._core.cadence import Cadence, Timer
+from tsunax.errors import StateError, WrongTypeError, warn
 from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
-from tsunax.run.options import Options, is_bare, is_callback_due
+from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import Part, blamed
 from tsunax.run.run import Run
 from tsunax.states import States, training_states
@@ -19,32 +21,56 @@ class CallbackCalls(Part):
     def __init__(self, options: Options, memory: dict[str, Any]) -> None:
         self.options: Options = options
         self.memory: dict[str, Any] = memory
-        self.every: float = min(options.callback_intervals, default=float("inf"))
-        self.epochs: bool = any(map(is_bare, options.callbacks))
+        self.timer_of_callback: list[Timer] = [Timer(x.seconds) for x in options.cadences]
+        self.timers = [timer for timer in self.timer_of_callback if timer.seconds < math.inf]
+        bare_interval = (options.log_every, "epoch") if any(map(is_bare, options.callbacks)) else ()
+        self.every = (*map(interval_of, options.callbacks), bare_interval)
 
     def next_step(self, step: int) -> float:
         places = (place for place in self.options.places if place > step)
-        next_steps = [(step // n + 1) * n for n in self.options.callback_intervals]
-        return min([*next_steps, *places], default=float("inf"))
+        return min([super().next_step(step), *places])
 
     def due(self, run: Run, events: Any) -> bool:
         return True
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
-        callback_events = {"step": ["step"] + ["log"] * (run.step % options.log_every == 0)}
+        callback_events = {
+            "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
+            "save": [],  # A signal asked for it, so a repeated run does not have this event.
+        }
         if options.dry_run:
             callback_events["end"] = ["step", "end"]
+        cadence_events = [
+            _cadence_event(cadence, timer, run, events)
+            for cadence, timer in zip(options.cadences, self.timer_of_callback, strict=True)
+        ]
         for event in itertools.chain(*(callback_events.get(x, [x]) for x in events)):
             run.event = event
             is_tried = options.dry_run and event == "step" and "end" in events
-            for name, callback in zip(options.names, options.callbacks, strict=False):
-                if is_callback_due(callback, event, run.step) or (
-                    is_tried and not is_bare(callback)
-                ):
+            for i, callback in enumerate(options.callbacks):
+                is_due = event == cadence_events[i] or is_callback_due(callback, event, run.step)
+                if is_due or (is_tried and not is_bare(callback)):
+                    previous_state, name = run.state, options.names[i]
                     run.memory = self.memory.setdefault(name, {})
                     with blamed("callback", callback, run):
                         _call(run, options.clock, callback, run)
+                    self.timer_of_callback[i].restart()
+                    if event == "clock" and run.state is not previous_state:
+                        warn(
+                            f"fit(): {name} changed the state when its duration had passed, so the "
+                            "run will not repeat. Give it a number of steps, or epochs."
+                        )
+
+
+def _cadence_event(cadence: Cadence, timer: Timer, run: Run, events: list[str]) -> str:
+    """The event at which a cadence calls its callback, once at a boundary; "" for none."""
+    due_events = [
+        *(["step"] * cadence.is_at_step(run.step)),
+        *(["epoch"] * cadence.is_at_epoch(run.epoch)),
+        *(["clock"] * timer.is_due),
+    ]
+    return next((event for event in events if event in due_events), "")
 
 
 class UserPart(Part):
@@ -54,8 +80,7 @@ class UserPart(Part):
         self.part: Part = part
         self.options: Options = options
         self.memory: dict[str, Any] = memory
-        self.every: float = part.every
-        self.epochs: bool = part.epochs
+        self.cadence = part.cadence
 
     def next_step(self, step: int) -> float:
         place = self.part.next_step(step)
@@ -64,13 +89,17 @@ class UserPart(Part):
     def due(self, run: Run, events: Any) -> bool:
         if self.options.dry_run and "end" in events:  # a dry run calls all that it has
             return True
-        return self._result(run, self.part.due, run, events)
+        return any(timer.is_due for timer in self.timers) or self._result(
+            run, self.part.due, run, events
+        )
 
     def begin(self, run: Run) -> None:
         self._result(run, self.part.begin, run)
 
     def at(self, run: Run, events: list[str]) -> None:
         self._result(run, _call, run, self.options.clock, self.part.at, run, events)
+        for timer in self.timers:
+            timer.restart()
 
     def read(self, run: Run, has_row: bool) -> None:
         self._result(run, self.part.read, run, has_row)

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tsunax._core import PyTree, Where, checks
+from tsunax._core.cadence import When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
@@ -93,25 +94,28 @@ class Watching(Watcher):
 
 @dataclass(frozen=True)
 class every:
-    """`fn(run)` at every multiple of n steps.
+    """`fn(run)` at every multiple of a number of steps, of "2 epochs", or every "10 minutes".
 
-    Raises TypeError or HyperparameterError unless `fn` is a function of a run and n an int ≥ 1.
+    A tuple means whichever comes first: `every((500, "10 minutes"), f)`. A duration (in "s", "min",
+    "h" or "d", or a `timedelta`) counts from the last call, or the start of `fit`. With it `fn`
+    should not change the state, because the run would not repeat; `fit` warns if it does. Raises
+    TypeError or HyperparameterError for another interval, or unless `fn` is a function of a run.
 
     >>> every(100, print)
-    every(n=100, fn=<built-in function print>)
+    every(interval=100, fn=<built-in function print>)
     """
 
-    n: int
+    interval: When
     fn: Callable[[Run], Any]
 
     def __post_init__(self) -> None:
-        checks.check_count(self.n, "every()", "n")
+        cadence_of(self.interval, "every()", "interval")
         checks.check_takes("fn", "every()", self.fn, "f(run)", None)
 
     @property
-    def every(self) -> int:
-        """The steps between two calls, an int: `n`."""
-        return self.n
+    def every(self) -> When:
+        """How often `fit` calls it: the `interval`."""
+        return self.interval
 
     def __call__(self, run: Run) -> PyTree:
         return self.fn(run)

@@ -16,7 +16,7 @@ _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, 
 
 
 class Evaluations(Part):
-    """Calls `evaluate` every n steps or n epochs, and at the end of a run."""
+    """Calls `evaluate` as `evaluate_every` says, and at the end of a run."""
 
     def __init__(
         self, options: Options, watched: dict[str, str], agreement: processes.Unanimous
@@ -24,12 +24,18 @@ class Evaluations(Part):
         self.options: Options = options
         self.watched: dict[str, str] = watched
         self.agreement: processes.Unanimous = agreement
-        self.every: float = options.evaluate_steps or float("inf")
-        self.epochs: bool = bool(options.evaluate_epochs)
+        self.every = options.evaluate_every
 
     def begin(self, run: Run) -> None:
         """Raise RowError before step 1 for an awaited name that `evaluate` does not return."""
         options, names = self.options, run.history.names
+        watchers = [f"{where} acts on {k!r}" for k, where in self.watched.items() if "/" in k]
+        if watchers and self.timers:
+            warn(
+                f"fit(): evaluate_every={self.every!r} follows the clock, and "
+                f"{', '.join(watchers)}, so the run will not repeat. Give it a number of steps, or "
+                "epochs."
+            )
         awaited = {k: name for k, name in self.watched.items() if "/" in k and k not in names}
         if not awaited or options.dry_run or options.may_log:
             return
@@ -43,9 +49,7 @@ class Evaluations(Part):
     def due(self, run: Run, events: Sequence[str]) -> bool:
         if "end" in events:
             return run.evaluated != run.step and not run.interrupted
-        n = self.options.evaluate_epochs
-        is_epoch = bool(n) and "epoch" in events and run.epoch % n == 0
-        return is_epoch or ("step" in events and run.step % self.every == 0)
+        return super().due(run, events)
 
     def at(self, run: Run, events: list[str]) -> None:
         row = self.agreement.numbers(f"evaluate at step {run.step}", self.row(run))
@@ -58,6 +62,8 @@ class Evaluations(Part):
         if not is_end or self.options.dry_run:
             events.insert(int("step" in events), "evaluate")
         run.note(f"step {run.step}: " + ", ".join(tables.summary(row, "{:.6g}".format)))
+        for timer in self.timers:
+            timer.restart()
 
     def row(self, run: Run) -> dict[str, float]:
         """The numbers of this state, on this process."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step, checks, processes
+from tsunax._core.interrupts import SAVING, Interrupt
 from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
 from tsunax.run.chunks import NO_LIMIT, Limits
@@ -70,7 +71,11 @@ def begin(
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
     begin_order = (*display, run.rows, *parts, *saving)
-    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning)
+    # Signals but Ctrl-C are taken if there is something to save, or to end on all processes.
+    # Ctrl-C apart, signals need something to save, or several processes that have to end together.
+    takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
+    signals = Interrupt(*filter(takes, options.signals))
+    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning, signals)
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -116,10 +121,12 @@ def _parts(
 def _feed(
     step: Step, state: PyTree, data: Any, options: Options, start: int, parts: list[Part]
 ) -> Feed:
-    crosses_epochs = not any(part.epochs for part in parts) and processes.current().sees_everything
+    crosses_epochs = (
+        not any(part.cadence.epochs for part in parts) and processes.current().sees_everything
+    )
     limits = Limits(
         options.steps_per_call,
-        interval=min((part.every for part in parts), default=float("inf")),
+        interval=min((n for part in parts for n in part.cadence.steps), default=float("inf")),
         steps=options.goal.steps_left(start),
         last_epoch=(options.goal.epochs or NO_LIMIT) if crosses_epochs else 0,
     )

@@ -1,15 +1,17 @@
 """Arguments of `fit`, checked before anything runs: the goal, evaluations, callbacks, loggers."""
 
 import dataclasses
+import datetime
 import functools
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Function, PyTree, checks, processes, trees
+from tsunax._core.cadence import Cadence, When, cadence_of
+from tsunax._core.interrupts import SIGNALS
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
@@ -47,12 +49,13 @@ class Options:
 
     goal: Goal
     evaluate: Function | None
-    evaluate_every: int | str
+    evaluate_every: When
     callbacks: Any  # a function or several; then a tuple
     loggers: Any
     log_every: int
     steps_per_call: Any  # an int, "auto", or None: no compiled loop
     max_bad: int
+    signals: Sequence[str]
     extra: Mapping[str, Any]
     dry_run: bool  # every callback is called at the end, also before its steps and events
     progress: bool
@@ -61,13 +64,14 @@ class Options:
     fast_forward: bool
     checkpoint: Any  # the user's value
     parts: tuple[Part, ...] = ()  # the parts among the callbacks
-    evaluate_steps: int | None = None  # evaluate every n steps
-    evaluate_epochs: int | None = None  # or every n epochs
     clock: Clock = field(default_factory=Clock)  # starts when the options are made
 
     def __post_init__(self) -> None:
         where = "fit()"
-        self._set_evaluations(where)
+        self._check_evaluate(where)
+        if isinstance(self.log_every, str | datetime.timedelta | tuple):
+            fix = "Rows come at fixed steps, so that the same run has the same rows again."
+            raise WrongTypeError("log_every", where, repr(self.log_every), "a number of steps", fix)
         self.log_every = checks.check_count(self.log_every, where, "log_every")
         self.max_bad = checks.check_count(self.max_bad, where, "max_bad")
         if self.steps_per_call not in (None, "auto"):
@@ -75,13 +79,12 @@ class Options:
         checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
+        for name in self.signals:
+            checks.check_choice(name, where, "signals", SIGNALS)
         functions = _listed(self.callbacks)
         self.parts = tuple(f for f in functions if isinstance(f, Part))
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
-        for part in self.parts:
-            if part.every != float("inf"):
-                checks.check_count(part.every, type(part).__name__, "every")
         for f in self.callbacks:
             if isinstance(f, type):
                 fix = f"Call it: {f.__name__}(...)."
@@ -94,24 +97,17 @@ class Options:
         if not processes.current().is_first:
             self.loggers = ()
 
-    def _set_evaluations(self, where: str) -> None:
-        """Set the interval of `evaluate`, if there is one: steps or epochs."""
-        interval = self.evaluate_every
+    def _check_evaluate(self, where: str) -> None:
         if self.evaluate is None:
-            if interval != "epoch":
-                got = f"None, but evaluate_every={interval!r}"
+            if self.evaluate_every != "epoch":
+                got = f"None, but evaluate_every={self.evaluate_every!r}"
                 raise WrongTypeError("evaluate", where, got, "a function")
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
         if isinstance(self.evaluate, EvalStep):
             raise WrongTypeError("evaluate", where, "EvalStep", example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
-        if not isinstance(interval, str):
-            self.evaluate_steps = checks.check_count(interval, where, "evaluate_every")
-        elif match := re.fullmatch(r"(?:([1-9]\d*) )?epochs?", interval):
-            self.evaluate_epochs = int(match[1] or 1)
-        else:
-            raise WrongTypeError("evaluate_every", where, repr(interval), "'n epochs', or steps")
+        cadence_of(self.evaluate_every, where, "evaluate_every")
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -123,10 +119,9 @@ class Options:
         ]
 
     @functools.cached_property
-    def callback_intervals(self) -> list[int]:
-        """Callbacks need a boundary at every multiple of these intervals, and at `places`."""
-        intervals = [int(f.every) for f in self.callbacks if has_interval(f)]
-        return intervals + ([self.log_every] if any(map(is_bare, self.callbacks)) else [])
+    def cadences(self) -> list[Cadence]:
+        """The cadence of each callback."""
+        return [cadence_of(interval_of(f), type(f).__name__, "every") for f in self.callbacks]
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -134,9 +129,9 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """Settings that decide when a call ends: the same on all processes."""
-        names = "evaluate_steps evaluate_epochs log_every steps_per_call max_bad dry_run places"
+        names = "evaluate_every log_every steps_per_call max_bad dry_run places"
         settings = {name: getattr(self, name) for name in names.split()}
-        settings |= {"goal": str(self.goal), "intervals": self.callback_intervals}
+        settings |= {"goal": str(self.goal), "cadences": list(map(str, self.cadences))}
         return settings | {"evaluate": self.evaluate is not None}
 
     @property
@@ -151,13 +146,15 @@ class Options:
         return bool(self.parts) or any(getattr(f, "may_log", True) for f in self.callbacks)
 
 
-def has_interval(callback: object) -> bool:
-    return isinstance(getattr(callback, "every", None), (int, np.integer))
+def interval_of(callback: object) -> Any:
+    """The `every` of a callback; () for none. An attribute of another type means something else."""
+    every = getattr(callback, "every", ())
+    return every if isinstance(every, int | np.integer | str | datetime.timedelta | tuple) else ()
 
 
 def is_bare(callback: object) -> bool:
     has_events = getattr(callback, "events", None) is not None
-    return not (has_interval(callback) or hasattr(callback, "at") or has_events)
+    return not (interval_of(callback) or hasattr(callback, "at") or has_events)
 
 
 def _name(callback: Any) -> str:
@@ -172,12 +169,14 @@ def _name(callback: Any) -> str:
 
 
 def is_callback_due(callback: Any, event: str, step: int) -> bool:
+    """Whether an event calls a callback, apart from its cadence."""
     if event == "step":
-        is_due = has_interval(callback) and step % callback.every == 0
-        return is_due or step in getattr(callback, "at", ())
+        return step in getattr(callback, "at", ())
     if getattr(callback, "events", None) is not None:
         return event in callback.events
-    return is_bare(callback) or (event == "start" and hasattr(callback, "at"))
+    # A repeated run has other boundaries of the clock: plain functions are not called there.
+    is_repeatable = event in ("start", "log", "evaluate", "epoch", "end")
+    return (is_bare(callback) and is_repeatable) or (event == "start" and hasattr(callback, "at"))
 
 
 def _listed(functions: Any) -> tuple[Any, ...]:

@@ -17,10 +17,15 @@ The loop holds a boundary at the steps that a part needs, and there calls the pa
 """
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tsunax._core import Function, trees
+from tsunax._core.cadence import Cadence, Timer, When, cadence_of
+
+REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
 
 
 class Part:
@@ -30,27 +35,38 @@ class Part:
     part has its own `run.memory`, which is saved with the run.
     """
 
-    #: The part needs a boundary at every multiple of this number of steps; inf for none.
-    every: float = float("inf")
-    #: Whether it needs a boundary at the end of every epoch.
-    epochs: bool = False
+    #: How often the part needs a boundary: a number of steps, "epoch", "2 epochs", "10 minutes", or
+    #: a tuple of these for whichever comes first; () for never.
+    every: When = ()
+
+    @functools.cached_property
+    def cadence(self) -> Cadence:
+        """The parsed `every`."""
+        return cadence_of(self.every, type(self).__name__, "every")
+
+    @functools.cached_property
+    def timers(self) -> Sequence[Timer]:
+        """The timer of `every` if it has a duration. A part that acts restarts it."""
+        return [Timer(self.cadence.seconds)] if self.cadence.seconds < math.inf else []
 
     def next_step(self, step: int) -> float:
         """The first step beyond `step` at which the part needs a boundary; inf for none.
 
-        By default the next multiple of `every`. All processes of a run return the same step.
+        By default the next multiple of the steps of `every`. All processes return the same step.
         """
-        return float("inf") if self.every == float("inf") else (step // self.every + 1) * self.every
+        return self.cadence.next_step(step)
 
     def due(self, run: Any, events: Sequence[str]) -> bool:
-        """Whether `at` is called at this boundary: at `next_step`, and at ends of epochs.
+        """Whether `at` is called at this boundary: as `every` says, and at `next_step`.
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
-        evaluation was done), "epoch" (an epoch has ended) and "end" (of the run). To be called at
-        "start" or "end", override this method.
+        evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and those that come
+        at any step: "save" (a signal asked for it) and "clock" (the duration of a part has passed).
+        To be called at "start", "end" or "save", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
-        return is_step or (self.epochs and "epoch" in events)
+        is_epoch = "epoch" in events and self.cadence.is_at_epoch(run.epoch)
+        return is_step or is_epoch or any(timer.is_due for timer in self.timers)
 
     def begin(self, run: Any) -> None:
         """Called once, before the first boundary."""

@@ -115,14 +115,14 @@ class Restart:
 
 
 class Saving(Part):
-    """Saves a run: every n steps or every epoch, at the best values of a metric, and at the end."""
+    """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
     def __init__(self, options: Options, restart: Restart, memory: dict[str, Any]) -> None:
         self.options: Options = options
         self.saver: Checkpoints = restart.saver
         self.memory: dict[str, Any] = memory
-        self.every: float = self.saver.every or float("inf")
-        self.epochs: bool = not self.saver.every  # by default, without `every`
+        # By default a run without epochs, or with long ones, loses ten minutes.
+        self.every = ("epoch", "10 minutes") if self.saver.every is None else self.saver.every
         script, saved_script = restart.script, restart.saved_script
         if restart.is_in_hand:
             # the run began with another state, which the script makes when it is started again
@@ -141,7 +141,9 @@ class Saving(Part):
     def at(self, run: Run, events: list[str]) -> None:
         saver, is_end = self.saver, "end" in events
         saver.poll()
-        due = saver.due(run.step) or ("epoch" in events and self.epochs)
+        is_requested = "save" in events or super().due(run, events)
+        # A run that begins at one of the steps of `every` saves there, too.
+        due = is_requested or self.cadence.is_at_step(run.step)
         # the end is saved again, because evaluation and callbacks add to the save at this step
         is_new = self.saved != (run.step, run.place())
         if is_end or (is_new and (due or self._is_best(run))):
@@ -159,6 +161,8 @@ class Saving(Part):
                     run.rows.numbers_at(run.step),
                     self.script | end,
                 )
+            for timer in self.timers:
+                timer.restart()
 
     def read(self, run: Run, has_row: bool) -> None:
         self.saver.poll()
