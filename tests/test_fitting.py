@@ -174,6 +174,16 @@ def test_a_signal_to_one_saves_the_run_of_all(launch):
 
 
 @pytest.mark.slow
+def test_a_timer_of_process_0_makes_a_boundary_of_all(launch):
+    first, second = answers(launch(2, "clocked"))
+    assert first == second
+    steps, which = zip(*first, strict=True)
+    # Two looks a step: at 9, at 30, and at 59 in the last step. All see it a call or more later, or at the end.
+    assert list(which) == [[True, False, False]] * 2 + [[False, False, True]]
+    assert 5 <= steps[0] < steps[1] <= 20 and steps[2] == 30
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")])
 def test_a_signal_to_one_ends_all_at_one_step(launch, number, raised):
     started = launch(2, "interrupted")

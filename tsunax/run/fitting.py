@@ -152,7 +152,7 @@ class Fit:
         """Agree with all processes on what signals and timers ask for. Process 0 has the clock."""
         own = self.interrupt.requests
         for i, timer in enumerate(() if self.is_led else self.timers):
-            if timer.is_late():
+            if timer.is_late() and ("clock", i) not in self.requests:
                 own.add(("clock", i))
         if requests := agree(own):
             own.difference_update(requests)
