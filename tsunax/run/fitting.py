@@ -88,10 +88,9 @@ class Fit:
         self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
         self.interrupt: Interrupt = interrupt
         self.timers: list[Timer] = [timer for part in parts for timer in part.timers]
-        self.keeps_time: bool = not agreement.spans or processes.current().is_first
+        self.is_led: bool = agreement.spans and not processes.current().is_first  # by process 0
         self.signal: int = 0  # the signal that ended the run: the same on all processes
-        # ("save", signal) and ("clock", index of a timer) on which all processes have agreed
-        self.requests: set[tuple[str, int]] = set()
+        self.requests: set[tuple[str, int]] = set()  # ("save", signal) and ("clock", timer's index)
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
@@ -152,7 +151,7 @@ class Fit:
 
     def poll(self, agree: Function) -> None:
         """Agree with all processes on what signals and timers ask for. Process 0 has the clock."""
-        own, timers = self.interrupt.requests, self.timers if self.keeps_time else ()
+        own, timers = self.interrupt.requests, () if self.is_led else self.timers
         late_timers = {("clock", i) for i, timer in enumerate(timers) if timer.is_late()}
         own.update(late_timers - self.requests)  # a timer is late until its boundary was held
         if requests := agree(own):
@@ -223,7 +222,7 @@ class Fit:
         is_large = count * chunk.bytes > WAITING_BYTES
         if count > 1 and (is_late or is_large):
             self.read(1)
-        self.poll(self.agreement.agree)  # a planned boundary after these calls serves it, too
+        self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""

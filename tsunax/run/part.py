@@ -25,8 +25,6 @@ from typing import Any
 from tsunax._core import Function, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 
-REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
-
 
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
