@@ -94,7 +94,7 @@ class Agreed(Part):
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
-        report = run.stopped, run.state, run.is_changed
+        report = run.stopped, run.state, bool(run.changed_by)
         run.stopped = self.agreement.boundary(f"step {run.step}", *report)
 
 
@@ -106,7 +106,10 @@ def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
         state = callback(*args)
         if state is not None:
             check_returned(state, run)
-            run.state, run.is_changed = state, True
+            if not run.changed_by:
+                run.unchanged_state = run.state
+            run.changed_by.append(trees.describe_call(callback))
+            run.state = state
     if logged := {k: x for k, x in run.row.items() if x != previous_row.get(k)}:
         run.rows.record(logged, run.step)
 

@@ -242,13 +242,13 @@ class Fit:
         """Hold a boundary: call each part that is due there, in order."""
         boundary_start, run = self.clock.lap("idle"), self.run
         self.feed.sync()
-        run.epoch, run.is_changed = self.feed.epoch, False
+        run.epoch, run.changed_by, run.unchanged_state = self.feed.epoch, [], None
         if "end" in events:
             run.rows.close()
         for part in self.parts:
             if part.due(run, events):
                 part.at(run, events)
-        if run.is_changed:
+        if run.changed_by:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra)
         self.excluded_seconds += self.clock.lap("idle") - boundary_start

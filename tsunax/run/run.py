@@ -79,7 +79,8 @@ class Run:
         self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
         self.stopped: str = stopped
         self.interrupted: bool = False  # whether a signal ends the run
-        self.is_changed: bool = False  # whether a callback of this boundary returned a state
+        self.changed_by: list[str] = []  # the callbacks of this boundary that returned a state
+        self.unchanged_state: PyTree = None  # the state before the first of them
         self.evaluated: int = -1  # the step of the newest evaluation
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows

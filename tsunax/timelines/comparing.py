@@ -1,0 +1,145 @@
+"""Two runs side by side, from the manifests of their checkpoints: no array is read.
+
+A manifest has a hash of each leaf, so two checkpoints of a step are compared without their arrays.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tsunax._core import Figure, tables
+from tsunax.checkpoints import _matching, _reading, leaves
+from tsunax.checkpoints.edits import FILE, Edit, edits_in, parse_edits
+from tsunax.checkpoints.manifest import Manifest
+from tsunax.checkpoints.saving import Checkpoints
+from tsunax.run.history import History
+
+
+class SavedRun:
+    """The checkpoints of a run as far as their manifests tell."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints: Checkpoints = checkpoints
+        self._values: dict[int, _reading.Restored] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        return self.checkpoints.home.steps()
+
+    def manifest(self, step: int) -> Manifest:
+        return self.checkpoints.home.manifest(step)
+
+    def values(self, step: int) -> _reading.Restored:
+        """Data, history, callbacks and script of a checkpoint; of its state only the counts."""
+        if step not in self._values:
+            restored = _reading.read(self.checkpoints, step, _matching.plan_of_clocks)
+            self._values[step] = restored
+        return self._values[step]
+
+    def script(self, step: int) -> Mapping[str, Any]:
+        """The facts that `fit` saved about its script; none for a checkpoint of your own loop."""
+        script = self.values(step).script
+        return script if isinstance(script, dict) else {}
+
+    def edits(self) -> list[Edit]:
+        """The edits of the newest checkpoint, and those that were made after it."""
+        saved = parse_edits(self.script(self.steps[-1]).get("edits")) if self.steps else []
+        path = self.checkpoints.path
+        written = edits_in(path / FILE) if isinstance(path, Path) else []
+        last_call = saved[-1].calls if saved else -1
+        return saved + [edit for edit in written if edit.calls > last_call]
+
+    def history(self) -> History:
+        saved = self.values(self.steps[-1]).history if self.steps else None
+        return History() if saved is None else History.of(saved)
+
+    def is_fresh(self, step: int) -> bool:
+        """Whether a checkpoint was saved right after the call that first made its step."""
+        return bool(self.script(step).get("is_fresh", False))
+
+    def compared(self, other: "SavedRun") -> "Comparison":
+        """This run beside another."""
+        common = sorted({*self.steps} & {*other.steps})
+        different = {step: changed_leaves(self.manifest(step), other.manifest(step))
+                     for step in common}  # fmt: skip
+        first = next((step for step in common if different[step]), None)
+        newest = [run.script(run.steps[-1]) if run.steps else {} for run in (self, other)]
+        settings = [script.get("settings", {}) for script in newest]
+        names = dict.fromkeys(itertools.chain(*settings))
+        pairs = {name: tuple(map(str, (x.get(name, "") for x in settings))) for name in names}
+        return Comparison(
+            names=(str(self.checkpoints.path), str(other.checkpoints.path)),
+            parents=tuple(script.get("parent") for script in newest),
+            settings={name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
+            histories=(self.history(), other.history()),
+            common_steps=common,
+            differs_at=first,
+            leaves=[] if first is None else different[first],
+        )
+
+
+def changed_leaves(first: Manifest, second: Manifest) -> list[str]:
+    """The names of leaves that two checkpoints have with other bits, or one of them alone."""
+    by_path = [{leaf.path: leaf for leaf in manifest.leaves} for manifest in (first, second)]
+    paths = dict.fromkeys(itertools.chain(*by_path))
+    different = [path for path in paths if by_path[0].get(path) != by_path[1].get(path)]
+    return [leaves.show("state", path) for path in different]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side, from `timeline(...).compare(...)`. It prints, and has `plot()`."""
+
+    names: tuple[str, str]  # the directories
+    parents: tuple[Any, Any]  # of a branch: path, step and edits; else None
+    settings: dict[str, tuple[str, str]]  # of the scripts, where they differ
+    histories: tuple[History, History]
+    common_steps: list[int]  # of checkpoints that both have
+    # the first common checkpoint with other bits, or the exact step; None if all have the same
+    differs_at: int | None
+    leaves: list[str]  # the leaves with other bits at that checkpoint
+    is_exact: bool = False  # whether `differs_at` is the first step with other bits
+
+    def at_exact_step(self, step: int) -> "Comparison":
+        """The comparison with the first step that differs, from a replay of both runs."""
+        return dataclasses.replace(self, differs_at=step, is_exact=True)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.names[0]}  |  {self.names[1]}"]
+        if self.differs_at is None:
+            lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")
+        else:
+            kind = "step" if self.is_exact else "common checkpoint"
+            names = ", ".join(self.leaves[:6]) + (", …" if len(self.leaves) > 6 else "")
+            lines.append(f"first {kind} with other bits: {self.differs_at} ({names})")
+        for name, parent in zip(self.names, self.parents, strict=True):
+            if parent:
+                edits = ", ".join(parent["edits"])
+                origin = f"{parent['path']} at step {parent['step']}"
+                lines.append(f"{name} branched off {origin} {edits}".rstrip())
+        lines += [f"  {name}: {a} | {b}" for name, (a, b) in self.settings.items()]
+        columns = [name for name in self.histories[0].names if name in self.histories[1]]
+        rows = [["newest", *self.names]] if columns else []
+        for name in columns:
+            rows.append([name, *(tables.short(history.last(name)) for history in self.histories)])
+        return "\n".join([*lines, *tables.aligned(rows, right=(1, 2))])
+
+    _repr_html_ = tables.folded
+
+    def plot(self, name: str = "loss") -> Figure:
+        """A matplotlib Figure with a column of both histories. RowError for an unknown name."""
+        from tsunax._core.libraries import library
+
+        figure = library("matplotlib.figure", "compare().plot()").Figure(figsize=(7, 4))
+        axes = figure.add_subplot()
+        for label, history in zip(self.names, self.histories, strict=True):
+            axes.plot(*history.series(name), label=label)
+        if self.differs_at is not None:
+            axes.axvline(self.differs_at, color="tab:red", linestyle="--", linewidth=1)
+        axes.set_xlabel("step")
+        axes.set_ylabel(name)
+        axes.legend()
+        return figure
