@@ -63,17 +63,60 @@ CASES = {
 }
 
 
+def two_states():
+    return ts.States(first=toys.state(key=jax.random.key(0)), second=toys.state(), carry=jnp.zeros(()))
+
+
+def step_of_two(run, x):
+    step = ts.train_step(toys.noisy, donate=False).pure
+    first, info = step(run.first, x, {})
+    second, _ = step(run.second.replace(key=run.first.key), x, {})
+    return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
+
+
+def a_mesh_state():
+    return ts.shard(toys.state(key=jax.random.key(1)), ts.mesh())
+
+
+CASES = {
+    "plain": {},
+    "keys and an average": {"loss_fn": toys.noisy, "make": lambda: toys.state(key=jax.random.key(1), ema=0.9)},
+    "rejected steps": {"x": with_a_bad_row()},
+    "accumulation over calls": {
+        "make": lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)})
+    },
+    "micro-batches": {"step": {"accumulate": 4}},
+    "a population": {"make": population},
+    "several states": {"make": two_states, "step": step_of_two},
+    "a mesh": {"make": a_mesh_state, "loss_fn": toys.noisy},
+    "a step a call": {"fit": {"steps_per_call": None}},
+    "rows on the device": {"data": {"device": True}},
+    "a list": {"list": True},
+    "no data": {"loss_fn": toys.drawn, "make": lambda: toys.state(key=jax.random.key(2)), "no_data": True},
+}
+
+
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_has_the_bits_of_the_run(tmp_path, name):
-    loss_fn, make, x, options = CASES[name]
-    step, data = ts.train_step(loss_fn, **options), ts.batches(x, 8, shuffle=True, seed=3)
-    prints, _ = a_run(tmp_path / "a", step, make, data, max_bad=100)
-    data = ts.batches(x, 8, shuffle=True, seed=3)
-    line = timeline(tmp_path / "a", step, make, data)
+    case = CASES[name]
+    options, make, x = case.get("step", {}), case.get("make", toys.state), case.get("x", toys.X)
+    loss_fn = case.get("loss_fn", toys.loss_fn)
+    step = options if callable(options) else ts.train_step(loss_fn, **options)
+
+    def data():
+        if "no_data" in case:
+            return None
+        batches = ts.batches(x, 8, shuffle=True, seed=3, **case.get("data", {}))
+        return list(batches) if "list" in case else batches
+
+    prints, _ = a_run(tmp_path / "a", step, make, data(), max_bad=100, **case.get("fit", {}))
+    given = data()
+    line = timeline(tmp_path / "a", step, make, given)
     assert line.steps == [8, 16, 24]
     assert {k: fingerprint(line.at(k)) for k in range(1, STEPS + 1)} == prints
-    assert data.get_state() == {"epoch": 0, "position": 0}  # data keep their position
+    if hasattr(given, "get_state"):
+        assert given.get_state() == {"epoch": 0, "position": 0}  # data keep their position
 
 
 def test_calls_reach_states_that_no_step_has(tmp_path):
@@ -141,9 +184,7 @@ def test_an_audit_names_the_leaves_that_differ(tmp_path, name):
     make = lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(8)})
 
     def flipped(run):
-        """One bit of one number, between two checkpoints."""
-        if run.step != 12 or name == "nothing":
-            return None
+        """A fault of a machine, which no callback returned: one bit of one number at step 12."""
         field = "params" if name == "params" else "opt_state"
         leaves, treedef = jax.tree.flatten(getattr(run.state, field))
         i = next(i for i, x in enumerate(leaves) if jnp.shape(x) == (8,))
@@ -152,8 +193,13 @@ def test_an_audit_names_the_leaves_that_differ(tmp_path, name):
         leaves[i] = jnp.asarray(bits.view(np.float32))
         return run.state.replace(**{field: treedef.unflatten(leaves)})
 
+    class Fault(ts.callbacks.Part):
+        def read(self, run, has_row):
+            if run.step == 12 and name != "nothing":
+                run.state = flipped(run)
+
     step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
-    a_run(tmp_path / "a", step, make, data, callbacks=[ts.callbacks.every(12, flipped)])
+    a_run(tmp_path / "a", step, make, data, callbacks=[Fault()])
     line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
     assert line.audit(16, 24) == []
     differ = line.audit(8, 16)

@@ -169,7 +169,8 @@ class Saving(Part):
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
                 verdict = getattr(run.info, "verdict", None)
                 is_fresh = verdict is None or bool(np.all(verdict == 0)) or np.ndim(verdict) > 0
-                end |= {"is_fresh": is_fresh, "edits": self.edits.plain()}
+                is_looped = self.options.steps_per_call is not None
+                end |= {"is_fresh": is_fresh, "is_looped": is_looped, "edits": self.edits.plain()}
                 saver._save(
                     run.state,
                     run.step,

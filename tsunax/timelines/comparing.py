@@ -56,6 +56,10 @@ class SavedRun:
         saved = self.values(self.steps[-1]).history if self.steps else None
         return History() if saved is None else History.of(saved)
 
+    def is_looped(self) -> bool:
+        """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""
+        return not self.steps or bool(self.script(self.steps[-1]).get("is_looped", True))
+
     def is_fresh(self, step: int) -> bool:
         """Whether a checkpoint was saved right after the call that first made its step."""
         return bool(self.script(step).get("is_fresh", False))

@@ -64,7 +64,7 @@ def timeline(
     checkpoints = run if is_opened else Checkpoints(run, read_only=True)
     saved = SavedRun(checkpoints)
     first = jax.eval_shape(state) if callable(state) else state
-    script = Script(step, data, extra or {}, saved.edits(), first)
+    script = Script(step, data, extra or {}, saved.edits(), saved.is_looped(), first)
     return Timeline(saved, script, state, max_replay)
 
 

@@ -22,7 +22,7 @@ from tsunax.run import fused_loop
 from tsunax.run.calling import Caller, Trainee
 from tsunax.run.chunks import Chunk, Limits
 from tsunax.run.feed import Feed
-from tsunax.run.info_columns import logged_step, most_calls
+from tsunax.run.info_columns import Infos, logged_step, most_calls
 from tsunax.state import own
 
 
@@ -61,6 +61,7 @@ class Script:
     data: Any
     extra: Mapping[str, Any]
     edits: Sequence[Edit]
+    is_looped: bool  # whether `fit` called the step in its compiled loop, which may have other bits
     like: PyTree  # the first state, or its shapes
 
     def advanced(self, start: Moment, calls: int) -> ReplayedCall:
@@ -89,7 +90,8 @@ class Script:
     def _called(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""
         step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
-        feed = Feed(step, self.data, state, Limits(calls, steps=calls), continues_data=True)
+        limits = Limits(calls if self.is_looped else None, steps=calls)
+        feed = Feed(step, self.data, state, limits, continues_data=True)
         agreement = processes.current().agreement("timeline()", state, innermost(self.data))
         loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
         trainee, calls_done, batch, info = Trainee(state), 0, None, None
@@ -106,7 +108,8 @@ class Script:
                 for chunk, infos in caller.read():
                     calls_done += chunk.steps
                     batch = chunk.feed.batch_at(chunk.steps - 1)
-                    info = infos.stacked(trainee.state, chunk.steps - 1)
+                    is_stacked = isinstance(infos, Infos)
+                    info = infos.stacked(trainee.state, chunk.steps - 1) if is_stacked else infos
             feed.sync()
             return ReplayedCall(start, Moment(trainee.state, feed.place()), batch, info)
         finally:
