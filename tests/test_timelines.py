@@ -338,3 +338,35 @@ def test_a_step_without_the_memory_of_callbacks_is_no_branch(tmp_path):
     with pytest.raises(StateError, match="no memory of callbacks is saved"):
         line.branch(9, tmp_path / "b")
     line.branch(8, tmp_path / "b")
+
+
+class Fault(ts.callbacks.Part):
+    """A fault that does not repeat: one bit of one parameter, in the state after some step."""
+
+    def __init__(self, *at):
+        self.left = set(at)
+
+    def read(self, run, has_row):
+        if run.step in self.left:
+            self.left.discard(run.step)
+            bits = np.asarray(run.state.params["w"]).view(np.uint32).copy()
+            bits[3] ^= 1
+            run.state = run.state.replace(params={"w": jnp.asarray(bits.view(np.float32))})
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "redo", "tell"])
+def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, on_fault):
+    step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8)
+    make = lambda: toys.state(key=jax.random.key(1))
+    expected, _ = ts.fit(step, make(), data(), steps=STEPS, progress=False)
+    checked = ts.callbacks.verify(every=5, on_fault=on_fault)
+    fit = lambda *callbacks: ts.fit(step, make(), data(), steps=STEPS, progress=False, callbacks=callbacks)
+    assert fingerprint(fit(checked)[0]) == fingerprint(expected)  # no false alarm, and no other bit
+    if on_fault == "raise":
+        with pytest.raises(StateError, match="step 11 at verify.*other bits in state.params"):
+            fit(Fault(11), checked)
+        return
+    with pytest.warns(UserWarning, match="step 11 has other bits"):
+        state, history = fit(Fault(11), checked)
+    assert (fingerprint(state) == fingerprint(expected)) is (on_fault == "redo")
+    assert [mark[:2] for mark in history.marks if mark[1] == "verify"] == [(11, "verify")]

@@ -52,6 +52,16 @@ class Rejected:
         return state.replace(**fields), self.batch
 
 
+@dataclass(frozen=True)
+class WitnessedCall:
+    """One call of a run, with the states around it. The state before stays as it is."""
+
+    before: PyTree
+    after: PyTree
+    batch: PyTree
+    repeat: Callable[[], PyTree]  # makes the call once more, and returns its state
+
+
 class Run:
     """The run that callbacks get; they may change `memory`, and call `log` and `stop`."""
 
@@ -85,6 +95,7 @@ class Run:
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
+        self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
@@ -104,6 +115,13 @@ class Run:
             got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
             raise RowError(repr(taken_names[0]), where, got, expected, fix)
+
+    def around_next(self, witness: Callable[["Run", Any], None]) -> None:
+        """Call `witness(run, call)` around the next call, which then makes a single step.
+
+        `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
+        """
+        self.witnesses.append(witness)
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""

@@ -5,10 +5,13 @@ A manifest has a hash of each leaf, so two checkpoints of a step are compared wi
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tsunax._core import Figure, tables
 from tsunax.checkpoints import _matching, _reading, leaves
@@ -139,8 +142,14 @@ class Comparison:
 
         figure = library("matplotlib.figure", "compare().plot()").Figure(figsize=(7, 4))
         axes = figure.add_subplot()
-        for label, history in zip(self.names, self.histories, strict=True):
-            axes.plot(*history.series(name), label=label)
+        series = [history.series(name) for history in self.histories]
+        labels = [os.path.basename(path) for path in self.names]
+        labels = labels if labels[0] != labels[1] else self.names
+        for label, (steps, values) in zip(labels, series, strict=True):
+            axes.plot(steps, values, label=label)
+        finite = np.concatenate([values[np.isfinite(values)] for _, values in series])
+        if len(finite) and finite.min() > 0 and finite.max() > 1000 * np.median(finite):
+            axes.set_yscale("log")  # one jump would hide all other values
         if self.differs_at is not None:
             axes.axvline(self.differs_at, color="tab:red", linestyle="--", linewidth=1)
         axes.set_xlabel("step")
