@@ -1,6 +1,8 @@
 """A run as a line of exact states: visited, explained, audited, compared."""
 
 import re
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ import pytest
 import tsunax as ts
 from tsunax.errors import CheckpointError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
-from tsunax.timelines import timeline
+from tsunax.run import control
+from tsunax.timelines import command_line, timeline
+from tsunax.timelines.command_line import ask
 
 import toys
 
@@ -70,7 +74,6 @@ def two_states():
 def step_of_two(run, x):
     step = ts.train_step(toys.noisy, donate=False).pure
     first, info = step(run.first, x, {})
-    second, _ = step(run.second.replace(key=run.first.key), x, {})
     return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
 
 
@@ -354,7 +357,7 @@ class Fault(ts.callbacks.Part):
             run.state = run.state.replace(params={"w": jnp.asarray(bits.view(np.float32))})
 
 
-@pytest.mark.parametrize("on_fault", ["raise", "redo", "tell"])
+@pytest.mark.parametrize("on_fault", ["raise", "redo", "warn"])
 def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, on_fault):
     step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8)
     make = lambda: toys.state(key=jax.random.key(1))
@@ -363,10 +366,88 @@ def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, on_fault):
     fit = lambda *callbacks: ts.fit(step, make(), data(), steps=STEPS, progress=False, callbacks=callbacks)
     assert fingerprint(fit(checked)[0]) == fingerprint(expected)  # no false alarm, and no other bit
     if on_fault == "raise":
-        with pytest.raises(StateError, match="step 11 at verify.*other bits in state.params"):
+        with pytest.raises(StateError, match=r"step 11 at verify.*other bits in state\.params"):
             fit(Fault(11), checked)
         return
     with pytest.warns(UserWarning, match="step 11 has other bits"):
         state, history = fit(Fault(11), checked)
     assert (fingerprint(state) == fingerprint(expected)) is (on_fault == "redo")
     assert [mark[:2] for mark in history.marks if mark[1] == "verify"] == [(11, "verify")]
+
+
+class Sender(ts.callbacks.Part):
+    """Sends commands to its own run from a thread, as a command line would, each at some step."""
+
+    every = 1
+
+    def __init__(self, folder, commands):
+        self.folder, self.commands, self.answers = folder, dict(commands), []
+
+    def at(self, run, events):
+        if run.step in self.commands:
+            verb, values, where = self.commands.pop(run.step)
+            thread = threading.Thread(target=lambda: self.answers.append(ask(self.folder, verb, values, where)))
+            thread.start()
+            while thread.is_alive() and not list((self.folder / "control").glob("*.json")):
+                time.sleep(1e-3)
+
+
+def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.0)
+    folder, step = tmp_path / "a", ts.train_step(toys.loss_fn)
+    data = lambda: ts.batches(toys.X, 8)
+    commands = {
+        4: ("adjust", {"learning_rate": 0.02}, None),
+        6: ("adjust", {"rate": 0.02}, None),
+        9: ("freeze", {}, "w"),
+        11: ("save", {}, None),
+        13: ("status", {}, None),
+        15: ("thaw", {}, "**"),
+        17: ("evaluate", {}, None),
+        21: ("stop", {}, None),
+    }
+    sender = Sender(folder, commands)
+    evaluate = lambda state: {"val/loss": float(state.params["w"].sum())}
+    prints, history = a_run(
+        folder, step, toys.state, data(), callbacks=[sender], evaluate=evaluate, evaluate_every=100, steps=100, every=50
+    )
+    assert max(prints) in (21, 22) and len(sender.answers) == len(commands)
+    refused = [x for x in sender.answers if x.startswith("refused")]
+    assert len(refused) == 1 and "rate" in refused[0]
+    assert [x[1] for x in history.marks].count("command") == 6
+    assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end
+    with ts.Checkpoints(folder, read_only=True) as checkpoints:
+        assert any(11 <= k <= 13 for k in checkpoints.home.steps())
+    line = timeline(folder, step, toys.state, data())
+    assert len(line.edits) == 3 and all("command" in edit.source for edit in line.edits)
+    last = max(prints)
+    assert fingerprint(line.at(last)) == prints[last]
+    with pytest.raises(CheckpointError, match="a run that has ended"):
+        ask(folder, "stop", {})
+
+
+def test_a_command_for_another_start_is_refused(tmp_path):
+    folder = tmp_path / "control"
+    folder.mkdir()
+    inbox = control.Inbox(folder)
+    name = "20260101T000000-00000000.json"
+    (folder / name).write_text('{"lock": "other", "verb": "stop"}')
+    assert inbox.names() == [name]
+    assert "has ended" in inbox.read(name, "this")["refused"]
+    for text in ('{"lock": "this", "verb": "eval(1)"}', "[]", "{", '{"verb": "stop"}', "1" * 5000):
+        (folder / name).write_text(text)
+        assert "refused" in inbox.read(name, "this")
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path)
+    assert inbox.names() == []
+
+
+def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data())
+    timeline(tmp_path / "a", step, toys.state, data()).branch(8, tmp_path / "b", learning_rate=1e-3)
+    assert command_line.main(["log", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "a", "b"]
+    assert "from step 8" in lines[2] and "learning_rate=0.001" in lines[2]
+    assert command_line.main(["stop", str(tmp_path / "a")]) == 1

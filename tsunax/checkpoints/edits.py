@@ -1,4 +1,4 @@
-"""Edits of a state between two calls, by value: what callbacks, commands and scripts changed.
+"""Edits of a state between two calls, by value: the changes of callbacks and commands.
 
 Numbers, flags and the cuts of `adjust` are small: an edit keeps the changed leaves and the layout,
 so that a replay makes the same state without the code that made the edit. A change of large leaves
@@ -35,7 +35,7 @@ class Edit:
 
     step: int
     calls: int
-    source: str  # what changed the state: "plateau(...)", "command adjust"
+    source: str  # the callback or the command: "plateau(run)", "command adjust"
     # {key: new value}, see `_keyed`; None for a change of large leaves: its state was saved
     values: Mapping[Keys, np.ndarray] | None
     # for each training state by path: the cuts of `adjust`, and whether it has flags for freezing
@@ -89,19 +89,19 @@ class Edit:
 
 def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edit | None:
     """The edit that made `new` of `old`; None if they are the same to the bit."""
-    before, after = leaves.tree_of(old), leaves.tree_of(new)
-    old_leaves, values, size = dict(_keyed(before)), {}, 0
-    for key, x in _keyed(after):
+    old_tree, new_tree = leaves.tree_of(old), leaves.tree_of(new)
+    old_leaves, values, size = dict(_keyed(old_tree)), {}, 0
+    for key, x in _keyed(new_tree):
         y = old_leaves.get(key)
         if x is y:
             continue
         size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
         if size > MOST_BYTES or trees.is_key(x):
-            return Edit(step, calls, source, None, _layout(after))
-        if y is None or not _same(x, y):
+            return Edit(step, calls, source, None, _layout(new_tree))
+        if y is None or not _has_same_bits(x, y):
             values[key] = np.asarray(x)
-    layout = _layout(after)
-    if not values and layout == _layout(before):
+    layout = _layout(new_tree)
+    if not values and layout == _layout(old_tree):
         return None
     return Edit(step, calls, source, values, layout)
 
@@ -133,7 +133,7 @@ class EditLog:
         return True
 
     def due(self, calls: int) -> list[Edit]:
-        """The pending edits of this boundary. Those that the run has passed are dropped."""
+        """The pending edits of this boundary; edits of earlier calls are dropped."""
         due = [edit for edit in self.pending if edit.calls == calls]
         self.pending = [edit for edit in self.pending if edit.calls > calls]
         return due
@@ -177,7 +177,7 @@ def _placed(value: np.ndarray, old: Any) -> Any:
 
 
 def _keyed(tree: Tree) -> Iterator[tuple[Keys, Any]]:
-    """The leaves of a tree, those of training states by field and number within it.
+    """The leaves of a tree; of a training state by field and by number within the field.
 
     The cuts of `adjust` change the paths within an optimizer's state, and not the order.
     """
@@ -197,6 +197,6 @@ def _layout(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
     return {path: (cuts_of(s), s.frozen is not None) for path, s in tree.states.items()}
 
 
-def _same(x: Any, y: Any) -> bool:
+def _has_same_bits(x: Any, y: Any) -> bool:
     x, y = np.asarray(x), np.asarray(y)
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()

@@ -109,10 +109,7 @@ def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
         state = callback(*args)
         if state is not None:
             check_returned(state, run)
-            if not run.changed_by:
-                run.unchanged_state = run.state
-            run.changed_by.append(trees.describe_call(callback))
-            run.state = state
+            run.replace_state(state, trees.describe_call(callback))
     if logged := {k: x for k, x in run.row.items() if x != previous_row.get(k)}:
         run.rows.record(logged, run.step)
 

@@ -9,7 +9,7 @@ from tsunax.errors import RowError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import check_row
 from tsunax.run.options import Options
-from tsunax.run.part import Part, blamed
+from tsunax.run.part import EVALUATE, Part, blamed
 from tsunax.run.run import OF_FIT, Run
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -45,7 +45,7 @@ class Evaluations(Part):
             return run.evaluated != run.step and not run.interrupted
         n = self.options.evaluate_epochs
         is_epoch = bool(n) and "epoch" in events and run.epoch % n == 0
-        return is_epoch or ("step" in events and run.step % self.every == 0)
+        return is_epoch or EVALUATE in events or ("step" in events and run.step % self.every == 0)
 
     def at(self, run: Run, events: list[str]) -> None:
         row = self.agreement.numbers(f"evaluate at step {run.step}", self.row(run))

@@ -232,15 +232,15 @@ class Fit:
     def call_witnesses(self, chunk: Chunk) -> None:
         """Call the witnesses of the call that was dispatched, when its numbers are read."""
         self.read(0)
-        run, before, extra = self.run, self.witnessed_state, self.caller.extra
+        run, old_state, extra = self.run, self.witnessed_state, self.caller.extra
 
         def repeat() -> PyTree:
-            state = jax.tree.map(own, before)
+            state = jax.tree.map(own, old_state)
             if chunk.n is None:
                 return self.loop.call_step(state, chunk.feed.batch, extra)[0]
             return self.loop(state, chunk.feed, chunk.n, extra)[0]
 
-        call = WitnessedCall(before, run.state, chunk.feed.batch_at(0), repeat)
+        call = WitnessedCall(old_state, run.state, chunk.feed.batch_at(0), repeat)
         witnesses, run.witnesses, self.witnessed_state = run.witnesses, [], None
         for witness in witnesses:
             witness(run, call)

@@ -22,7 +22,8 @@ from typing import Any
 
 from tsunax._core import Function, trees
 
-REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
+EVALUATE = "evaluate now"  # the event of a command, before the evaluation
+REQUESTED = ("save", "clock", EVALUATE)  # events that come at any step: no run repeats them
 
 
 class Part:

@@ -56,8 +56,8 @@ class Rejected:
 class WitnessedCall:
     """One call of a run, with the states around it. The state before stays as it is."""
 
-    before: PyTree
-    after: PyTree
+    old_state: PyTree
+    new_state: PyTree
     batch: PyTree
     repeat: Callable[[], PyTree]  # makes the call once more, and returns its state
 
@@ -90,7 +90,7 @@ class Run:
         self.stopped: str = stopped
         self.interrupted: bool = False  # whether a signal ends the run
         self.changed_by: list[str] = []  # the callbacks of this boundary that returned a state
-        self.unchanged_state: PyTree = None  # the state before the first of them
+        self.unchanged_state: PyTree = None  # the state before they changed it
         self.evaluated: int = -1  # the step of the newest evaluation
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
@@ -122,6 +122,13 @@ class Run:
         `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
         """
         self.witnesses.append(witness)
+
+    def replace_state(self, state: PyTree, source: str) -> None:
+        """Go on with another state. The source is the callback or the command that made it."""
+        if not self.changed_by:
+            self.unchanged_state = self.state
+        self.changed_by.append(source)
+        self.state = state
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""

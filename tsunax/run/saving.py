@@ -75,8 +75,13 @@ class Restart:
         """Whether the run continues from the checkpoint, and not from the user's state."""
         return self.step is not None and not self.is_in_hand
 
+    def control_folder(self) -> Path | None:
+        """The folder of commands to the run; None in a bucket."""
+        is_local = isinstance(self.saver.path, Path)
+        return self.saver.path / "control" if is_local else None
+
     def edit_log(self) -> EditLog:
-        """The edits of the run up to here, and those that it has not come to again."""
+        """The edits that the restored state has, and the later edits on the disk."""
         is_local = isinstance(self.saver.path, Path) and not self.saver.process
         path = self.saver.path / FILE if is_local else None
         calls = most_calls(self.restored.state) if isinstance(self.restored.state, COUNTED) else 0
@@ -139,7 +144,7 @@ class Saving(Part):
         if restart.is_in_hand:
             # the run began with another state, which the script makes when it is started again
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
-        if "parent" in saved_script:  # of a branch, see `timelines`
+        if "parent" in saved_script:  # the run is a branch, see `timelines`
             script = script | {"parent": saved_script["parent"]}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
@@ -195,20 +200,20 @@ class Saving(Part):
         return min([super().next_step(step), *steps])
 
     def _record_edits(self, run: Run) -> bool:
-        """Record what callbacks changed here. Returns whether the state has to be saved for it."""
+        """Record the changes of callbacks. Returns whether the state has to be saved for one."""
         if not isinstance(run.state, COUNTED):
             return False
-        calls, is_kept = most_calls(run.state), True
+        calls, is_recorded = most_calls(run.state), True
         due = self.edits.due(calls)
         if run.changed_by:
             source = ", ".join(run.changed_by)
             edit = edit_of(run.unchanged_state, run.state, run.step, calls, source)
-            is_kept = edit is None or self.edits.add(edit)
+            is_recorded = edit is None or self.edits.add(edit)
         for edit in due:  # again after a resume: callbacks need not make it again
             run.state = edit.applied(run.state, self.like)
             run.changed_by.append(edit.source)
-            is_kept = self.edits.add(edit) and is_kept
-        return not is_kept
+            is_recorded = self.edits.add(edit) and is_recorded
+        return not is_recorded
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""

@@ -34,7 +34,7 @@ def branched(
     with Checkpoints(into, keep_last=None) as new:
         if steps := new.home.steps():
             raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")
-        history = until(saved.history(), step).plain()
+        history = history_until(saved.history(), step).plain()
         new._save(state, step, moment.place, history, memory, {}, facts)
 
 
@@ -53,7 +53,7 @@ def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
     return earlier[0] if earlier else {}
 
 
-def until(history: History, step: int) -> History:
+def history_until(history: History, step: int) -> History:
     """The rows and marks of a history up to a step."""
     plain = history.plain()
     count = int(np.searchsorted(plain["rows"]["step"], step, side="right"))

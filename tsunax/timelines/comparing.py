@@ -22,7 +22,7 @@ from tsunax.run.history import History
 
 
 class SavedRun:
-    """The checkpoints of a run as far as their manifests tell."""
+    """The checkpoints of a run, read from their manifests."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints: Checkpoints = checkpoints
@@ -43,12 +43,12 @@ class SavedRun:
         return self._values[step]
 
     def script(self, step: int) -> Mapping[str, Any]:
-        """The facts that `fit` saved about its script; none for a checkpoint of your own loop."""
+        """The facts that `fit` saved about its script; none if another loop made the checkpoint."""
         script = self.values(step).script
         return script if isinstance(script, dict) else {}
 
     def edits(self) -> list[Edit]:
-        """The edits of the newest checkpoint, and those that were made after it."""
+        """The edits in the newest checkpoint, and the edits since then."""
         saved = parse_edits(self.script(self.steps[-1]).get("edits")) if self.steps else []
         path = self.checkpoints.path
         written = edits_in(path / FILE) if isinstance(path, Path) else []
@@ -67,21 +67,22 @@ class SavedRun:
         """Whether a checkpoint was saved right after the call that first made its step."""
         return bool(self.script(step).get("is_fresh", False))
 
-    def compared(self, other: "SavedRun") -> "Comparison":
-        """This run beside another."""
-        common = sorted({*self.steps} & {*other.steps})
-        different = {step: changed_leaves(self.manifest(step), other.manifest(step))
+    def compared(self, second: "SavedRun") -> "Comparison":
+        """A comparison of this run with a second run."""
+        common = sorted({*self.steps} & {*second.steps})
+        different = {step: changed_leaves(self.manifest(step), second.manifest(step))
                      for step in common}  # fmt: skip
         first = next((step for step in common if different[step]), None)
-        newest = [run.script(run.steps[-1]) if run.steps else {} for run in (self, other)]
+        newest = [run.script(run.steps[-1]) if run.steps else {} for run in (self, second)]
         settings = [script.get("settings", {}) for script in newest]
         names = dict.fromkeys(itertools.chain(*settings))
-        pairs = {name: tuple(map(str, (x.get(name, "") for x in settings))) for name in names}
+        text_of = lambda i, name: str(settings[i].get(name, ""))
+        pairs = {name: (text_of(0, name), text_of(1, name)) for name in names}
         return Comparison(
-            names=(str(self.checkpoints.path), str(other.checkpoints.path)),
-            parents=tuple(script.get("parent") for script in newest),
+            names=(str(self.checkpoints.path), str(second.checkpoints.path)),
+            parents=(newest[0].get("parent"), newest[1].get("parent")),
             settings={name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
-            histories=(self.history(), other.history()),
+            histories=(self.history(), second.history()),
             common_steps=common,
             differs_at=first,
             leaves=[] if first is None else different[first],
@@ -89,7 +90,7 @@ class SavedRun:
 
 
 def changed_leaves(first: Manifest, second: Manifest) -> list[str]:
-    """The names of leaves that two checkpoints have with other bits, or one of them alone."""
+    """The names of leaves with different bits in two checkpoints, or missing in one."""
     by_path = [{leaf.path: leaf for leaf in manifest.leaves} for manifest in (first, second)]
     paths = dict.fromkeys(itertools.chain(*by_path))
     different = [path for path in paths if by_path[0].get(path) != by_path[1].get(path)]
@@ -101,10 +102,10 @@ class Comparison:
     """Two runs side by side, from `timeline(...).compare(...)`. It prints, and has `plot()`."""
 
     names: tuple[str, str]  # the directories
-    parents: tuple[Any, Any]  # of a branch: path, step and edits; else None
-    settings: dict[str, tuple[str, str]]  # of the scripts, where they differ
+    parents: tuple[Any, Any]  # path, step and edits of a branch; else None
+    settings: dict[str, tuple[str, str]]  # different settings of the scripts
     histories: tuple[History, History]
-    common_steps: list[int]  # of checkpoints that both have
+    common_steps: list[int]  # steps of checkpoints in both directories
     # the first common checkpoint with other bits, or the exact step; None if all have the same
     differs_at: int | None
     leaves: list[str]  # the leaves with other bits at that checkpoint

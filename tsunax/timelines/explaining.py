@@ -14,11 +14,11 @@ from tsunax._core import Figure, PyTree, tables, trees
 from tsunax.errors import told
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
-from tsunax.state import TrainState
+from tsunax.state import TrainState, trained_part
 from tsunax.step import StepInfo
 from tsunax.timelines.replaying import Moment, ReplayedCall, Script
 
-SHOWN = 8  # rows and leaves that a printed explanation lists
+MOST_LISTED = 8  # rows and leaves that a printed explanation lists
 # How far the mean of the rows may be from the loss of the batch: sums in another order.
 TOLERANCE = 1e-3
 
@@ -30,8 +30,8 @@ class Explanation:
     `rows` are the numbers of the rows in the data (in the batch if these are unknown), by falling
     loss; `losses` and `row_norms` their losses and gradient norms, each row alone with the key of
     the call. They are empty, and `note` says why, if the mean of these losses is not the loss of
-    the batch. `norms` has the gradient norm of each leaf at the steps before, `norm_steps`, and at
-    this one.
+    the batch. `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and
+    this step.
     """
 
     step: int
@@ -56,14 +56,15 @@ class Explanation:
             lines.append(self.note)
         if len(self.rows):
             order = zip(self.rows, self.losses, self.row_norms, strict=True)
-            listed = [[f"{row}", f"{x:.6g}", f"{norm:.6g}"] for row, x, norm in order][:SHOWN]
+            listed = [[f"{row}", f"{x:.6g}", f"{norm:.6g}"] for row, x, norm in order][:MOST_LISTED]
             lines += tables.aligned([["row", "loss", "gradient norm"], *listed], right=range(3))
         ratios = {name: x[-1] / max(np.median(x[:-1]), 1e-30) if len(x) > 1 else math.nan
                   for name, x in self.norms.items()}  # fmt: skip
         largest = sorted(ratios, key=lambda name: -np.nan_to_num(ratios[name], nan=math.inf))
         heads = ["gradient of", "norm", "× median of the steps before"]
         listed = [
-            [name, f"{self.norms[name][-1]:.4g}", f"{ratios[name]:.3g}"] for name in largest[:SHOWN]
+            [name, f"{self.norms[name][-1]:.4g}", f"{ratios[name]:.3g}"]
+            for name in largest[:MOST_LISTED]
         ]
         return "\n".join([*lines, *tables.aligned([heads, *listed], right=(1, 2))])
 
@@ -76,17 +77,17 @@ class Explanation:
         figure = library("matplotlib.figure", "explain().plot()").Figure(
             figsize=(9, 4), layout="constrained"
         )
-        left, right = figure.subplots(1, 2)
-        left.bar([str(row) for row in self.rows[:SHOWN]], self.losses[:SHOWN])
-        left.set_xlabel("row")
-        left.set_ylabel("loss")
+        row_axes, norm_axes = figure.subplots(1, 2)
+        row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], self.losses[:MOST_LISTED])
+        row_axes.set_xlabel("row")
+        row_axes.set_ylabel("loss")
         for name, values in self.norms.items():
-            right.plot(self.norm_steps, values, label=name)
-        right.set_yscale("log")
-        right.set_xlabel("step")
-        right.set_ylabel("gradient norm")
-        if len(self.norms) <= SHOWN:
-            right.legend(fontsize="small")
+            norm_axes.plot(self.norm_steps, values, label=name)
+        norm_axes.set_yscale("log")
+        norm_axes.set_xlabel("step")
+        norm_axes.set_ylabel("gradient norm")
+        if len(self.norms) <= MOST_LISTED:
+            norm_axes.legend(fontsize="small")
         return figure
 
 
@@ -94,7 +95,7 @@ def explained(
     script: Script, earlier: Moment, call: ReplayedCall, rows: np.ndarray | None
 ) -> Explanation:
     """The explanation of a call, with the gradients of the calls from an earlier moment on."""
-    info, state = call.info, call.before.state
+    info, state = call.info, call.start.state
     is_plain = isinstance(script.step, TrainStep) and isinstance(state, TrainState)
     if not is_plain or np.ndim(state.clock) > 1:
         note = "rows and layers are known for a train_step of one state alone"
@@ -107,10 +108,10 @@ def explained(
     number = lambda x: math.nan if x is None or np.ndim(x) else float(x)
     verdict = "called"
     if is_info and info.verdict is not None and not np.ndim(info.verdict):
-        verdict = guard.explain(int(info.verdict), call.after.state.opt_state)
+        verdict = guard.explain(int(info.verdict), call.end.state.opt_state)
     return Explanation(
-        call.after.step,
-        call.after.calls,
+        call.end.step,
+        call.end.calls,
         verdict,
         number(info.loss) if is_info else math.nan,
         number(info.grad_norm) if is_info else math.nan,
@@ -126,21 +127,21 @@ def _rows_alone(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
     """The rows of a batch by falling loss, each alone; their losses, gradient norms, and a note."""
     whole = {"accumulate": 1, "per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
-    gradient = dataclasses.replace(script.step, **whole).gradient
+    gradient = dataclasses.replace(_train_step(script), **whole).gradient
     count = len(jax.tree.leaves(call.batch)[0])
 
     @jax.jit
     def losses_of_rows(state: TrainState, batch: PyTree, extra: Any) -> Any:
         def loss_of_row(i: jax.Array) -> Any:
-            one = lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i, 1)
-            loss, grads = gradient(state, jax.tree.map(one, batch), **extra)
+            row_of = lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i, 1)
+            loss, grads = gradient(state, jax.tree.map(row_of, batch), **extra)
             return loss.compute(), loss.weight, guard.global_norm(grads)
 
         return jax.lax.map(loss_of_row, jnp.arange(count))
 
     nothing = np.empty(0, int), np.empty(0), np.empty(0)
     try:
-        values = losses_of_rows(call.before.state, call.batch, dict(script.extra))
+        values = losses_of_rows(call.start.state, call.batch, dict(script.extra))
     except Exception as error:  # a loss of pairs, for example, has no value for one row
         return *nothing, f"rows alone have no loss: {told(error)}"
     losses, weights, norms = (np.asarray(x, np.float64) for x in values)
@@ -159,7 +160,7 @@ def _norms_before(
     script: Script, earlier: Moment, call: ReplayedCall
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """The steps from an earlier moment to a call, and the gradient norm of each leaf there."""
-    gradient = dataclasses.replace(script.step, on_nonfinite="skip").gradient
+    gradient = dataclasses.replace(_train_step(script), on_nonfinite="skip").gradient
 
     @jax.jit
     def norms_of(state: TrainState, batch: PyTree, extra: Any) -> list[jax.Array]:
@@ -168,19 +169,18 @@ def _norms_before(
 
     steps, rows, names = [], [], []
     for each in script.calls(earlier):
-        is_last = each.after.calls >= call.after.calls
+        is_last = each.end.calls >= call.end.calls
         each = call if is_last else each
         batch = jax.tree.map(jnp.asarray, each.batch)
-        steps.append(each.after.step)
-        rows.append([float(x) for x in norms_of(each.before.state, batch, dict(script.extra))])
+        steps.append(each.end.step)
+        rows.append([float(x) for x in norms_of(each.start.state, batch, dict(script.extra))])
         if is_last:
             break
-    names = [name for name, _ in trees.leaves_at("params", _trained(call.before.state))]
+    names = [name for name, _ in trees.leaves_at("params", trained_part(call.start.state))]
     columns = np.array(rows).T
     return steps, dict(zip(names, columns, strict=True))
 
 
-def _trained(state: TrainState) -> PyTree:
-    from tsunax.state import trained_part
-
-    return trained_part(state)
+def _train_step(script: Script) -> TrainStep:
+    assert isinstance(script.step, TrainStep)
+    return script.step

@@ -88,11 +88,11 @@ class Timeline:
 
     @property
     def edits(self) -> list[Edit]:
-        """What callbacks changed in the state between two calls: a list of `Edit`s, in order."""
+        """Changes of the state between two calls, by callbacks and commands: a list of `Edit`s."""
         return list(self._script.edits)
 
     def at(self, step: int | None = None, *, calls: int | None = None) -> PyTree:
-        """The state after the call that first made a step, or after so many calls.
+        """The state after the call that first made a step, or after a number of calls.
 
         Steps are applied updates; `calls` also counts rejected calls and calls that only gathered a
         gradient. Steps of a population are calls. Raises StateError for a moment that the run has
@@ -106,7 +106,7 @@ class Timeline:
         Rows are known for `ts.batches`, also behind `ts.prefetch`. Raises as `at`.
         """
         call = self._call(step, calls)
-        return StepBatch(call.batch, rows_of(self._script.data, call.before.place, call.batch))
+        return StepBatch(call.batch, rows_of(self._script.data, call.start.place, call.batch))
 
     def bisect(self, test: Callable[[PyTree], Any], low: int = 0, high: int | None = None) -> int:
         """The first step in (low, high] after which `test(state)` is true.
@@ -134,15 +134,15 @@ class Timeline:
     def explain(self, step: int | None = None, *, calls: int | None = None) -> Explanation:
         """Why a step went as it did: a value that prints, and has `plot()`. See `Explanation`."""
         call = self._call(step, calls)
-        rows = rows_of(self._script.data, call.before.place, call.batch)
-        first = max(0, call.before.step - 10)
+        rows = rows_of(self._script.data, call.start.place, call.batch)
+        first = max(0, call.start.step - 10)
         earlier = self._moment(first, None)
         return explained(self._script, earlier, call, rows)
 
     def audit(self, first: int, last: int) -> list[str]:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
 
-        [] attests that the script makes the saved bits of step `last` from those of step `first`.
+        [] attests that the script makes the saved bits of `last` from the bits of `first`.
         """
         start = self._restored(first)
         checkpoints = self.saved.checkpoints
@@ -152,8 +152,8 @@ class Timeline:
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
         """A new run in the directory `into` that begins with the state of a step.
 
-        `fit(..., checkpoint=into)` goes on from there: with nothing changed, with the bits of this
-        run. `numbers` are hyperparameters of the new run, as `adjust(state, where, **numbers)` sets
+        `fit(..., checkpoint=into)` continues there: with nothing changed, to the same bits.
+        `numbers` are hyperparameters of the new run, as `adjust(state, where, **numbers)` sets
         them. Its checkpoints name this run, the step and the numbers.
 
         Raises CheckpointError if `into` has steps, StateError for a step that is not saved if
@@ -161,25 +161,24 @@ class Timeline:
         """
         branched(self.saved, self._moment(step, None), into, where, numbers)
 
-    def compare(self, other: "StrPath | Checkpoints | Timeline") -> Comparison:
+    def compare(self, run: "StrPath | Checkpoints | Timeline") -> Comparison:
         """Two runs side by side: settings, history, and the first step that differs.
 
         Of files alone, the first common checkpoint with other bits. Two timelines with their
         scripts are replayed from the checkpoint before, for the exact step.
         """
-        if not isinstance(other, Timeline):
-            other = timeline(other)
-        comparison = self.saved.compared(other.saved)
+        line = run if isinstance(run, Timeline) else timeline(run)
+        comparison = self.saved.compared(line.saved)
         high = comparison.differs_at
-        if high is None or self._script.step is None or other._script.step is None:
+        if high is None or self._script.step is None or line._script.step is None:
             return comparison
         equal = [step for step in comparison.common_steps if step < high]
-        low, lines = max(equal, default=0), (self, other)
-        starts = [line._moment(low, None) for line in lines]
+        low, lines = max(equal, default=0), (self, line)
+        starts = [each._moment(low, None) for each in lines]
         while high - low > 1:
             middle = (low + high) // 2
             moments = [
-                line._moment(middle, None, start) for line, start in zip(lines, starts, strict=True)
+                each._moment(middle, None, start) for each, start in zip(lines, starts, strict=True)
             ]
             if same_bits(*(moment.state for moment in moments)):
                 low, starts = middle, moments
@@ -196,7 +195,7 @@ class Timeline:
         return self.steps[-1]
 
     def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
-        """The moment of a step, or of so many calls; `near` is one before it, if there is one."""
+        """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
         if (step is None) == (calls is None):
             got = f"step={step}, calls={calls}"
             raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
@@ -212,8 +211,8 @@ class Timeline:
         if step is not None:
             checks.check_count(step, "timeline", "step")
             for call in self._script.calls(self._moment(step - 1, None)):
-                self._check_length(call.before.calls, call.after.calls)
-                if call.after.step >= step:
+                self._check_length(call.start.calls, call.end.calls)
+                if call.end.step >= step:
                     return call
         return next(self._script.calls(self._moment(None, (calls or 0) - 1)))
 
@@ -224,8 +223,8 @@ class Timeline:
                 continue
             moment = self._restored(saved_step)
             # At the step itself later calls may have been rejected before it was saved.
-            is_before = moment.calls <= count if is_of_calls else saved_step < count
-            if is_before or (saved_step == count and self.saved.is_fresh(saved_step)):
+            is_early = moment.calls <= count if is_of_calls else saved_step < count
+            if is_early or (saved_step == count and self.saved.is_fresh(saved_step)):
                 return moment
         self._check_script("state")
         return self._script.edited(moment_of_start(self._first_state))
@@ -242,17 +241,17 @@ class Timeline:
 
     def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
         script = self._script
-        now = script_settings.script_of(script.step, state, script.data, script.extra)
+        facts = script_settings.script_of(script.step, state, script.data, script.extra)
         saved_settings = (saved_script or {}).get("settings")
-        for note in script_settings.edits(saved_settings, now["settings"]):
+        for note in script_settings.edits(saved_settings, facts["settings"]):
             warn(f"timeline(): {note} A replay need not have the bits of the run.")
 
     def _advanced(self, start: Moment, step: int | None, calls: int | None) -> Moment:
         moment = start
-        while (left := (step - moment.step) if calls is None else calls - moment.calls) > 0:
+        while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
-            self._check_length(start.calls, moment.calls + left)
-            moment = self._script.advanced(moment, left).after
+            self._check_length(start.calls, moment.calls + count)
+            moment = self._script.advanced(moment, count).end
         return moment
 
     def _check_length(self, first_call: int, last_call: int) -> None:
@@ -262,8 +261,8 @@ class Timeline:
             raise StateError("replay", "timeline", got, f"at most {self._max_replay}", fix)
 
     def _check_script(self, name: str) -> None:
-        is_there = self._script.step if name == "step" else self._first_state
-        if is_there is None:
+        value = self._script.step if name == "step" else self._first_state
+        if value is None:
             expected = "timeline(run, step, state, data), as fit got them"
             raise WrongTypeError(name, "timeline()", "None", expected)
 

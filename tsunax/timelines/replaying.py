@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import PyTree, Step, processes
+from tsunax._core import PyTree, processes
 from tsunax.checkpoints.edits import Edit
 from tsunax.data.positions import innermost
 from tsunax.errors import StateError
@@ -31,11 +31,11 @@ class Moment:
     """A state of a run, and the place of its data after it: all that the next call needs."""
 
     state: PyTree
-    place: Mapping[str, Any] | None  # as `fit` saves it; None for the beginning of the data
+    place: Mapping[str, Any] | None  # see `Feed.place`; None for the beginning of the data
 
     @property
     def step(self) -> int:
-        """The steps that were applied; the calls of a population, whose members differ."""
+        """The steps that were applied; of a population the calls, because its members differ."""
         return logged_step(self.state, 0)
 
     @property
@@ -47,8 +47,8 @@ class Moment:
 class ReplayedCall:
     """Calls that were made again: the moments around them, batch and info of the last."""
 
-    before: Moment
-    after: Moment
+    start: Moment
+    end: Moment
     batch: PyTree
     info: Any
 
@@ -57,7 +57,7 @@ class ReplayedCall:
 class Script:
     """The parts of a run that no checkpoint has: its step, its data, the step's arguments."""
 
-    step: Step
+    step: Any  # the step of `fit`; None if only files are read
     data: Any
     extra: Mapping[str, Any]
     edits: Sequence[Edit]
@@ -69,11 +69,11 @@ class Script:
         end = start.calls + calls
         while True:
             next_edit = min([x.calls for x in self.edits if start.calls < x.calls < end] + [end])
-            call = self._called(start, next_edit - start.calls)
-            call = dataclasses.replace(call, after=self.edited(call.after))
+            call = self._repeat(start, next_edit - start.calls)
+            call = dataclasses.replace(call, end=self.edited(call.end))
             if next_edit == end:
                 return call
-            start = call.after
+            start = call.end
 
     def edited(self, moment: Moment) -> Moment:
         """The moment after the edits at its boundary. StateError for one that was not recorded."""
@@ -87,7 +87,7 @@ class Script:
                 state = edit.applied(state, self.like)
         return dataclasses.replace(moment, state=state)
 
-    def _called(self, start: Moment, calls: int) -> ReplayedCall:
+    def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""
         step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
         limits = Limits(calls if self.is_looped else None, steps=calls)
@@ -119,7 +119,7 @@ class Script:
         """The calls after a moment one by one, without end."""
         while True:
             yield (call := self.advanced(start, 1))
-            start = call.after
+            start = call.end
 
 
 def moment_of_start(state: Any) -> Moment:
