@@ -20,6 +20,7 @@ from tsunax import reproduce as reproduce
 from tsunax import rules as rules
 from tsunax import schedules as schedules
 from tsunax import testing as testing
+from tsunax import timelines as timelines
 from tsunax import tuning as tuning
 from tsunax._step.whole_batch import whole_batch as whole_batch
 from tsunax.between_steps import flush as flush
@@ -59,6 +60,7 @@ from tsunax.states import States as States
 from tsunax.step import StepInfo as StepInfo
 from tsunax.step import update as update
 from tsunax.step import value_and_grad as value_and_grad
+from tsunax.timelines import timeline as timeline
 from tsunax.tuning import tune as tune
 
 __version__: str

@@ -74,6 +74,11 @@ def report() -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report. The exit status is 1 if a part of it fails."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and not arguments[0].startswith("-"):
+        from tsunax.timelines import command_line
+
+        return command_line.main(arguments)
     about = "Print versions, devices, extras and a self-check of a second, for a report of a bug."
     argparse.ArgumentParser(prog="python -m tsunax", description=about).parse_args(arguments)
     failed = False

@@ -181,6 +181,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
 
+def is_locked(file: BufferedReader) -> bool:
+    """Whether a living process holds the lock of an open lock file."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return False
+    except ImportError:
+        return True
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+
+
 class Lock:
     """This process alone writes into `folder`, until `release` or its death.
 

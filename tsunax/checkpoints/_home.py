@@ -42,7 +42,7 @@ STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII
 # A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
 # and small files of scripts, such as their settings. No such name can be a lost checkpoint.
 _EARLY_NAMES = re.compile(
-    r"\.|tsunax\.lock$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished"
+    r"\.|tsunax\.lock$|control$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished"
     r"|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
 )
 

@@ -53,7 +53,7 @@ class RestoreRequest:
             facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
             return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
 
-        like, script_states = _map_states(self.like, tree, layout), tree.states
+        like, script_states = map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
         tables, merges = dict[Keys, state_facts.Merge](), dict[Keys, state_facts.Merge]()
         differences: list[str] = []
@@ -130,7 +130,7 @@ def refuse(head: str, differences: list[str], fix: str) -> None:
         raise CheckpointError(f"{head}:\n  {lines}\n  {fix}")
 
 
-def _map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
+def map_states(like, tree: Tree, f: Callable[[tuple, TrainState], Any]):
     """`f(path, state)` on every TrainState of `like`, which `tree` describes."""
     is_state = lambda x: isinstance(x, TrainState)
     paths = iter(tree.states)
@@ -205,7 +205,7 @@ class RestorePlan:
         fields = "params", "model_state", "masters"
         parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
         restart = lambda path, s: restarted(s, **parts[path])
-        return _map_states(self.like, self.tree, restart)
+        return map_states(self.like, self.tree, restart)
 
     def placing(self) -> Callable[[int, Any], Any]:
         """A function for threads that begins the copy of value `i` to its device.

@@ -196,6 +196,11 @@ class Checkpoints:
         """A name of the run, the same whenever it is resumed; "" if it may not write."""
         return self._lock.run_id if self._lock is not None else ""
 
+    @property
+    def lock_text(self) -> str:
+        """The text of its lock, which names this start of the run; "" if it may not write."""
+        return self._lock.text if self._lock is not None else ""
+
     def copied_run(self, log: Any) -> dict[str, str]:
         """`{"copied_run": its name}` if this directory and log were copied from another run."""
         run_id, folder = ("", "") if self._lock is None else self._lock.origin

@@ -10,7 +10,7 @@ from tsunax.errors import StateError, WrongTypeError, warn
 from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
-from tsunax.run.part import Part, blamed
+from tsunax.run.part import EVALUATE, Part, blamed
 from tsunax.run.run import Run
 from tsunax.states import States, training_states
 
@@ -37,7 +37,8 @@ class CallbackCalls(Part):
         options = self.options
         callback_events = {
             "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
-            "save": [],  # A signal asked for it, so a repeated run does not have this event.
+            # A signal or a command asked for these, so a repeated run does not have these events.
+            **{"save": [], EVALUATE: []},
         }
         if options.dry_run:
             callback_events["end"] = ["step", "end"]
@@ -123,7 +124,7 @@ class Agreed(Part):
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
-        report = run.stopped, run.state, run.is_changed
+        report = run.stopped, run.state, bool(run.changed_by)
         run.stopped = self.agreement.boundary(f"step {run.step}", *report)
 
 
@@ -135,7 +136,7 @@ def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
         state = callback(*args)
         if state is not None:
             check_returned(state, run)
-            run.state, run.is_changed = state, True
+            run.replace_state(state, trees.describe_call(callback))
     if logged := {k: x for k, x in run.row.items() if x != previous_row.get(k)}:
         run.rows.record(logged, run.step)
 

@@ -19,13 +19,14 @@ from tsunax._core.cadence import When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
+from tsunax.run.verifying import verify
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "thaw_at", "throttle", "time_limit",
+    "thaw_at", "throttle", "time_limit", "verify",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from tsunax.errors import RowError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import check_row
 from tsunax.run.options import Options
-from tsunax.run.part import Part, blamed
+from tsunax.run.part import EVALUATE, Part, blamed
 from tsunax.run.run import OF_FIT, Run
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -49,7 +49,7 @@ class Evaluations(Part):
     def due(self, run: Run, events: Sequence[str]) -> bool:
         if "end" in events:
             return run.evaluated != run.step and not run.interrupted
-        return super().due(run, events)
+        return EVALUATE in events or super().due(run, events)
 
     def at(self, run: Run, events: list[str]) -> None:
         row = self.agreement.numbers(f"evaluate at step {run.step}", self.row(run))

@@ -35,7 +35,8 @@ from tsunax.run.history import Clock, History
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run, with_state
+from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run, WitnessedCall, with_state
+from tsunax.state import own
 from tsunax.step import StepInfo
 
 # Batches stay in memory until the infos of their call are read; beyond this many bytes we read at
@@ -105,6 +106,7 @@ class Fit:
         # (clock without excluded seconds, steps done) at the last reads
         self.timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
         self.trace_count: int = self.count_traces()  # its value at the last call
+        self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
     def compare(self) -> None:
         """Compare the processes of the run."""
@@ -187,13 +189,15 @@ class Fit:
         ahead, limit = self.run.step + self.caller.ahead, self.rejections.limit or NO_LIMIT
         most_steps = int(min(self.per_call(), steps_left))
         self.clock.lap("data")
+        if self.run.witnesses:  # nothing is under way, because a boundary comes before
+            most_steps, self.witnessed_state = 1, jax.tree.map(own, self.run.state)
         chunk = self.feed.take(most_steps, self.run.state, ahead, limit, boundary_steps=steps_left)
         unread = self.caller.unread
         if unread and not info_columns.is_ready(unread[-1].infos):
             self.clock.cause = "device"  # the device was at work, so it did not wait for data
         self.clock.lap("device")
         self.agreement.chunk(ahead + 1, chunk, self.feed.source)
-        if chunk is None or self.agreement.spans or not self.pace:
+        if chunk is None or self.agreement.spans or not self.pace or self.run.witnesses:
             return [] if chunk is None else [chunk]
         steps = min(CALL_SECONDS / self.pace, steps_left) - chunk.steps
         return [chunk, *self.feed.read_ahead(most_steps, int(steps), limit)]
@@ -222,7 +226,25 @@ class Fit:
         is_large = count * chunk.bytes > WAITING_BYTES
         if count > 1 and (is_late or is_large):
             self.read(1)
+        if self.run.witnesses:
+            self.call_witnesses(chunk)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
+
+    def call_witnesses(self, chunk: Chunk) -> None:
+        """Call the witnesses of the call that was dispatched, when its numbers are read."""
+        self.read(0)
+        run, old_state, extra = self.run, self.witnessed_state, self.caller.extra
+
+        def repeat() -> PyTree:
+            state = jax.tree.map(own, old_state)
+            if chunk.n is None:
+                return self.loop.call_step(state, chunk.feed.batch, extra)[0]
+            return self.loop(state, chunk.feed, chunk.n, extra)[0]
+
+        call = WitnessedCall(old_state, run.state, chunk.feed.batch_at(0), repeat)
+        witnesses, run.witnesses, self.witnessed_state = run.witnesses, [], None
+        for witness in witnesses:
+            witness(run, call)
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""
@@ -269,7 +291,7 @@ class Fit:
         for timer in due_timers:
             timer.is_due = True
         self.feed.sync()
-        run.epoch, run.is_changed = self.feed.epoch, False
+        run.epoch, run.changed_by, run.unchanged_state = self.feed.epoch, [], None
         if "end" in events:
             run.rows.close()
         for part in self.parts:
@@ -278,7 +300,7 @@ class Fit:
         for timer in due_timers:
             timer.is_due = False
             timer.restart()
-        if run.is_changed:
+        if run.changed_by:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra)
         self.excluded_seconds += self.clock.lap("idle") - boundary_start

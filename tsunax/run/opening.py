@@ -124,7 +124,13 @@ def _parts(
         return parts, []
     from tsunax.run.saving import Saving
 
-    return parts, [Saving(options, restart, memory)]
+    saving: list[Part] = [Saving(options, restart, memory)]
+    if (folder := restart.control_folder()) is not None:
+        from tsunax.run.control import Answers, Control
+
+        control = Control(folder, restart.saver.lock_text, agreement)
+        return [control, *parts], [*saving, Answers(control)]
+    return parts, saving
 
 
 def _feed(

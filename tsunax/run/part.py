@@ -25,6 +25,8 @@ from typing import Any
 from tsunax._core import Function, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 
+EVALUATE = "evaluate now"  # the event of a command, before the evaluation
+
 
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.

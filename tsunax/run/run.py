@@ -52,6 +52,16 @@ class Rejected:
         return state.replace(**fields), self.batch
 
 
+@dataclass(frozen=True)
+class WitnessedCall:
+    """One call of a run, with the states around it. The state before stays as it is."""
+
+    old_state: PyTree
+    new_state: PyTree
+    batch: PyTree
+    repeat: Callable[[], PyTree]  # makes the call once more, and returns its state
+
+
 class Run:
     """The run that callbacks get; they may change `memory`, and call `log` and `stop`."""
 
@@ -79,11 +89,13 @@ class Run:
         self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
         self.stopped: str = stopped
         self.interrupted: bool = False  # whether a signal ends the run
-        self.is_changed: bool = False  # whether a callback of this boundary returned a state
+        self.changed_by: list[str] = []  # the callbacks of this boundary that returned a state
+        self.unchanged_state: PyTree = None  # the state before they changed it
         self.evaluated: int = -1  # the step of the newest evaluation
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
+        self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
@@ -103,6 +115,20 @@ class Run:
             got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
             raise RowError(repr(taken_names[0]), where, got, expected, fix)
+
+    def around_next(self, witness: Callable[["Run", Any], None]) -> None:
+        """Call `witness(run, call)` around the next call, which then makes a single step.
+
+        `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
+        """
+        self.witnesses.append(witness)
+
+    def replace_state(self, state: PyTree, source: str) -> None:
+        """Go on with another state. The source is the callback or the command that made it."""
+        if not self.changed_by:
+            self.unchanged_state = self.state
+        self.changed_by.append(source)
+        self.state = state
 
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""

@@ -8,19 +8,23 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax.checkpoints import script_settings
+from tsunax.checkpoints.edits import FILE, EditLog, edit_of
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.fitting import Beginning
 from tsunax.run.history import History
+from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.run import INTERRUPTED, Run
+from tsunax.states import COUNTED
 
 
 def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
@@ -37,6 +41,7 @@ class Restart:
     restored: Restored
     is_in_hand: bool  # whether the user's state is further than the checkpoint, and stays
     script: dict[str, Any]  # see `checkpoints.script_settings.script_of`
+    like: PyTree  # the state of the script
 
     @classmethod
     def load(
@@ -53,7 +58,7 @@ class Restart:
         script = script_settings.script_of(step, state, data, options.extra)
         if is_in_hand and options.history is not None:
             restored = dataclasses.replace(restored, history=None)
-        return cls(saver, restored, is_in_hand, script)
+        return cls(saver, restored, is_in_hand, script, state)
 
     @property
     def step(self) -> int | None:
@@ -69,6 +74,18 @@ class Restart:
     def is_used(self) -> bool:
         """Whether the run continues from the checkpoint, and not from the user's state."""
         return self.step is not None and not self.is_in_hand
+
+    def control_folder(self) -> Path | None:
+        """The folder of commands to the run; None in a bucket."""
+        is_local = isinstance(self.saver.path, Path)
+        return self.saver.path / "control" if is_local else None
+
+    def edit_log(self) -> EditLog:
+        """The edits that the restored state has, and the later edits on the disk."""
+        is_local = isinstance(self.saver.path, Path) and not self.saver.process
+        path = self.saver.path / FILE if is_local else None
+        calls = most_calls(self.restored.state) if isinstance(self.restored.state, COUNTED) else 0
+        return EditLog(path, self.saved_script.get("edits"), calls)
 
     def parts_of_fit(self) -> tuple[History | None, dict[str, Any]]:
         """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
@@ -127,9 +144,13 @@ class Saving(Part):
         if restart.is_in_hand:
             # the run began with another state, which the script makes when it is started again
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
+        if "parent" in saved_script:  # the run is a branch, see `timelines`
+            script = script | {"parent": saved_script["parent"]}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
         self.saved: Any = None  # the step and the place of the data at the last save
+        self.like: PyTree = restart.like
+        self.edits: EditLog = restart.edit_log()
 
     def begin(self, run: Run) -> None:
         if self.is_resumed:
@@ -144,14 +165,19 @@ class Saving(Part):
         is_requested = "save" in events or super().due(run, events)
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
+        must_save = self._record_edits(run)
         # the end is saved again, because evaluation and callbacks add to the save at this step
         is_new = self.saved != (run.step, run.place())
-        if is_end or (is_new and (due or self._is_best(run))):
+        if is_end or must_save or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
                 place = run.place()
                 self.saved = run.step, place
                 run.rows.sync()
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
+                verdict = getattr(run.info, "verdict", None)
+                is_fresh = verdict is None or bool(np.all(verdict == 0)) or np.ndim(verdict) > 0
+                is_looped = self.options.steps_per_call is not None
+                end |= {"is_fresh": is_fresh, "is_looped": is_looped, "edits": self.edits.plain()}
                 saver._save(
                     run.state,
                     run.step,
@@ -172,6 +198,26 @@ class Saving(Part):
             # a second SIGTERM would end the process with the last save half written
             with self.options.clock("checkpoint"):
                 self.saver.wait()
+
+    def next_step(self, step: int) -> float:
+        steps = [edit.step for edit in self.edits.pending if edit.step > step]
+        return min([super().next_step(step), *steps])
+
+    def _record_edits(self, run: Run) -> bool:
+        """Record the changes of callbacks. Returns whether the state has to be saved for one."""
+        if not isinstance(run.state, COUNTED):
+            return False
+        calls, is_recorded = most_calls(run.state), True
+        due = self.edits.due(calls)
+        if run.changed_by:
+            source = ", ".join(run.changed_by)
+            edit = edit_of(run.unchanged_state, run.state, run.step, calls, source)
+            is_recorded = edit is None or self.edits.add(edit)
+        for edit in due:  # again after a resume: callbacks need not make it again
+            run.state = edit.applied(run.state, self.like)
+            run.changed_by.append(edit.source)
+            is_recorded = self.edits.add(edit) and is_recorded
+        return not is_recorded
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""

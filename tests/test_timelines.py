@@ -1,0 +1,453 @@
+"""A run as a line of exact states: visited, explained, audited, compared."""
+
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from tsunax.errors import CheckpointError, StateError, WrongTypeError
+from tsunax.reproduce import fingerprint
+from tsunax.run import control
+from tsunax.timelines import command_line, timeline
+from tsunax.timelines.command_line import ask
+
+import toys
+
+STEPS = 24
+
+
+def recorded(prints):
+    """A callback that notes the fingerprint of each step when it is first made."""
+
+    def note(run):
+        prints.setdefault(run.step, fingerprint(run.state))
+
+    return ts.callbacks.every(1, note)
+
+
+def a_run(folder, step, make, data, *, every=8, steps=STEPS, **options):
+    """The fingerprints of all steps of a run, and its history."""
+    prints = {}
+    checkpoints = ts.Checkpoints(folder, every=every, keep_last=None)
+    callbacks = [recorded(prints), *options.pop("callbacks", [])]
+    with checkpoints:
+        _, history = ts.fit(
+            step, make(), data, steps=steps, checkpoint=checkpoints, callbacks=callbacks, progress=False, **options
+        )
+    return prints, history
+
+
+def with_a_bad_row():
+    x = toys.X.copy()
+    x[21] = np.nan
+    return x
+
+
+def population():
+    rates = jnp.array([0.05, 0.1, 0.2])
+    return ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)}), 3, rate=rates)
+
+
+CASES = {
+    "plain": (toys.loss_fn, toys.state, toys.X, {}),
+    "keys and an average": (toys.noisy, lambda: toys.state(key=jax.random.key(1), ema=0.9), toys.X, {}),
+    "rejected steps": (toys.loss_fn, toys.state, with_a_bad_row(), {}),
+    "accumulation over calls": (
+        toys.loss_fn,
+        lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)}),
+        toys.X,
+        {},
+    ),
+    "micro-batches": (toys.loss_fn, toys.state, toys.X, {"accumulate": 4}),
+    "a population": (toys.loss_fn, population, toys.X, {}),
+}
+
+
+def two_states():
+    return ts.States(first=toys.state(key=jax.random.key(0)), second=toys.state(), carry=jnp.zeros(()))
+
+
+def step_of_two(run, x):
+    step = ts.train_step(toys.noisy, donate=False).pure
+    first, info = step(run.first, x, {})
+    return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
+
+
+def a_mesh_state():
+    return ts.shard(toys.state(key=jax.random.key(1)), ts.mesh())
+
+
+CASES = {
+    "plain": {},
+    "keys and an average": {"loss_fn": toys.noisy, "make": lambda: toys.state(key=jax.random.key(1), ema=0.9)},
+    "rejected steps": {"x": with_a_bad_row()},
+    "accumulation over calls": {
+        "make": lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)})
+    },
+    "micro-batches": {"step": {"accumulate": 4}},
+    "a population": {"make": population},
+    "several states": {"make": two_states, "step": step_of_two},
+    "a mesh": {"make": a_mesh_state, "loss_fn": toys.noisy},
+    "a step a call": {"fit": {"steps_per_call": None}},
+    "rows on the device": {"data": {"device": True}},
+    "a list": {"list": True},
+    "no data": {"loss_fn": toys.drawn, "make": lambda: toys.state(key=jax.random.key(2)), "no_data": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_has_the_bits_of_the_run(tmp_path, name):
+    case = CASES[name]
+    options, make, x = case.get("step", {}), case.get("make", toys.state), case.get("x", toys.X)
+    loss_fn = case.get("loss_fn", toys.loss_fn)
+    step = options if callable(options) else ts.train_step(loss_fn, **options)
+
+    def data():
+        if "no_data" in case:
+            return None
+        batches = ts.batches(x, 8, shuffle=True, seed=3, **case.get("data", {}))
+        return list(batches) if "list" in case else batches
+
+    prints, _ = a_run(tmp_path / "a", step, make, data(), max_bad=100, **case.get("fit", {}))
+    given = data()
+    line = timeline(tmp_path / "a", step, make, given)
+    assert line.steps == [8, 16, 24]
+    assert {k: fingerprint(line.at(k)) for k in range(1, STEPS + 1)} == prints
+    if hasattr(given, "get_state"):
+        assert given.get_state() == {"epoch": 0, "position": 0}  # data keep their position
+
+
+def test_calls_reach_states_that_no_step_has(tmp_path):
+    step, x = ts.train_step(toys.loss_fn), with_a_bad_row()
+    with pytest.warns(RuntimeWarning, match="rejected"):
+        a_run(tmp_path / "a", step, toys.state, ts.batches(x, 8), max_bad=100)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(x, 8))
+    states = [line.at(calls=c) for c in range(8)]
+    assert [int(s.calls) for s in states] == list(range(8))
+    assert [int(s.step) for s in states] == [0, 1, 2, 2, 3, 4, 5, 6]  # row 21 is in batch 2
+    assert "loss" in line.explain(calls=3).verdict
+
+
+def test_a_batch_has_the_numbers_of_its_rows(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8, shuffle=True, seed=3)
+    a_run(tmp_path / "a", step, toys.state, data)
+    line = timeline(tmp_path / "a", step, toys.state, ts.prefetch(ts.batches(toys.X, 8, shuffle=True, seed=3)))
+    for k in (1, 8, 9, 20):
+        batch, rows = line.batch(k)
+        np.testing.assert_array_equal(batch, toys.X[rows])
+    np.testing.assert_array_equal(line.batch(9).rows, data.order(1)[:8])
+
+
+def test_bisect_finds_the_first_step(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
+    for k in (1, 8, 13, STEPS):
+        assert line.bisect(lambda state, k=k: state.step >= k) == k
+    with pytest.raises(StateError, match=re.escape("test at bisect(): got True at step 0, expected False there.")):
+        line.bisect(lambda state: True)
+    with pytest.raises(StateError, match=re.escape("test at bisect(): got False at step 24, expected True there.")):
+        line.bisect(lambda state: False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_explain_names_a_planted_row(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    x, row = toys.X.copy(), int(rng.integers(64))
+    x[row] *= 1e3
+    make = lambda: ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones(8)})
+    step, data = ts.train_step(toys.loss_fn), ts.batches(x, 8, shuffle=True, seed=seed)
+    _, history = a_run(tmp_path / "a", step, make, data, log_every=1)
+    steps, losses = history.series("loss")
+    worst = int(steps[np.argmax(losses)])
+    line = timeline(tmp_path / "a", step, make, ts.batches(x, 8, shuffle=True, seed=seed))
+    explanation = line.explain(worst)
+    assert explanation.rows[0] == row and explanation.losses[0] == max(explanation.losses)
+    np.testing.assert_allclose(explanation.loss, losses.max(), rtol=1e-6)
+    np.testing.assert_allclose(explanation.losses.mean(), explanation.loss, rtol=1e-5)
+    assert explanation.norm_steps[-1] == worst and len(explanation.norms["params['w']"]) == len(explanation.norm_steps)
+    assert f" {row} " in f" {explanation!r} "
+
+
+def test_rows_of_a_loss_that_mixes_them_are_not_ranked(tmp_path):
+    loss_fn = lambda params, x: jnp.var(x @ params["w"])
+    step, data = ts.train_step(loss_fn), ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data)
+    explanation = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8)).explain(5)
+    assert not len(explanation.rows) and "no ranking" in explanation.note
+
+
+@pytest.mark.parametrize("name", ["params", "moments", "nothing"])
+def test_an_audit_names_the_leaves_that_differ(tmp_path, name):
+    make = lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(8)})
+
+    def flipped(run):
+        """A fault of a machine, which no callback returned: one bit of one number at step 12."""
+        field = "params" if name == "params" else "opt_state"
+        leaves, treedef = jax.tree.flatten(getattr(run.state, field))
+        i = next(i for i, x in enumerate(leaves) if jnp.shape(x) == (8,))
+        bits = np.asarray(leaves[i]).view(np.uint32).copy()
+        bits[3] ^= 1
+        leaves[i] = jnp.asarray(bits.view(np.float32))
+        return run.state.replace(**{field: treedef.unflatten(leaves)})
+
+    class Fault(ts.callbacks.Part):
+        def read(self, run, has_row):
+            if run.step == 12 and name != "nothing":
+                run.state = flipped(run)
+
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, make, data, callbacks=[Fault()])
+    line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
+    assert line.audit(16, 24) == []
+    differ = line.audit(8, 16)
+    assert bool(differ) is (name != "nothing")
+    assert all("params" in x or "opt_state" in x for x in differ)
+
+
+def test_two_runs_are_compared_from_their_files_and_by_replay(tmp_path):
+    step = ts.train_step(toys.loss_fn)
+    a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
+    x = toys.X.copy()
+    x[5 * 8 + 1] += 1  # batch 5 of each epoch: step 6
+    a_run(tmp_path / "b", step, toys.state, ts.batches(x, 8), every=4)
+    from_files = timeline(tmp_path / "a").compare(tmp_path / "b")
+    assert (from_files.differs_at, from_files.is_exact) == (8, False)
+    assert from_files.leaves == ["state.params['w']"]
+    assert "data" in from_files.settings or from_files.settings == {}
+    lines = [timeline(tmp_path / n, step, toys.state, ts.batches(y, 8)) for n, y in (("a", toys.X), ("b", x))]
+    exact = lines[0].compare(lines[1])
+    assert (exact.differs_at, exact.is_exact) == (6, True)
+    same = timeline(tmp_path / "a").compare(tmp_path / "a")
+    assert same.differs_at is None and "the same bits at all 3" in repr(same)
+
+
+def test_what_a_line_cannot_do_is_said(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8), max_replay=4)
+    with pytest.raises(
+        StateError, match=re.escape("replay at timeline: got 7 calls from call 0 on, expected at most 4.")
+    ):
+        line.at(7)
+    assert int(line.at(20).step) == 20
+    with pytest.raises(WrongTypeError, match=re.escape("state at timeline(): got None")):
+        timeline(tmp_path / "a").at(3)
+    with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=1, calls=1")):
+        line.at(1, calls=1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=re.escape("steps at bisect(): got none")):
+        timeline(tmp_path / "empty", step, toys.state, data).bisect(bool)
+
+
+def one_off(at, change):
+    """A callback that changes the state at some steps, in one process only: nothing repeats it."""
+    left = set(at)
+
+    def edit(run):
+        if run.step not in left:
+            return None
+        left.discard(run.step)
+        return change(run.state)
+
+    return ts.callbacks.every(1, edit)
+
+
+EDITS = {
+    "a number": lambda s: ts.adjust(s, learning_rate=0.03),
+    "a number of a part": lambda s: ts.adjust(s, "w", learning_rate=0.02),
+    "a freeze": lambda s: ts.freeze(s, "w"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_are_part_of_the_line(tmp_path, name):
+    make = lambda: ts.setup(ts.rules.adamw(0.1), {"w": jnp.ones(8), "b": jnp.zeros(())}, ema=0.9)
+    loss_fn = lambda params, x: toys.loss_fn(params, x) + params["b"] ** 2
+    step, data = ts.train_step(loss_fn), ts.batches(toys.X, 8)
+    prints, _ = a_run(tmp_path / "a", step, make, data, callbacks=[one_off((13,), EDITS[name])])
+    line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
+    assert [edit.step for edit in line.edits] == [13]
+    # The note of a step was taken before the edit at its boundary.
+    same = [k for k in prints if fingerprint(line.at(k)) == prints[k]]
+    assert sorted({*prints} - {*same}) == [edit.step for edit in line.edits]
+
+
+def test_an_edit_that_nobody_makes_again_survives_a_kill(tmp_path):
+    """An edit between two saves is on the disk before the next call; a resume applies it at its step."""
+    step, prints = ts.train_step(toys.loss_fn), {}
+
+    def killed(run):
+        if run.step == 13:
+            raise KeyboardInterrupt
+
+    data = lambda: ts.batches(toys.X, 8)
+    change = one_off((11,), EDITS["a number"])
+    expected, _ = a_run(tmp_path / "whole", step, toys.state, data(), callbacks=[one_off((11,), EDITS["a number"])])
+    folder = tmp_path / "a"
+    with pytest.raises(KeyboardInterrupt):
+        a_run(folder, step, toys.state, data(), callbacks=[change, ts.callbacks.every(1, killed)])
+    prints, _ = a_run(folder, step, toys.state, data())
+    assert prints == {k: x for k, x in expected.items() if k > 8}
+    line = timeline(folder, step, toys.state, data())
+    assert [edit.step for edit in line.edits] == [11]
+    assert fingerprint(line.at(STEPS)) == expected[STEPS]
+
+
+def test_a_change_of_large_leaves_is_saved_and_not_replayed(tmp_path):
+    make = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((8, 1 << 12))})
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    halved = one_off((11,), lambda s: s.replace(params={"w": s.params["w"] / 2}))
+    prints, _ = a_run(tmp_path / "a", step, make, ts.batches(toys.X, 8), callbacks=[halved])
+    line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
+    assert line.steps == [8, 11, 16, 24]
+    assert fingerprint(line.at(12)) == prints[12]
+    (tmp_path / "a" / "11").rename(tmp_path / "gone")
+    with pytest.raises(StateError, match="a change of large leaves at step 11"):
+        line.at(12)
+
+
+@pytest.mark.parametrize("k", [8, 11])
+def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
+    step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8, shuffle=True, seed=1)
+    make = lambda: toys.state(key=jax.random.key(1), ema=0.9)
+    expected, history = a_run(tmp_path / "a", step, make, data(), callbacks=[one_off((5,), EDITS["a number"])])
+    timeline(tmp_path / "a", step, make, data()).branch(k, tmp_path / "b")
+    prints, branch_history = a_run(tmp_path / "b", step, make, data())
+    assert prints == {i: x for i, x in expected.items() if i > k}
+    np.testing.assert_array_equal(branch_history["loss"], history["loss"])
+    again = timeline(tmp_path / "b", step, make, data())
+    assert {i: fingerprint(again.at(i)) for i in (3, 7, 9, 20)} == {i: expected[i] for i in (3, 7, 9, 20)}
+    again.branch(20, tmp_path / "c", learning_rate=1e-3)
+    other, _ = a_run(tmp_path / "c", step, make, data())
+    assert fingerprint(again.at(20)) == expected[20] and other[STEPS] != expected[STEPS]
+    compared = timeline(tmp_path / "b").compare(tmp_path / "c")
+    assert compared.differs_at == 24 and "branched off" in repr(compared) and "learning_rate=0.001" in repr(compared)
+    with pytest.raises(CheckpointError, match="a directory without steps"):
+        again.branch(20, tmp_path / "c")
+
+
+def test_a_step_without_the_memory_of_callbacks_is_no_branch(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    evaluate = lambda state: {"val/loss": float(state.params["w"].sum())}
+    patient = [ts.callbacks.early_stopping("val/loss", patience=50)]
+    a_run(tmp_path / "a", step, toys.state, data, callbacks=patient, evaluate=evaluate, evaluate_every=4)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
+    with pytest.raises(StateError, match="no memory of callbacks is saved"):
+        line.branch(9, tmp_path / "b")
+    line.branch(8, tmp_path / "b")
+
+
+class Fault(ts.callbacks.Part):
+    """A fault that does not repeat: one bit of one parameter, in the state after some step."""
+
+    def __init__(self, *at):
+        self.left = set(at)
+
+    def read(self, run, has_row):
+        if run.step in self.left:
+            self.left.discard(run.step)
+            bits = np.asarray(run.state.params["w"]).view(np.uint32).copy()
+            bits[3] ^= 1
+            run.state = run.state.replace(params={"w": jnp.asarray(bits.view(np.float32))})
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "redo", "warn"])
+def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, on_fault):
+    step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8)
+    make = lambda: toys.state(key=jax.random.key(1))
+    expected, _ = ts.fit(step, make(), data(), steps=STEPS, progress=False)
+    checked = ts.callbacks.verify(every=5, on_fault=on_fault)
+    fit = lambda *callbacks: ts.fit(step, make(), data(), steps=STEPS, progress=False, callbacks=callbacks)
+    assert fingerprint(fit(checked)[0]) == fingerprint(expected)  # no false alarm, and no other bit
+    if on_fault == "raise":
+        with pytest.raises(StateError, match=r"step 11 at verify.*other bits in state\.params"):
+            fit(Fault(11), checked)
+        return
+    with pytest.warns(UserWarning, match="step 11 has other bits"):
+        state, history = fit(Fault(11), checked)
+    assert (fingerprint(state) == fingerprint(expected)) is (on_fault == "redo")
+    assert [mark[:2] for mark in history.marks if mark[1] == "verify"] == [(11, "verify")]
+
+
+class Sender(ts.callbacks.Part):
+    """Sends commands to its own run from a thread, as a command line would, each at some step."""
+
+    every = 1
+
+    def __init__(self, folder, commands):
+        self.folder, self.commands, self.answers = folder, dict(commands), []
+
+    def at(self, run, events):
+        if run.step in self.commands:
+            verb, values, where = self.commands.pop(run.step)
+            thread = threading.Thread(target=lambda: self.answers.append(ask(self.folder, verb, values, where)))
+            thread.start()
+            while thread.is_alive() and not list((self.folder / "control").glob("*.json")):
+                time.sleep(1e-3)
+
+
+def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.0)
+    folder, step = tmp_path / "a", ts.train_step(toys.loss_fn)
+    data = lambda: ts.batches(toys.X, 8)
+    commands = {
+        4: ("adjust", {"learning_rate": 0.02}, None),
+        6: ("adjust", {"rate": 0.02}, None),
+        9: ("freeze", {}, "w"),
+        11: ("save", {}, None),
+        13: ("status", {}, None),
+        15: ("thaw", {}, "**"),
+        17: ("evaluate", {}, None),
+        21: ("stop", {}, None),
+    }
+    sender = Sender(folder, commands)
+    evaluate = lambda state: {"val/loss": float(state.params["w"].sum())}
+    prints, history = a_run(
+        folder, step, toys.state, data(), callbacks=[sender], evaluate=evaluate, evaluate_every=100, steps=100, every=50
+    )
+    assert max(prints) in (21, 22) and len(sender.answers) == len(commands)
+    refused = [x for x in sender.answers if x.startswith("refused")]
+    assert len(refused) == 1 and "rate" in refused[0]
+    assert [x[1] for x in history.marks].count("command") == 6
+    assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end
+    with ts.Checkpoints(folder, read_only=True) as checkpoints:
+        assert any(11 <= k <= 13 for k in checkpoints.home.steps())
+    line = timeline(folder, step, toys.state, data())
+    assert len(line.edits) == 3 and all("command" in edit.source for edit in line.edits)
+    last = max(prints)
+    assert fingerprint(line.at(last)) == prints[last]
+    with pytest.raises(CheckpointError, match="a run that has ended"):
+        ask(folder, "stop", {})
+
+
+def test_a_command_for_another_start_is_refused(tmp_path):
+    folder = tmp_path / "control"
+    folder.mkdir()
+    inbox = control.Inbox(folder)
+    name = "20260101T000000-00000000.json"
+    (folder / name).write_text('{"lock": "other", "verb": "stop"}')
+    assert inbox.names() == [name]
+    assert "has ended" in inbox.read(name, "this")["refused"]
+    for text in ('{"lock": "this", "verb": "eval(1)"}', "[]", "{", '{"verb": "stop"}', "1" * 5000):
+        (folder / name).write_text(text)
+        assert "refused" in inbox.read(name, "this")
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path)
+    assert inbox.names() == []
+
+
+def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data())
+    timeline(tmp_path / "a", step, toys.state, data()).branch(8, tmp_path / "b", learning_rate=1e-3)
+    assert command_line.main(["log", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "a", "b"]
+    assert "from step 8" in lines[2] and "learning_rate=0.001" in lines[2]
+    assert command_line.main(["stop", str(tmp_path / "a")]) == 1

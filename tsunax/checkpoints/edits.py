@@ -1,0 +1,202 @@
+"""Edits of a state between two calls, by value: the changes of callbacks and commands.
+
+Numbers, flags and the cuts of `adjust` are small: an edit keeps the changed leaves and the layout,
+so that a replay makes the same state without the code that made the edit. A change of large leaves
+has no such record: the state after it has to be saved.
+"""
+
+import base64
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import PyTree, durable_files, placement, trees
+from tsunax.checkpoints import _matching, leaves, state_facts
+from tsunax.checkpoints.leaves import Damaged, Keys, Tree
+from tsunax.errors import told
+
+# Bytes of all changed leaves of an edit. Larger ones make checkpoints larger, which keep all edits.
+MOST_BYTES = 1 << 16
+FILE = "edits.jsonl"  # in the directory of a run
+MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 100,000 edits take 30 MB
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of a run's state at a boundary: after `calls` calls, at `step`."""
+
+    step: int
+    calls: int
+    source: str  # the callback or the command: "plateau(run)", "command adjust"
+    # {key: new value}, see `_keyed`; None for a change of large leaves: its state was saved
+    values: Mapping[Keys, np.ndarray] | None
+    # for each training state by path: the cuts of `adjust`, and whether it has flags for freezing
+    layout: Mapping[Keys, tuple[Any, bool]]
+
+    def __repr__(self) -> str:
+        keys = [] if self.values is None else self.values
+        names = trees.listed([*dict.fromkeys(leaves.show("", key[:-1])[1:] for key in keys)], 4)
+        change = f": {names}" if names else ": saved with its step"
+        return f"Edit(step={self.step}, calls={self.calls}, {self.source}{change})"
+
+    def applied(self, state: PyTree, like: PyTree) -> PyTree:
+        """The state after the edit. `like` is the state of the script, as `setup` made it."""
+        shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_array(x) else x
+        like = jax.tree.map(shape_of, like)  # also of arrays that a step has consumed
+        lay_out = lambda path, s: state_facts.laid_out(
+            s, {"cuts": self.layout[path][0]}, frozen=self.layout[path][1]
+        )
+        laid_out = _matching.map_states(like, leaves.tree_of(like), lay_out)
+        tree, values = leaves.tree_of(state), self.values or {}
+        old_leaves, clock = dict(_keyed(tree)), tree.clocks[0]
+        new_leaves = [
+            _placed(values[key], old_leaves.get(key, clock)) if key in values else old_leaves[key]
+            for key, _ in _keyed(leaves.tree_of(laid_out))
+        ]
+        return jax.tree.structure(laid_out).unflatten(new_leaves)
+
+    def dump(self) -> str:
+        """The edit as one line of JSON."""
+        rows = None
+        if self.values is not None:
+            rows = [[list(key), x.dtype.name, list(x.shape), base64.b64encode(x.tobytes()).decode()]
+                    for key, x in self.values.items()]  # fmt: skip
+        layout = [[list(path), cuts, frozen] for path, (cuts, frozen) in self.layout.items()]
+        return json.dumps([self.step, self.calls, self.source, rows, layout])
+
+    @classmethod
+    def parse(cls, line: str) -> "Edit":
+        """The inverse of `dump`. Raises Damaged."""
+        try:
+            step, calls, source, rows, layout = json.loads(line)
+            values = None if rows is None else {
+                tuple(key): np.frombuffer(base64.b64decode(text), leaves.dtype_of(dtype))
+                .reshape(shape) for key, dtype, shape, text in rows
+            }  # fmt: skip
+            layouts = {tuple(path): (cuts, bool(frozen)) for path, cuts, frozen in layout}
+            return cls(int(step), int(calls), str(source), values, layouts)
+        except (ValueError, TypeError, KeyError) as error:
+            raise Damaged(f"edit: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edit | None:
+    """The edit that made `new` of `old`; None if they are the same to the bit."""
+    old_tree, new_tree = leaves.tree_of(old), leaves.tree_of(new)
+    old_leaves, values, size = dict(_keyed(old_tree)), {}, 0
+    for key, x in _keyed(new_tree):
+        y = old_leaves.get(key)
+        if x is y:
+            continue
+        size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
+        if size > MOST_BYTES or trees.is_key(x):
+            return Edit(step, calls, source, None, _layout(new_tree))
+        if y is None or not _has_same_bits(x, y):
+            values[key] = np.asarray(x)
+    layout = _layout(new_tree)
+    if not values and layout == _layout(old_tree):
+        return None
+    return Edit(step, calls, source, values, layout)
+
+
+class EditLog:
+    """The edits of a run: all in each checkpoint; those since then in a file, synced one by one.
+
+    `pending` are the edits of the file that the state of a resumed run does not have: they are
+    applied again when it comes to them.
+    """
+
+    def __init__(self, path: Path | None, saved: Any, calls: int) -> None:
+        self._path = path  # None: there is no file, and the state is saved after each edit
+        self.edits: list[Edit] = parse_edits(saved)
+        written = [] if path is None else edits_in(path)
+        self.pending: list[Edit] = [edit for edit in written if edit.calls > calls]
+        self._written: set[str] = {edit.dump() for edit in self.pending}
+
+    def add(self, edit: Edit) -> bool:
+        """Add an edit, on the disk when this returns; False if its state has to be saved for it."""
+        self.edits.append(edit)
+        if self._path is None or edit.values is None:
+            return False
+        if (line := edit.dump()) not in self._written:
+            with open(self._path, "ab") as file:
+                file.write(line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        return True
+
+    def due(self, calls: int) -> list[Edit]:
+        """The pending edits of this boundary; edits of earlier calls are dropped."""
+        due = [edit for edit in self.pending if edit.calls == calls]
+        self.pending = [edit for edit in self.pending if edit.calls > calls]
+        return due
+
+    def plain(self) -> str:
+        """All edits as one text, for a manifest."""
+        lines = "\n".join(edit.dump() for edit in self.edits)
+        return base64.b64encode(zlib.compress(lines.encode())).decode()
+
+
+def parse_edits(text: Any) -> list[Edit]:
+    """The edits of `EditLog.plain()`; none for a checkpoint without. Raises Damaged."""
+    if not isinstance(text, str):
+        return []
+    try:
+        unpacker = zlib.decompressobj()
+        lines = unpacker.decompress(base64.b64decode(text), MOST_TEXT).decode()
+    except (ValueError, zlib.error) as error:
+        raise Damaged(f"edits: {error}") from None
+    return [*map(Edit.parse, filter(None, lines.split("\n")))]
+
+
+def edits_in(path: Path) -> list[Edit]:
+    """The edits in a file; the line that a killed process did not finish counts for nothing."""
+    try:
+        lines = durable_files.read(path, MOST_TEXT).decode().split("\n")[:-1]
+        return [*map(Edit.parse, lines)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path.name}: {told(error)}") from None
+
+
+def _placed(value: np.ndarray, old: Any) -> Any:
+    """A new value where the old one is, or the clock."""
+    if not isinstance(old, jax.Array):
+        return value.copy()
+    if old.shape == value.shape and old.committed:
+        return jax.device_put(value, old.sharding)
+    return placement.replicate(value, old.sharding if old.committed else None)
+
+
+def _keyed(tree: Tree) -> Iterator[tuple[Keys, Any]]:
+    """The leaves of a tree; of a training state by field and by number within the field.
+
+    The cuts of `adjust` change the paths within an optimizer's state, and not the order.
+    """
+    counts = Counter[Keys]()
+    for path, x in tree.leaves:
+        tops = (top for top in tree.states if path[: len(top)] == top)
+        if (top := next(tops, None)) is None:
+            yield path, x
+            continue
+        field = path[: len(top) + 1]
+        yield (*field, f"#{counts[field]}"), x
+        counts[field] += 1
+
+
+def _layout(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
+    cuts_of = lambda s: state_facts.facts_of(s)["cuts"]
+    return {path: (cuts_of(s), s.frozen is not None) for path, s in tree.states.items()}
+
+
+def _has_same_bits(x: Any, y: Any) -> bool:
+    x, y = np.asarray(x), np.asarray(y)
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()

@@ -1,0 +1,67 @@
+"""A new run that begins at a step of another: the same state, place, history and memory."""
+
+from typing import Any
+
+import numpy as np
+
+from tsunax._core import StrPath, Where
+from tsunax.checkpoints.edits import EditLog, edit_of
+from tsunax.checkpoints.saving import Checkpoints
+from tsunax.errors import CheckpointError, StateError
+from tsunax.hyper import adjust
+from tsunax.run.history import History
+from tsunax.run.info_columns import ADJUSTED
+from tsunax.timelines.comparing import SavedRun
+from tsunax.timelines.replaying import Moment
+
+
+def branched(
+    saved: SavedRun, moment: Moment, into: StrPath, where: Where, numbers: dict[str, Any]
+) -> None:
+    """Save the moment of a run as the first checkpoint of the run `into`."""
+    step = moment.step
+    memory = _memory(saved, step)
+    state = adjust(moment.state, where, **numbers) if numbers else moment.state
+    log = EditLog(None, None, 0)
+    log.edits = [edit for edit in saved.edits() if edit.calls <= moment.calls]
+    if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
+        log.add(edit)
+    saved_script = saved.script(saved.steps[-1]) if saved.steps else {}
+    facts = {name: x for name, x in saved_script.items() if name in ("calls", "states", "settings")}
+    parent = {"path": str(saved.checkpoints.path), "step": step}
+    parent["edits"] = [f"{name}={x}" for name, x in numbers.items()]
+    facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": log.plain()}
+    with Checkpoints(into, keep_last=None) as new:
+        if steps := new.home.steps():
+            raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")
+        history = history_until(saved.history(), step).plain()
+        new._save(state, step, moment.place, history, memory, {}, facts)
+
+
+def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
+    """The memory of callbacks at a step. StateError if they have some, and it is not saved."""
+    if step in saved.steps:
+        return saved.values(step).callbacks or {}
+    neighbors = [s for s in saved.steps if s < step][-1:] + [s for s in saved.steps if s > step][:1]
+    memories = {s: saved.values(s).callbacks or {} for s in neighbors}
+    has_memory = lambda memory: any(x for name, x in memory.items() if name != ADJUSTED)
+    if any(map(has_memory, memories.values())):
+        got, expected = f"step {step}, of which no memory of callbacks is saved", "a saved step"
+        fix = f"Saved are {', '.join(map(str, saved.steps))}."
+        raise StateError("step", "branch()", got, expected, fix)
+    earlier = [memory for s, memory in memories.items() if s < step]
+    return earlier[0] if earlier else {}
+
+
+def history_until(history: History, step: int) -> History:
+    """The rows and marks of a history up to a step."""
+    plain = history.plain()
+    count = int(np.searchsorted(plain["rows"]["step"], step, side="right"))
+    columns = [
+        [name, rows[rows < count], values[rows < count]]
+        for name, rows, values in plain["rows"]["columns"]
+        if np.any(rows < count)
+    ]
+    rows = {"step": plain["rows"]["step"][:count], "columns": columns}
+    marks = [mark for mark in plain["marks"] if mark[0] <= step]
+    return History.of({**plain, "rows": rows, "marks": marks, "closing": [-1, []]})

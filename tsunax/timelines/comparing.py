@@ -1,0 +1,159 @@
+"""Two runs side by side, from the manifests of their checkpoints: no array is read.
+
+A manifest has a hash of each leaf, so two checkpoints of a step are compared without their arrays.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tsunax._core import Figure, tables
+from tsunax.checkpoints import _matching, _reading, leaves
+from tsunax.checkpoints.edits import FILE, Edit, edits_in, parse_edits
+from tsunax.checkpoints.manifest import Manifest
+from tsunax.checkpoints.saving import Checkpoints
+from tsunax.run.history import History
+
+
+class SavedRun:
+    """The checkpoints of a run, read from their manifests."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints: Checkpoints = checkpoints
+        self._values: dict[int, _reading.Restored] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        return self.checkpoints.home.steps()
+
+    def manifest(self, step: int) -> Manifest:
+        return self.checkpoints.home.manifest(step)
+
+    def values(self, step: int) -> _reading.Restored:
+        """Data, history, callbacks and script of a checkpoint; of its state only the counts."""
+        if step not in self._values:
+            restored = _reading.read(self.checkpoints, step, _matching.plan_of_clocks)
+            self._values[step] = restored
+        return self._values[step]
+
+    def script(self, step: int) -> Mapping[str, Any]:
+        """The facts that `fit` saved about its script; none if another loop made the checkpoint."""
+        script = self.values(step).script
+        return script if isinstance(script, dict) else {}
+
+    def edits(self) -> list[Edit]:
+        """The edits in the newest checkpoint, and the edits since then."""
+        saved = parse_edits(self.script(self.steps[-1]).get("edits")) if self.steps else []
+        path = self.checkpoints.path
+        written = edits_in(path / FILE) if isinstance(path, Path) else []
+        last_call = saved[-1].calls if saved else -1
+        return saved + [edit for edit in written if edit.calls > last_call]
+
+    def history(self) -> History:
+        saved = self.values(self.steps[-1]).history if self.steps else None
+        return History() if saved is None else History.of(saved)
+
+    def is_looped(self) -> bool:
+        """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""
+        return not self.steps or bool(self.script(self.steps[-1]).get("is_looped", True))
+
+    def is_fresh(self, step: int) -> bool:
+        """Whether a checkpoint was saved right after the call that first made its step."""
+        return bool(self.script(step).get("is_fresh", False))
+
+    def compared(self, second: "SavedRun") -> "Comparison":
+        """A comparison of this run with a second run."""
+        common = sorted({*self.steps} & {*second.steps})
+        different = {step: changed_leaves(self.manifest(step), second.manifest(step))
+                     for step in common}  # fmt: skip
+        first = next((step for step in common if different[step]), None)
+        newest = [run.script(run.steps[-1]) if run.steps else {} for run in (self, second)]
+        settings = [script.get("settings", {}) for script in newest]
+        names = dict.fromkeys(itertools.chain(*settings))
+        text_of = lambda i, name: str(settings[i].get(name, ""))
+        pairs = {name: (text_of(0, name), text_of(1, name)) for name in names}
+        return Comparison(
+            names=(str(self.checkpoints.path), str(second.checkpoints.path)),
+            parents=(newest[0].get("parent"), newest[1].get("parent")),
+            settings={name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
+            histories=(self.history(), second.history()),
+            common_steps=common,
+            differs_at=first,
+            leaves=[] if first is None else different[first],
+        )
+
+
+def changed_leaves(first: Manifest, second: Manifest) -> list[str]:
+    """The names of leaves with different bits in two checkpoints, or missing in one."""
+    by_path = [{leaf.path: leaf for leaf in manifest.leaves} for manifest in (first, second)]
+    paths = dict.fromkeys(itertools.chain(*by_path))
+    different = [path for path in paths if by_path[0].get(path) != by_path[1].get(path)]
+    return [leaves.show("state", path) for path in different]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side, from `timeline(...).compare(...)`. It prints, and has `plot()`."""
+
+    names: tuple[str, str]  # the directories
+    parents: tuple[Any, Any]  # path, step and edits of a branch; else None
+    settings: dict[str, tuple[str, str]]  # different settings of the scripts
+    histories: tuple[History, History]
+    common_steps: list[int]  # steps of checkpoints in both directories
+    # the first common checkpoint with other bits, or the exact step; None if all have the same
+    differs_at: int | None
+    leaves: list[str]  # the leaves with other bits at that checkpoint
+    is_exact: bool = False  # whether `differs_at` is the first step with other bits
+
+    def at_exact_step(self, step: int) -> "Comparison":
+        """The comparison with the first step that differs, from a replay of both runs."""
+        return dataclasses.replace(self, differs_at=step, is_exact=True)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.names[0]}  |  {self.names[1]}"]
+        if self.differs_at is None:
+            lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")
+        else:
+            kind = "step" if self.is_exact else "common checkpoint"
+            names = ", ".join(self.leaves[:6]) + (", …" if len(self.leaves) > 6 else "")
+            lines.append(f"first {kind} with other bits: {self.differs_at} ({names})")
+        for name, parent in zip(self.names, self.parents, strict=True):
+            if parent:
+                edits = ", ".join(parent["edits"])
+                origin = f"{parent['path']} at step {parent['step']}"
+                lines.append(f"{name} branched off {origin} {edits}".rstrip())
+        lines += [f"  {name}: {a} | {b}" for name, (a, b) in self.settings.items()]
+        columns = [name for name in self.histories[0].names if name in self.histories[1]]
+        rows = [["newest", *self.names]] if columns else []
+        for name in columns:
+            rows.append([name, *(tables.short(history.last(name)) for history in self.histories)])
+        return "\n".join([*lines, *tables.aligned(rows, right=(1, 2))])
+
+    _repr_html_ = tables.folded
+
+    def plot(self, name: str = "loss") -> Figure:
+        """A matplotlib Figure with a column of both histories. RowError for an unknown name."""
+        from tsunax._core.libraries import library
+
+        figure = library("matplotlib.figure", "compare().plot()").Figure(figsize=(7, 4))
+        axes = figure.add_subplot()
+        series = [history.series(name) for history in self.histories]
+        labels = [os.path.basename(path) for path in self.names]
+        labels = labels if labels[0] != labels[1] else self.names
+        for label, (steps, values) in zip(labels, series, strict=True):
+            axes.plot(steps, values, label=label)
+        finite = np.concatenate([values[np.isfinite(values)] for _, values in series])
+        if len(finite) and finite.min() > 0 and finite.max() > 1000 * np.median(finite):
+            axes.set_yscale("log")  # one jump would hide all other values
+        if self.differs_at is not None:
+            axes.axvline(self.differs_at, color="tab:red", linestyle="--", linewidth=1)
+        axes.set_xlabel("step")
+        axes.set_ylabel(name)
+        axes.legend()
+        return figure

@@ -1,0 +1,186 @@
+"""Why a step went as it did: the rows of its batch one by one, and the gradients before it."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsunax import guard
+from tsunax._core import Figure, PyTree, tables, trees
+from tsunax.errors import told
+from tsunax.hyper import hyperparams
+from tsunax.program import TrainStep
+from tsunax.state import TrainState, trained_part
+from tsunax.step import StepInfo
+from tsunax.timelines.replaying import Moment, ReplayedCall, Script
+
+MOST_LISTED = 8  # rows and leaves that a printed explanation lists
+# How far the mean of the rows may be from the loss of the batch: sums in another order.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An explanation of one call, from `timeline(...).explain(step)`.
+
+    `rows` are the numbers of the rows in the data (in the batch if these are unknown), by falling
+    loss; `losses` and `row_norms` their losses and gradient norms, each row alone with the key of
+    the call. They are empty, and `note` says why, if the mean of these losses is not the loss of
+    the batch. `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and
+    this step.
+    """
+
+    step: int
+    calls: int
+    verdict: str
+    loss: float
+    grad_norm: float
+    rows: np.ndarray
+    losses: np.ndarray
+    row_norms: np.ndarray
+    note: str
+    norm_steps: list[int]
+    norms: dict[str, np.ndarray]
+    numbers: dict[str, float]
+
+    def __repr__(self) -> str:
+        head = f"call {self.calls} of the run, at step {self.step}: {self.verdict}"
+        lines = [f"{head}, loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"]
+        if self.numbers:
+            lines.append(", ".join(tables.summary(self.numbers)))
+        if self.note:
+            lines.append(self.note)
+        if len(self.rows):
+            order = zip(self.rows, self.losses, self.row_norms, strict=True)
+            listed = [[f"{row}", f"{x:.6g}", f"{norm:.6g}"] for row, x, norm in order][:MOST_LISTED]
+            lines += tables.aligned([["row", "loss", "gradient norm"], *listed], right=range(3))
+        ratios = {name: x[-1] / max(np.median(x[:-1]), 1e-30) if len(x) > 1 else math.nan
+                  for name, x in self.norms.items()}  # fmt: skip
+        largest = sorted(ratios, key=lambda name: -np.nan_to_num(ratios[name], nan=math.inf))
+        heads = ["gradient of", "norm", "× median of the steps before"]
+        listed = [
+            [name, f"{self.norms[name][-1]:.4g}", f"{ratios[name]:.3g}"]
+            for name in largest[:MOST_LISTED]
+        ]
+        return "\n".join([*lines, *tables.aligned([heads, *listed], right=(1, 2))])
+
+    _repr_html_ = tables.folded
+
+    def plot(self) -> Figure:
+        """A matplotlib Figure: the losses of the rows, and the gradient norms of the leaves."""
+        from tsunax._core.libraries import library
+
+        figure = library("matplotlib.figure", "explain().plot()").Figure(
+            figsize=(9, 4), layout="constrained"
+        )
+        row_axes, norm_axes = figure.subplots(1, 2)
+        row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], self.losses[:MOST_LISTED])
+        row_axes.set_xlabel("row")
+        row_axes.set_ylabel("loss")
+        for name, values in self.norms.items():
+            norm_axes.plot(self.norm_steps, values, label=name)
+        norm_axes.set_yscale("log")
+        norm_axes.set_xlabel("step")
+        norm_axes.set_ylabel("gradient norm")
+        if len(self.norms) <= MOST_LISTED:
+            norm_axes.legend(fontsize="small")
+        return figure
+
+
+def explained(
+    script: Script, earlier: Moment, call: ReplayedCall, rows: np.ndarray | None
+) -> Explanation:
+    """The explanation of a call, with the gradients of the calls from an earlier moment on."""
+    info, state = call.info, call.start.state
+    is_plain = isinstance(script.step, TrainStep) and isinstance(state, TrainState)
+    if not is_plain or np.ndim(state.clock) > 1:
+        note = "rows and layers are known for a train_step of one state alone"
+        no_rows = np.empty(0, int), np.empty(0), np.empty(0), note
+        norm_steps, norms = [], {}
+    else:
+        no_rows = _rows_alone(script, call, rows)
+        norm_steps, norms = _norms_before(script, earlier, call)
+    is_info = isinstance(info, StepInfo)
+    number = lambda x: math.nan if x is None or np.ndim(x) else float(x)
+    verdict = "called"
+    if is_info and info.verdict is not None and not np.ndim(info.verdict):
+        verdict = guard.explain(int(info.verdict), call.end.state.opt_state)
+    return Explanation(
+        call.end.step,
+        call.end.calls,
+        verdict,
+        number(info.loss) if is_info else math.nan,
+        number(info.grad_norm) if is_info else math.nan,
+        *no_rows,
+        norm_steps,
+        norms,
+        {name: x for name, x in hyperparams(state).items() if not np.ndim(x)} if is_plain else {},
+    )
+
+
+def _rows_alone(
+    script: Script, call: ReplayedCall, rows: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
+    """The rows of a batch by falling loss, each alone; their losses, gradient norms, and a note."""
+    whole = {"accumulate": 1, "per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
+    gradient = dataclasses.replace(_train_step(script), **whole).gradient
+    count = len(jax.tree.leaves(call.batch)[0])
+
+    @jax.jit
+    def losses_of_rows(state: TrainState, batch: PyTree, extra: Any) -> Any:
+        def loss_of_row(i: jax.Array) -> Any:
+            row_of = lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i, 1)
+            loss, grads = gradient(state, jax.tree.map(row_of, batch), **extra)
+            return loss.compute(), loss.weight, guard.global_norm(grads)
+
+        return jax.lax.map(loss_of_row, jnp.arange(count))
+
+    nothing = np.empty(0, int), np.empty(0), np.empty(0)
+    try:
+        values = losses_of_rows(call.start.state, call.batch, dict(script.extra))
+    except Exception as error:  # a loss of pairs, for example, has no value for one row
+        return *nothing, f"rows alone have no loss: {told(error)}"
+    losses, weights, norms = (np.asarray(x, np.float64) for x in values)
+    total = np.sum(np.where(weights > 0, losses * weights, 0.0))
+    mean, loss = total / max(np.sum(weights), 1e-30), float(call.info.loss)
+    is_mean = abs(mean - loss) <= TOLERANCE * max(abs(loss), 1e-6) or not math.isfinite(loss)
+    if not is_mean:
+        text = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}"
+        return *nothing, f"no ranking of rows: {text}"
+    order = np.argsort(-np.nan_to_num(losses, nan=np.inf, posinf=np.inf), kind="stable")
+    numbers = np.arange(count) if rows is None else rows
+    return numbers[order], losses[order], norms[order], ""
+
+
+def _norms_before(
+    script: Script, earlier: Moment, call: ReplayedCall
+) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The steps from an earlier moment to a call, and the gradient norm of each leaf there."""
+    gradient = dataclasses.replace(_train_step(script), on_nonfinite="skip").gradient
+
+    @jax.jit
+    def norms_of(state: TrainState, batch: PyTree, extra: Any) -> list[jax.Array]:
+        _, grads = gradient(state, batch, **extra)
+        return [jnp.sqrt(x) for x in guard.square_sums(grads)]
+
+    steps, rows, names = [], [], []
+    for each in script.calls(earlier):
+        is_last = each.end.calls >= call.end.calls
+        each = call if is_last else each
+        batch = jax.tree.map(jnp.asarray, each.batch)
+        steps.append(each.end.step)
+        rows.append([float(x) for x in norms_of(each.start.state, batch, dict(script.extra))])
+        if is_last:
+            break
+    names = [name for name, _ in trees.leaves_at("params", trained_part(call.start.state))]
+    columns = np.array(rows).T
+    return steps, dict(zip(names, columns, strict=True))
+
+
+def _train_step(script: Script) -> TrainStep:
+    assert isinstance(script.step, TrainStep)
+    return script.step

@@ -1,0 +1,285 @@
+"""A run as a line of exact states: `timeline(run, step, state, data)`.
+
+    line = ts.timeline("runs/a", step, make_state, data)
+    first_bad = line.bisect(lambda state: jnp.max(jnp.abs(state.params["w"])) > 100)
+    print(line.explain(first_bad))
+    line.branch(first_bad - 1, into="runs/b", learning_rate=1e-4)
+
+A state of the line is read from the newest checkpoint before it, or made from the first state, and
+then the calls of the run are made again, with the same bits.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
+from tsunax.checkpoints import _reading, script_settings
+from tsunax.checkpoints.edits import Edit
+from tsunax.checkpoints.saving import Checkpoints
+from tsunax.data.batching import Batches
+from tsunax.data.positions import innermost
+from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
+from tsunax.timelines.branching import branched
+from tsunax.timelines.comparing import Comparison, SavedRun
+from tsunax.timelines.explaining import Explanation, explained
+from tsunax.timelines.replaying import Moment, ReplayedCall, Script, moment_of_start
+
+MOST_REPLAYED = 10_000  # calls of one replay: they may take hours, and a user raises this knowingly
+
+
+class StepBatch(NamedTuple):
+    """The batch of a step, and the numbers of its rows in the data; None if these are unknown."""
+
+    batch: PyTree
+    rows: np.ndarray | None  # int (rows,)
+
+
+@checks.naming_arguments
+def timeline(
+    run: StrPath | Checkpoints,
+    step: Function | None = None,
+    state: Any = None,
+    data: Any = None,
+    *,
+    extra: Extra | None = None,
+    max_replay: int = MOST_REPLAYED,
+) -> "Timeline":
+    """The line of states of a run of `fit`, from its checkpoints and its script.
+
+    Args:
+      run: the directory of its checkpoints, or a `Checkpoints`. Nothing in it is changed.
+      step, data, extra: as `fit` got them. Data keep their position.
+      state: the first state, as `fit` got it, which stays as it is; or a function that makes it.
+      max_replay: the most calls of one replay. StateError for a state that needs more.
+
+    With `run` alone it reads files: `steps`, `edits`, `compare`. The other methods need the rest.
+    """
+    checks.check_count(max_replay, "timeline()", "max_replay")
+    if step is not None and not callable(step):
+        raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
+    is_opened = isinstance(run, Checkpoints)
+    checkpoints = run if is_opened else Checkpoints(run, read_only=True)
+    saved = SavedRun(checkpoints)
+    first = jax.eval_shape(state) if callable(state) else state
+    script = Script(step, data, extra or {}, saved.edits(), saved.is_looped(), first)
+    return Timeline(saved, script, state, max_replay)
+
+
+class Timeline:
+    """A run as a line of exact states, from `timeline`."""
+
+    def __init__(self, saved: SavedRun, script: Script, first_state: Any, max_replay: int) -> None:
+        self.saved: SavedRun = saved
+        self._script = script
+        self._first_state = first_state
+        self._max_replay = max_replay
+        self._has_compared = False
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.saved.checkpoints.path}, {len(self.steps)} checkpoints)"
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of its checkpoints, a list of ints, the newest last."""
+        return self.saved.steps
+
+    @property
+    def edits(self) -> list[Edit]:
+        """Changes of the state between two calls, by callbacks and commands: a list of `Edit`s."""
+        return list(self._script.edits)
+
+    def at(self, step: int | None = None, *, calls: int | None = None) -> PyTree:
+        """The state after the call that first made a step, or after a number of calls.
+
+        Steps are applied updates; `calls` also counts rejected calls and calls that only gathered a
+        gradient. Steps of a population are calls. Raises StateError for a moment that the run has
+        not reached by its newest checkpoint, and if more than `max_replay` calls would be needed.
+        """
+        return self._moment(step, calls).state
+
+    def batch(self, step: int | None = None, *, calls: int | None = None) -> StepBatch:
+        """The batch of the call that first made a step, with the numbers of its rows.
+
+        Rows are known for `ts.batches`, also behind `ts.prefetch`. Raises as `at`.
+        """
+        call = self._call(step, calls)
+        return StepBatch(call.batch, rows_of(self._script.data, call.start.place, call.batch))
+
+    def bisect(self, test: Callable[[PyTree], Any], low: int = 0, high: int | None = None) -> int:
+        """The first step in (low, high] after which `test(state)` is true.
+
+        For a test that stays true once it is: it has to be false at `low` and true at `high` (by
+        default the newest checkpoint), else StateError. Each replay begins at the newest state
+        before; the line that it prints says how many there were.
+        """
+        high = self._newest_step("bisect()") if high is None else high
+        start, replays = self._moment(low, None), 1
+        for step, moment, expected in ((low, start, False), (high, self._moment(high, None), True)):
+            if bool(test(moment.state)) is not expected:
+                text = f"{not expected} at step {step}"
+                raise StateError("test", "bisect()", text, f"{expected} there")
+        while high - low > 1:
+            middle = (low + high) // 2
+            moment, replays = self._moment(middle, None, start), replays + 1
+            if bool(test(moment.state)):
+                high = middle
+            else:
+                low, start = middle, moment
+        print(f"bisect: step {high}, after {replays + 1} replays")
+        return high
+
+    def explain(self, step: int | None = None, *, calls: int | None = None) -> Explanation:
+        """Why a step went as it did: a value that prints, and has `plot()`. See `Explanation`."""
+        call = self._call(step, calls)
+        rows = rows_of(self._script.data, call.start.place, call.batch)
+        first = max(0, call.start.step - 10)
+        earlier = self._moment(first, None)
+        return explained(self._script, earlier, call, rows)
+
+    def audit(self, first: int, last: int) -> list[str]:
+        """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
+
+        [] attests that the script makes the saved bits of `last` from the bits of `first`.
+        """
+        start = self._restored(first)
+        checkpoints = self.saved.checkpoints
+        end = self._advanced(start, step=last, calls=None)
+        return _reading._changed_leaves(checkpoints, last, end.state)
+
+    def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
+        """A new run in the directory `into` that begins with the state of a step.
+
+        `fit(..., checkpoint=into)` continues there: with nothing changed, to the same bits.
+        `numbers` are hyperparameters of the new run, as `adjust(state, where, **numbers)` sets
+        them. Its checkpoints name this run, the step and the numbers.
+
+        Raises CheckpointError if `into` has steps, StateError for a step that is not saved if
+        callbacks have memory, which no replay makes.
+        """
+        branched(self.saved, self._moment(step, None), into, where, numbers)
+
+    def compare(self, run: "StrPath | Checkpoints | Timeline") -> Comparison:
+        """Two runs side by side: settings, history, and the first step that differs.
+
+        Of files alone, the first common checkpoint with other bits. Two timelines with their
+        scripts are replayed from the checkpoint before, for the exact step.
+        """
+        line = run if isinstance(run, Timeline) else timeline(run)
+        comparison = self.saved.compared(line.saved)
+        high = comparison.differs_at
+        if high is None or self._script.step is None or line._script.step is None:
+            return comparison
+        equal = [step for step in comparison.common_steps if step < high]
+        low, lines = max(equal, default=0), (self, line)
+        starts = [each._moment(low, None) for each in lines]
+        while high - low > 1:
+            middle = (low + high) // 2
+            moments = [
+                each._moment(middle, None, start) for each, start in zip(lines, starts, strict=True)
+            ]
+            if same_bits(*(moment.state for moment in moments)):
+                low, starts = middle, moments
+            else:
+                high = middle
+        return comparison.at_exact_step(high)
+
+    # ------------------------------------------------------------------------------------ moments
+
+    def _newest_step(self, where: str) -> int:
+        if not self.steps:
+            path = str(self.saved.checkpoints.path)
+            raise CheckpointError("steps", where, f"none in {path}", "a checkpoint of the run")
+        return self.steps[-1]
+
+    def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
+        """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
+        if (step is None) == (calls is None):
+            got = f"step={step}, calls={calls}"
+            raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
+        name = "calls" if step is None else "step"
+        count = checks.check_count(calls if step is None else step, "timeline", name, 0)
+        start = self._start(count, is_of_calls=step is None)
+        if near is not None and near.calls > start.calls:
+            start = near
+        return self._advanced(start, step, calls)
+
+    def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
+        """The call that first made a step, or the call of that number."""
+        if step is not None:
+            checks.check_count(step, "timeline", "step")
+            for call in self._script.calls(self._moment(step - 1, None)):
+                self._check_length(call.start.calls, call.end.calls)
+                if call.end.step >= step:
+                    return call
+        return next(self._script.calls(self._moment(None, (calls or 0) - 1)))
+
+    def _start(self, count: int, is_of_calls: bool) -> Moment:
+        """The newest checkpoint that is not beyond the moment, or the first state."""
+        for saved_step in reversed(self.steps):
+            if saved_step > count:
+                continue
+            moment = self._restored(saved_step)
+            # At the step itself later calls may have been rejected before it was saved.
+            is_early = moment.calls <= count if is_of_calls else saved_step < count
+            if is_early or (saved_step == count and self.saved.is_fresh(saved_step)):
+                return moment
+        self._check_script("state")
+        return self._script.edited(moment_of_start(self._first_state))
+
+    def _restored(self, saved_step: int) -> Moment:
+        self._check_script("state")
+        first = self._first_state
+        like = first() if callable(first) else first
+        restored = self.saved.checkpoints.restore(like, step=saved_step)
+        if not self._has_compared:
+            self._has_compared = True
+            self._warn_of_edits(like, restored.script)
+        return Moment(restored.state, restored.data)
+
+    def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
+        script = self._script
+        facts = script_settings.script_of(script.step, state, script.data, script.extra)
+        saved_settings = (saved_script or {}).get("settings")
+        for note in script_settings.edits(saved_settings, facts["settings"]):
+            warn(f"timeline(): {note} A replay need not have the bits of the run.")
+
+    def _advanced(self, start: Moment, step: int | None, calls: int | None) -> Moment:
+        moment = start
+        while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
+            self._check_script("step")
+            self._check_length(start.calls, moment.calls + count)
+            moment = self._script.advanced(moment, count).end
+        return moment
+
+    def _check_length(self, first_call: int, last_call: int) -> None:
+        if last_call - first_call > self._max_replay:
+            got = f"{last_call - first_call} calls from call {first_call} on"
+            fix = "Save more often, or timeline(..., max_replay=)."
+            raise StateError("replay", "timeline", got, f"at most {self._max_replay}", fix)
+
+    def _check_script(self, name: str) -> None:
+        value = self._script.step if name == "step" else self._first_state
+        if value is None:
+            expected = "timeline(run, step, state, data), as fit got them"
+            raise WrongTypeError(name, "timeline()", "None", expected)
+
+
+def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
+    """The numbers of the rows of the batch at a place of `batches`; None for other data."""
+    data = innermost(data)
+    if not isinstance(data, Batches):
+        return None
+    epoch, position = (0, 0) if place is None else (place["epoch"], place["position"])
+    if position >= len(data):
+        epoch, position = epoch + 1, 0
+    first = position * data.share
+    return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]
+
+
+def same_bits(first: PyTree, second: PyTree) -> bool:
+    from tsunax.reproduce import fingerprint
+
+    return fingerprint(first) == fingerprint(second)

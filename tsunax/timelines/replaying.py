@@ -1,0 +1,128 @@
+"""Replays of calls of a run: the exact state after a call, from an earlier state.
+
+    Moment (state, place of the data) -> calls of the run's own compiled loop -> Moment
+
+A replay makes the same calls as `fit`: the same program, the same batches, the same keys, which
+follow from the state's count of calls. So it has the same bits.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax._core import PyTree, processes
+from tsunax.checkpoints.edits import Edit
+from tsunax.data.positions import innermost
+from tsunax.errors import StateError
+from tsunax.program import TrainStep
+from tsunax.run import fused_loop
+from tsunax.run.calling import Caller, Trainee
+from tsunax.run.chunks import Chunk, Limits
+from tsunax.run.feed import Feed
+from tsunax.run.info_columns import Infos, logged_step, most_calls
+from tsunax.state import own
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A state of a run, and the place of its data after it: all that the next call needs."""
+
+    state: PyTree
+    place: Mapping[str, Any] | None  # see `Feed.place`; None for the beginning of the data
+
+    @property
+    def step(self) -> int:
+        """The steps that were applied; of a population the calls, because its members differ."""
+        return logged_step(self.state, 0)
+
+    @property
+    def calls(self) -> int:
+        return most_calls(self.state)
+
+
+@dataclass(frozen=True)
+class ReplayedCall:
+    """Calls that were made again: the moments around them, batch and info of the last."""
+
+    start: Moment
+    end: Moment
+    batch: PyTree
+    info: Any
+
+
+@dataclass(frozen=True)
+class Script:
+    """The parts of a run that no checkpoint has: its step, its data, the step's arguments."""
+
+    step: Any  # the step of `fit`; None if only files are read
+    data: Any
+    extra: Mapping[str, Any]
+    edits: Sequence[Edit]
+    is_looped: bool  # whether `fit` called the step in its compiled loop, which may have other bits
+    like: PyTree  # the first state, or its shapes
+
+    def advanced(self, start: Moment, calls: int) -> ReplayedCall:
+        """The last of `calls` further calls, made as `fit` makes them, with the run's edits."""
+        end = start.calls + calls
+        while True:
+            next_edit = min([x.calls for x in self.edits if start.calls < x.calls < end] + [end])
+            call = self._repeat(start, next_edit - start.calls)
+            call = dataclasses.replace(call, end=self.edited(call.end))
+            if next_edit == end:
+                return call
+            start = call.end
+
+    def edited(self, moment: Moment) -> Moment:
+        """The moment after the edits at its boundary. StateError for one that was not recorded."""
+        state = moment.state
+        for edit in self.edits:
+            if edit.calls == moment.calls:
+                if edit.values is None:
+                    got = f"a change of large leaves at step {edit.step}, by {edit.source}"
+                    fix = "Its state is in a checkpoint, if that is kept: keep_last=None."
+                    raise StateError("replay", "timeline", got, "edits that are recorded", fix)
+                state = edit.applied(state, self.like)
+        return dataclasses.replace(moment, state=state)
+
+    def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
+        """The last of `calls` further calls. The start stays as it is."""
+        step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
+        limits = Limits(calls if self.is_looped else None, steps=calls)
+        feed = Feed(step, self.data, state, limits, continues_data=True)
+        agreement = processes.current().agreement("timeline()", state, innermost(self.data))
+        loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
+        trainee, calls_done, batch, info = Trainee(state), 0, None, None
+        try:
+            if start.place is not None:
+                feed.restore(start.place, fast_forward=False)
+            caller = Caller(loop, feed, agreement, trainee, self.extra)
+
+            def next_chunks() -> list[Chunk] | None:
+                steps_left = calls - calls_done
+                return caller.take(steps_left, start.step + calls_done) if steps_left else None
+
+            for _ in caller.calls(next_chunks):  # no calls at the end of an epoch
+                for chunk, infos in caller.read():
+                    calls_done += chunk.steps
+                    batch = chunk.feed.batch_at(chunk.steps - 1)
+                    is_stacked = isinstance(infos, Infos)
+                    info = infos.stacked(trainee.state, chunk.steps - 1) if is_stacked else infos
+            feed.sync()
+            return ReplayedCall(start, Moment(trainee.state, feed.place()), batch, info)
+        finally:
+            feed.return_data()
+
+    def calls(self, start: Moment) -> Iterator[ReplayedCall]:
+        """The calls after a moment one by one, without end."""
+        while True:
+            yield (call := self.advanced(start, 1))
+            start = call.end
+
+
+def moment_of_start(state: Any) -> Moment:
+    """The first moment of a run, from its first state or a function that makes it."""
+    first = state() if callable(state) else state
+    return Moment(jax.tree.map(own, first), None)
