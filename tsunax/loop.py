@@ -244,7 +244,7 @@ def fit(
         waits for a name with a slash.
       callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
         `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
-        `log_every` included.
+        `log_every` included. `watchdog` replaces the one that every run has.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch, and at the end; and from where to

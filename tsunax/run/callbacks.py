@@ -18,13 +18,14 @@ from tsunax._core import PyTree, Where, checks
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
+from tsunax.run.watchdog import watchdog
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "thaw_at", "throttle", "time_limit",
+    "thaw_at", "throttle", "time_limit", "watchdog",
 ]  # fmt: skip
 
 

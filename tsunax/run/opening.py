@@ -69,7 +69,8 @@ def begin(
     _check_last_batch(step, options, feed, start)
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
-    begin_order = (*display, run.rows, *parts, *saving)
+    # The watch ends last: it sees the wait for the last save, and the error of any other part.
+    begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
     fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning)
     fit.compare()
     if restart is not None and restart.step is not None:
@@ -111,6 +112,18 @@ def _parts(
     from tsunax.run.saving import Saving
 
     return parts, [Saving(options, restart, memory)]
+
+
+def _watch(options: Options, agreement: processes.Unanimous) -> list[Part]:
+    """The watch of a run, but of no dry run."""
+    from tsunax.run.watchdog import Watch
+
+    everyone, name = processes.ALONE, "the run"
+    if agreement.spans:
+        everyone = processes.current()
+        name = everyone.name_of(everyone.index)
+    watch = Watch(options.watchdog, options.clock, everyone, name)
+    return [] if options.dry_run else [watch]
 
 
 def _feed(

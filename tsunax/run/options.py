@@ -61,6 +61,7 @@ class Options:
     fast_forward: bool
     checkpoint: Any  # the user's value
     parts: tuple[Part, ...] = ()  # the parts among the callbacks
+    watchdog: Any = None  # the last `callbacks.watchdog` among them, or the default one
     evaluate_steps: int | None = None  # evaluate every n steps
     evaluate_epochs: int | None = None  # or every n epochs
     clock: Clock = field(default_factory=Clock)  # starts when the options are made
@@ -75,9 +76,12 @@ class Options:
         checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
+        from tsunax.run.watchdog import watchdog
+
         functions = _listed(self.callbacks)
+        *_, self.watchdog = watchdog(), *(f for f in functions if isinstance(f, watchdog))
         self.parts = tuple(f for f in functions if isinstance(f, Part))
-        self.callbacks = tuple(f for f in functions if not isinstance(f, Part))
+        self.callbacks = tuple(f for f in functions if not isinstance(f, Part | watchdog))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
         for part in self.parts:
             if part.every != float("inf"):
