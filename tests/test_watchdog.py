@@ -38,7 +38,8 @@ class Listener:
 
     @property
     def stalls(self):
-        return [text for event, text in zip(self.events, self.texts, strict=True) if event == "stall"]
+        """The texts and rows of stalls of callbacks; on a busy machine, compilation is a stall, too."""
+        return [(text, row) for text, row in zip(self.texts, self.rows, strict=True) if "s for a callback" in text]
 
 
 def threads():
@@ -72,13 +73,13 @@ def test_each_stall_is_told_and_how_long_it_took(compiled, capsys):
 
     listener = Listener()
     fit(callbacks=[every(3, slow), watchdog(AFTER, listener)])
-    assert listener.events == ["start", "stall", "stall", "end"]
-    reasons = [text.partition(" s for ")[2] for text in listener.stalls]
+    assert {*listener.events[1:-1]} == {"stall"}
+    reasons = [text.partition(" s for ")[2] for text, _ in listener.stalls]
     assert reasons == ["a callback (slow), at step 3", "a callback (slow), at step 6"]
-    assert [row["step"] for row in listener.rows] == [0, 3, 6, 6]
-    assert all(AFTER <= row["seconds"] < SECONDS for row in listener.rows[1:3])
+    assert [row["step"] for _, row in listener.stalls] == [3, 6]
+    assert all(AFTER <= row["seconds"] <= SECONDS for _, row in listener.stalls)
     printed = capsys.readouterr().err
-    assert printed.count("tsunax: the run has waited 0.") == 2
+    assert all(f"tsunax: {text}. It was not stopped." in printed for text, _ in listener.stalls)
     assert "tsunax: the run goes on after 1." in printed
     assert "test_watchdog.py" in printed and "in slow" in printed
 
@@ -95,7 +96,7 @@ def test_a_part_and_a_logger_are_named(compiled):
 
     listener = Listener()
     fit(callbacks=[Reads(), watchdog(AFTER, listener)], logger=slow_logger)
-    reasons = [text.partition(" s for ")[2].partition(",")[0] for text in listener.stalls]
+    reasons = [text.partition(" s for ")[2].partition(",")[0] for text, _ in listener.stalls]
     assert sorted(reasons) == ["a callback (Reads)", "a callback (slow_logger)"]
 
 
