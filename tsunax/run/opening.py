@@ -118,10 +118,8 @@ def _watch(options: Options, agreement: processes.Unanimous) -> list[Part]:
     """The watch of a run, but of no dry run."""
     from tsunax.run.watchdog import Watch
 
-    everyone, name = processes.ALONE, "the run"
-    if agreement.spans:
-        everyone = processes.current()
-        name = everyone.name_of(everyone.index)
+    everyone = processes.current() if agreement.spans else processes.ALONE
+    name = everyone.name_of(everyone.index) if agreement.spans else "the run"
     watch = Watch(options.watchdog, options.clock, everyone, name)
     return [] if options.dry_run else [watch]
 

@@ -118,11 +118,10 @@ class Watch(Part):
         has_listener = self.setting.tell is not None and processes.current().is_first
         loops = [self._deliver] * has_listener + [self._watch] * (self.setting.after is not None)
         for loop in loops:
-            name = f"tsunax-watchdog{loop.__name__}"
-            arguments = run, threading.get_ident()
-            thread = threading.Thread(target=loop, args=arguments, name=name, daemon=True)
-            self.threads.append(thread)
+            thread = threading.Thread(target=loop, args=(run, threading.get_ident()), daemon=True)
+            thread.name = f"tsunax-watchdog{loop.__name__}"
             thread.start()
+            self.threads.append(thread)
         run.tell("start", f"the run begins at step {run.step:,}")
 
     def end(self, run: Any, error: BaseException | None) -> None:
@@ -155,11 +154,11 @@ class Watch(Part):
             if lap_start == previous_start:
                 looks += 1
                 self._report(run, main_thread, looks == LOOKS)
-                continue
-            if looks >= LOOKS:
-                _print(f"{self.name} goes on after {lap_start - previous_start:,.1f} s")
-            self.everyone.reports("")
-            looks = 0
+            else:
+                if looks >= LOOKS:
+                    _print(f"{self.name} goes on after {lap_start - previous_start:,.1f} s")
+                self.everyone.reports("")
+                looks = 0
 
     def _report(self, run: Any, main_thread: int, is_stall: bool) -> None:
         """Report the lap to the other processes, and tell of it if it is a stall.
