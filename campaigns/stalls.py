@@ -138,6 +138,7 @@ def main() -> None:
     right = sum(n for name, n in counts.items() if name.endswith("named"))
     print(f"named rightly: {right} of {args.count}  {dict(counts)}")
     about = {"what": "stalls", "jax": jax.__version__, "python": platform.python_version()}
+    about["date"] = time.strftime("%Y-%m-%d")
     with args.results.open("a") as file:
         file.write(json.dumps(about | {"named rightly": right, "counts": dict(counts)}) + "\n")
     raise SystemExit(right < args.count)
