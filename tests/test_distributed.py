@@ -326,6 +326,14 @@ def test_who_fails_because_another_one_died_does_not_take_the_blame(group, left,
     assert all("process 2 (host h, pid 100) has been silent" in left[i] for i in (0, 1))
 
 
+def test_process_0_reads_what_others_wait_for(group):
+    peers = group(3)
+    assert peers[2].reports("has waited 1.0 s for data") == {}
+    assert peers[2].reports("waits") == {}  # the newest report counts
+    name = "process {} (host h, pid 100)".format
+    assert peers[0].reports("waits") == {name(1): "", name(2): "waits"}
+
+
 def test_who_gives_up_stays(group, left):
     peers = group(3)
     peers[0].fail("caught", stay=True)  # and has the service: all have been told, it may exit now
@@ -653,6 +661,18 @@ def test_slurm_by_its_variables(launch):
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
     for i, one in enumerate(started):
         np.testing.assert_allclose(found(one.text)[i], processes.losses(24), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_process_0_tells_which_process_is_late(launch):
+    started = launch(2, "late")
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert one == []  # process 0 alone tells
+    (text,) = zero
+    name = rf"process 1 \(host \S+, pid {started[1].process.pid}\)"
+    assert re.search(rf"process 0 .* has waited \d\.\d s for {name}, which has waited \d\.\d s for data, at step", text)
+    assert re.search(rf"tsunax: {name} has waited \d\.\d s for data, at step", started[1].text)
 
 
 @pytest.mark.slow

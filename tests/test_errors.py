@@ -552,6 +552,8 @@ STATE = [
     row(0, "adjust schedule", lambda: ts.adjust(good(), b1=lambda s: 0.5), WrongTypeError),
     row(0, "adjust None", lambda: ts.adjust(good(), b1=None), WrongTypeError),
     row(0, "adjust_at nothing", lambda: ts.callbacks.adjust_at(3), HyperparameterError),
+    row(0, "watchdog after '5 m'", lambda: ts.callbacks.watchdog("5 m"), HyperparameterError),
+    row(0, "watchdog after 0", lambda: ts.callbacks.watchdog(0), HyperparameterError),
     row(0, "adjust_at nothing of a part", lambda: ts.callbacks.adjust_at(3, "head"), HyperparameterError),
     row(0, "adjust a number", lambda: ts.adjust(good(), 1e-3), WrongTypeError),
     row(0, "adjust optax's", lambda: ts.adjust(setup(rule=optax.adam(1e-3)), b1=0.5), HyperparameterError),

@@ -247,7 +247,8 @@ def fit(
         "2 h", or a tuple of these for whichever comes first.
       callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
         `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
-        `log_every` included, but not when a duration has passed.
+        `log_every` included, but not when a duration has passed. `watchdog` replaces the one that
+        every run has.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch and every ten minutes, and at the

@@ -200,12 +200,31 @@ def foreign() -> list:
     return found
 
 
+def late() -> list[str]:
+    """What the watchdog of this process tells of a run in which the data of process 1 stand still."""
+
+    class Data:
+        def __iter__(self):
+            for i in range(12):
+                time.sleep(2.5 * (i == 8 and distributed.process_index() == 1))
+                yield np.ones((4, 3), np.float32)
+
+    stalls = []
+    tell = lambda event, text, row: stalls.append(text) if event == "stall" else None
+    step = ts.train_step(lambda params, rows: ((rows @ params["w"] - 1) ** 2).mean())
+    for _ in range(2):  # the first run compiles
+        state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(3, np.float32)}), ts.mesh())
+        stalls.clear()
+        ts.fit(step, state, Data(), steps=12, progress=False, callbacks=ts.callbacks.watchdog(1.0, tell))
+    return stalls
+
+
 def main(work: str, *arguments: str) -> None:
     start = json.loads(os.environ.get("TSUNAX_TEST_START", "{}"))
     if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign
+    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late
     found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix

@@ -61,6 +61,14 @@ class Timer:
         self.start = time.monotonic()
 
 
+def seconds_in(duration: str | datetime.timedelta) -> float:
+    """The seconds of a duration; 0 for another text."""
+    if isinstance(duration, datetime.timedelta):
+        return duration.total_seconds()
+    match = _DURATION.fullmatch(duration)
+    return float(match[1]) * _SECONDS[match[2][0]] if match else 0.0
+
+
 def cadence_of(when: When, where: str, name: str) -> Cadence:
     """Parse an argument; () is never. Raises WrongTypeError or HyperparameterError."""
     if isinstance(when, tuple):
@@ -70,16 +78,11 @@ def cadence_of(when: When, where: str, name: str) -> Cadence:
             epochs=tuple(n for cadence in cadences for n in cadence.epochs),
             seconds=min([cadence.seconds for cadence in cadences], default=math.inf),
         )
-    if isinstance(when, datetime.timedelta):
-        seconds = when.total_seconds()
-    elif not isinstance(when, str):
+    if not isinstance(when, str | datetime.timedelta):
         return Cadence(steps=(checks.check_count(when, where, name),))
-    elif match := _EPOCHS.fullmatch(when):
+    if isinstance(when, str) and (match := _EPOCHS.fullmatch(when)):
         return Cadence(epochs=(int(match[1] or 1),))
-    else:
-        match = _DURATION.fullmatch(when)
-        seconds = float(match[1]) * _SECONDS[match[2][0]] if match else 0.0
-    if seconds <= 0:
+    if (seconds := seconds_in(when)) <= 0:
         fix = "'m' may be minutes or months: write 'min'." if repr(when).endswith("m'") else ""
         raise HyperparameterError(name, where, repr(when), _FORMS, fix)
     return Cadence(seconds=seconds)

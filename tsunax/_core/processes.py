@@ -91,6 +91,13 @@ class Alone:
         """What any process passed, a number or a list, on all at the same call; 0 before."""
         return asked
 
+    def reports(self, text: str) -> dict[str, str]:
+        """The newest texts of all other processes, by name; process 0 alone reads them.
+
+        Does not wait: "" for a process that called it with "" or never.
+        """
+        return {}
+
     def row_parts(self, count: int) -> int:
         """The number of equal parts into which a batch is cut if `count` processes share it."""
         return count

@@ -4,6 +4,7 @@
     say/<thread>/<number>/verdict     the answer: all messages, or the fault
     event/<n>                         an end, a question, a tick; read in order by all
     answer/<i>                        the newest tick that process i has read
+    report/<i>                        what process i waits for, if it has waited long
 
 JAX starts the processes, and if one is lost, its heartbeats end the rest. This file adds the name
 of the process that is lost or late, and one call at which all obey a signal. The first writer of a
@@ -176,6 +177,14 @@ class Peers:
             if not self._goals or self._calls < self._goals[0][0]:
                 return 0
             return self._goals.popleft()[1]
+
+    def reports(self, text: str) -> dict[str, str]:
+        with contextlib.suppress(RuntimeError):  # process 0 and its store are gone
+            self._store.write(f"report/{self.node}", text, replace=True)
+            if self._indices[self.node] == 0:
+                texts, nodes = self._store.texts_below("report"), {*range(self.count)}
+                return {self._name(i): texts.get(str(i), "") for i in nodes - {self.node}}
+        return {}
 
     # --------------------------------------------------------------------------------------- ending
 

@@ -152,6 +152,10 @@ class Several(processes.Alone):
         peers = joining.peers()
         return asked if peers is None else peers.agree(asked)
 
+    def reports(self, text: str) -> dict[str, str]:
+        peers = joining._peers_of_run
+        return {} if peers is None else peers.reports(text)
+
     def gather(
         self, name: str, text: str = "", timeout: float | None = None, thread: str = ""
     ) -> list[str]:

@@ -110,7 +110,7 @@ class UserPart(Part):
 
     def _result(self, run: Run, call: Function, *args: Any) -> Any:
         run.memory = self.memory
-        with blamed("part", self.part, run):
+        with blamed("part", self.part, run), self.options.clock("callbacks", self.part):
             return call(*args)
 
 
@@ -132,7 +132,7 @@ def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
     """Call a callback: the run gets the state that it returns, the row of this step its numbers."""
     run.rows.begin_row(run.step)
     previous_row = dict(run.row)
-    with clock("callbacks"):
+    with clock("callbacks", callback):
         state = callback(*args)
         if state is not None:
             check_returned(state, run)

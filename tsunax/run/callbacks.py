@@ -20,13 +20,14 @@ from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
 from tsunax.run.verifying import verify
+from tsunax.run.watchdog import watchdog
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "thaw_at", "throttle", "time_limit", "verify",
+    "thaw_at", "throttle", "time_limit", "verify", "watchdog",
 ]  # fmt: skip
 
 

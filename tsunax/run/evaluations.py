@@ -68,7 +68,7 @@ class Evaluations(Part):
     def row(self, run: Run) -> dict[str, float]:
         """The numbers of this state, on this process."""
         evaluate: Any = self.options.evaluate
-        with self.options.clock("evaluation"), blamed("evaluate", evaluate, run):
+        with self.options.clock("evaluation", evaluate), blamed("evaluate", evaluate, run):
             row = check_row(evaluate(run.state), "evaluate")
             run.check_own(row, "evaluate")
         return row

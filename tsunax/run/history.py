@@ -36,25 +36,26 @@ class Clock:
         self.seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self.total: dict[str, float] = dict(self.seconds)  # with the seconds of earlier runs
         self.cause: str = "idle"  # the cause of the current lap, which may change until its end
+        self.subject: Any = None  # the callback or other function that runs in this lap
         self.since: float = time.perf_counter()
 
-    def lap(self, cause: str) -> float:
+    def lap(self, cause: str, subject: Any = None) -> float:
         """End a lap, count its seconds for its cause, begin one of `cause`. Returns the time."""
         lap_end = time.perf_counter()
         self.seconds[self.cause] += lap_end - self.since
         self.total[self.cause] += lap_end - self.since
-        self.cause, self.since = cause, lap_end
+        self.cause, self.subject, self.since = cause, subject, lap_end
         return lap_end
 
     @contextlib.contextmanager
-    def __call__(self, cause: str) -> Iterator[None]:
+    def __call__(self, cause: str, subject: Any = None) -> Iterator[None]:
         """A block with seconds of this cause."""
-        previous_cause = self.cause
-        self.lap(cause)
+        previous_lap = self.cause, self.subject
+        self.lap(cause, subject)
         try:
             yield
         finally:
-            self.lap(previous_cause)
+            self.lap(*previous_lap)
 
     def continue_from(self, total: dict[str, float]) -> None:
         """Add the seconds of this clock to `total`, of earlier runs: now and at every lap."""

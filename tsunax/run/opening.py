@@ -70,8 +70,8 @@ def begin(
     _check_last_batch(step, options, feed, start)
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
-    begin_order = (*display, run.rows, *parts, *saving)
-    # Signals but Ctrl-C are taken if there is something to save, or to end on all processes.
+    # The watch ends last: it sees the wait for the last save, and the error of any other part.
+    begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
     # Ctrl-C apart, signals need something to save, or several processes that have to end together.
     takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
     fit = Fit(
@@ -131,6 +131,16 @@ def _parts(
         control = Control(folder, restart.saver.lock_text, agreement)
         return [control, *parts], [*saving, Answers(control)]
     return parts, saving
+
+
+def _watch(options: Options, agreement: processes.Unanimous) -> list[Part]:
+    """The watch of a run, but of no dry run."""
+    from tsunax.run.watchdog import Watch
+
+    everyone = processes.current() if agreement.spans else processes.ALONE
+    name = everyone.name_of(everyone.index) if agreement.spans else "the run"
+    watch = Watch(options.watchdog, options.clock, everyone, name)
+    return [] if options.dry_run else [watch]
 
 
 def _feed(

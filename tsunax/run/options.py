@@ -64,6 +64,7 @@ class Options:
     fast_forward: bool
     checkpoint: Any  # the user's value
     parts: tuple[Part, ...] = ()  # the parts among the callbacks
+    watchdog: Any = None  # the last `callbacks.watchdog` among them, or the default one
     clock: Clock = field(default_factory=Clock)  # starts when the options are made
 
     def __post_init__(self) -> None:
@@ -81,9 +82,12 @@ class Options:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
         for name in self.signals:
             checks.check_choice(name, where, "signals", SIGNALS)
+        from tsunax.run.watchdog import watchdog
+
         functions = _listed(self.callbacks)
+        *_, self.watchdog = watchdog(), *(f for f in functions if isinstance(f, watchdog))
         self.parts = tuple(f for f in functions if isinstance(f, Part))
-        self.callbacks = tuple(f for f in functions if not isinstance(f, Part))
+        self.callbacks = tuple(f for f in functions if not isinstance(f, Part | watchdog))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
         for f in self.callbacks:
             if isinstance(f, type):

@@ -105,6 +105,7 @@ class Rejections:
                     text += step_errors.about_batch(self.step, state, info, batch, extra)
                 is_whole = isinstance(run.state, TrainState) and not members
                 unchanged = "the state" if is_whole else "what was rejected"
+                run.tell("rejected", text)
                 warn(f"{text}. {self.count} so far; {unchanged} is as it was.", RuntimeWarning)
             if self.in_a_row >= self.max_bad:
                 return i

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,8 @@ class Run:
         self.row: dict[str, float] = {}
         self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
+        # (event, text, row) for `callbacks.watchdog(tell=)`; few of them, with or without one
+        self.events: queue.SimpleQueue[tuple[str, str, dict[str, Any]] | None] = queue.SimpleQueue()
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
         parts_of_rows = options.goal, options.loggers, options.clock, settings
@@ -108,6 +111,10 @@ class Run:
         row = check_row(numbers, "run.log()")
         self.row |= row
         self.metrics |= row
+
+    def tell(self, event: str, text: str, **numbers: float) -> None:
+        """Tell an event to the watchdog of the run, with the newest numbers and further ones."""
+        self.events.put((event, text, {"step": self.step, **self.metrics, **numbers}))
 
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""
@@ -258,7 +265,7 @@ class Rows(Part):
         row, self.run.row = self.run.row, {}
         self.flushed_step = self.step if row else self.flushed_step
         for logger in self.loggers if row and self.step != self.resumed_row else ():
-            with self.clock("callbacks"), blamed("logger", logger, self.run, self.step):
+            with self.clock("callbacks", logger), blamed("logger", logger, self.run, self.step):
                 logger(dict(row), step=self.step)
 
     def sync(self) -> None:

@@ -1,0 +1,198 @@
+"""Who notices that a run stands still: a thread that reads the clock of the run.
+
+Each moment of the main thread belongs to a cause, and a run that moves begins a new lap of its
+clock many times a second (`history.Clock`). The watchdog reads the start and the cause of the lap,
+so the main thread does no work for it. While C code holds the interpreter's lock, no thread runs,
+and this one sees nothing.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from tsunax._core import processes
+from tsunax._core.cadence import seconds_in
+from tsunax.errors import HyperparameterError, told, warn
+from tsunax.run.history import Clock
+from tsunax.run.part import Part
+
+# Looks at a lap until it counts as a stall, spread over `after`. Looks are counted, not seconds,
+# because a process that was paused, or a laptop that slept, has not stalled. More looks find a
+# stall more exactly, and wake the thread more often.
+LOOKS = 8
+# The most seconds that the end of a run waits until `tell` has heard of it.
+DELIVERY_SECONDS = 5.0
+REASONS = {  # the words for the causes of a clock
+    "compile": "compilation",
+    "data": "data",
+    "device": "the device",
+    "evaluation": "evaluation",
+    "checkpoint": "a save",
+    "callbacks": "a callback",
+    "idle": "the work between calls",
+}
+# Files of JAX that have a frame on the stack while a program is traced, lowered and compiled. If
+# JAX renames them, a stall in the compiler is told as one of the device.
+COMPILER_FILES = tuple(
+    os.path.join("jax", "_src", *names)
+    for names in (
+        ("compiler.py",),
+        ("interpreters", "mlir.py"),
+        ("interpreters", "partial_eval.py"),
+    )
+)
+WAITS = "waits"  # the report of a process that waits for the device, so for other processes
+
+
+def seconds_of(value: Any, where: str, name: str) -> float:
+    """The seconds of a duration: a number of them, a `timedelta`, or a text as "5 minutes"."""
+    seconds = seconds_in(value) if isinstance(value, str | timedelta) else value
+    if not 0 < seconds < 1e6:
+        expected = "seconds > 0, a timedelta, or a text as '5 minutes' or '2 h'"
+        raise HyperparameterError(name, where, repr(value), expected)
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class watchdog:
+    """Notices that a run stands still, and tells what it waits for. Every `fit` has one.
+
+    If nothing happens for the time `after` (seconds, a `timedelta`, or a text: "30 s", "5 minutes",
+    "2 h"), stderr gets a line with the cause (data, the device, compilation, evaluation, a save, a
+    callback, or another process), and the stacks of all threads. The run is not stopped. When it
+    goes on, a line has the time that it took. Each stall is told once. `after=None` watches
+    nothing. One evaluation, save or callback that takes longer than `after` counts as a stall.
+
+    `tell(event, text, row)` is called on a thread of its own, in the order of the events, on the
+    first process only. `row` has the newest numbers by name, the "step", and of a stall its
+    "seconds". Exceptions of `tell` become warnings. The end of a run waits for it, 5 seconds at
+    most.
+
+        start      before the first step
+        stall      nothing has happened for the time `after`
+        rejected   a warning of rejected steps: of the first, the tenth, the hundredth, ...
+        stop       a callback or a signal has stopped the run
+        error      an exception has ended it
+        end        the run is over, also after a stop and an error
+
+    If you pass several watchdogs, the last one counts. Raises HyperparameterError unless `after` is
+    a duration.
+
+    >>> watchdog(after="30 s")
+    watchdog(after='30 s', tell=None)
+    """
+
+    after: float | str | timedelta | None = "5 minutes"
+    tell: Callable[[str, str, dict[str, Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.after is not None:
+            seconds_of(self.after, "watchdog()", "after")
+
+
+@dataclass(eq=False)
+class Watch(Part):
+    """The threads of a watchdog: one looks at the clock of a run, the other calls `tell`."""
+
+    setting: watchdog
+    clock: Clock
+    everyone: processes.Alone  # the processes that train this state together
+    name: str  # of this process among them
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def begin(self, run: Any) -> None:
+        has_listener = self.setting.tell is not None and processes.current().is_first
+        loops = [self._deliver] * has_listener + [self._watch] * (self.setting.after is not None)
+        for loop in loops:
+            thread = threading.Thread(target=loop, args=(run, threading.get_ident()), daemon=True)
+            thread.name = f"tsunax-watchdog{loop.__name__}"
+            thread.start()
+            self.threads.append(thread)
+        run.tell("start", f"the run begins at step {run.step:,}")
+
+    def end(self, run: Any, error: BaseException | None) -> None:
+        if error is not None:
+            run.tell("error", told(error))
+        elif run.stopped:
+            run.tell("stop", run.stopped)
+        run.tell("end", f"the run has ended at step {run.step:,}")
+        run.events.put(None)
+        self.has_ended.set()
+        for thread in self.threads:
+            thread.join(DELIVERY_SECONDS)
+
+    def _deliver(self, run: Any, main_thread: int) -> None:
+        tell: Any = self.setting.tell
+        for event, text, row in iter(run.events.get, None):
+            try:
+                tell(event, text, row)
+            except Exception as error:
+                with contextlib.suppress(Warning):  # it is an error under `python -W error`
+                    warn(f"watchdog(): tell of {event!r} raised {told(error)}")
+
+    def _watch(self, run: Any, main_thread: int) -> None:
+        """Look at the clock until the run ends: has the main thread begun a new lap?"""
+        interval = seconds_of(self.setting.after, "watchdog()", "after") / LOOKS
+        lap_start, looks = self.clock.since, 0
+        # After a stall it looks every second, because the next line has the length of the stall.
+        while not self.has_ended.wait(min(interval, 1.0) if looks >= LOOKS else interval):
+            previous_start, lap_start = lap_start, self.clock.since
+            if lap_start == previous_start:
+                looks += 1
+                self._report(run, main_thread, looks == LOOKS)
+            else:
+                if looks >= LOOKS:
+                    _print(f"{self.name} goes on after {lap_start - previous_start:,.1f} s")
+                self.everyone.reports("")
+                looks = 0
+
+    def _report(self, run: Any, main_thread: int, is_stall: bool) -> None:
+        """Report the lap to the other processes, and tell of it if it is a stall.
+
+        The reports of all come before a stall, so a process that waits for another one names it.
+        """
+        cause, subject = self.clock.cause, self.clock.subject
+        if cause == "device" and _is_compiling(main_thread):
+            cause = "compile"
+        f = getattr(subject, "fn", subject)  # the function of `every`
+        name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
+        seconds = time.perf_counter() - self.clock.since
+        reason = REASONS[cause] if subject is None else f"{REASONS[cause]} ({name})"
+        waiting = f"has waited {seconds:,.1f} s for {reason}"
+        waits_for_all = cause in ("device", "idle")
+        reports = self.everyone.reports(WAITS if waits_for_all else waiting)
+        if not is_stall:
+            return
+        late_processes = [
+            f"{k}, which {x or 'reports nothing'}" for k, x in reports.items() if x != WAITS
+        ]
+        if waits_for_all and late_processes:
+            waiting = f"has waited {seconds:,.1f} s for {'; '.join(late_processes[:3])}"
+        text = f"{self.name} {waiting}, at step {run.step:,}"
+        run.tell("stall", text, seconds=seconds)
+        _print(f"{text}. It was not stopped. The stacks of its threads:")
+        with contextlib.suppress(OSError, ValueError), tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            print(file.read(), file=sys.stderr, flush=True)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the stream is closed
+        print(f"tsunax: {text}", file=sys.stderr, flush=True)
+
+
+def _is_compiling(thread: int) -> bool:
+    """Whether JAX traces, lowers or compiles a program in a thread."""
+    frames = traceback.walk_stack(sys._current_frames().get(thread))
+    return any(frame.f_code.co_filename.endswith(COMPILER_FILES) for frame, _ in frames)
