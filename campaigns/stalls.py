@@ -75,7 +75,7 @@ def slow_trace(params, batch):
 
 def slow_compile(number: int, params, batch):
     x = params["w"]
-    for i in range(120):  # a program that takes XLA long, and no time to run
+    for i in range(60):  # a program that takes XLA long, and no time to run
         x = jnp.sort(jnp.sin(x + i)) * number
     return loss_fn(params, batch) + 0 * jax.lax.stop_gradient(jnp.sum(x))
 

@@ -184,9 +184,9 @@ def test_the_process_that_is_late_is_named(capsys, cause, reason):
     run = types.SimpleNamespace(step=8, tell=lambda *event, seconds: told.append(event))
     clock.lap(cause)
     watch = watching.Watch(watchdog(60), clock, everyone, "process 0")
-    watch._report(run, threading.get_ident(), is_stall=False)
+    watch._report(run, is_compiling=False, is_stall=False)
     assert not told
-    watch._report(run, threading.get_ident(), is_stall=True)
+    watch._report(run, is_compiling=False, is_stall=True)
     assert told == [("stall", f"process 0 has waited 0.0 s for {reason}, at step 8")]
     assert sent == ["waits" if cause == "device" else "has waited 0.0 s for data"] * 2
     assert "process 0 has waited" in capsys.readouterr().err

@@ -143,26 +143,28 @@ class Watch(Part):
     def _watch(self, run: Any, main_thread: int) -> None:
         """Look at the clock until the run ends: has the main thread begun a new lap?"""
         interval = seconds_of(self.setting.after, "watchdog()", "after") / LOOKS
-        lap_start, looks = self.clock.since, 0
+        lap_start, looks, is_compiling = self.clock.since, 0, False
         # After a stall it looks every second, because the next line has the length of the stall.
         while not self.has_ended.wait(min(interval, 1.0) if looks >= LOOKS else interval):
             previous_start, lap_start = lap_start, self.clock.since
             if lap_start == previous_start:
                 looks += 1
-                self._report(run, main_thread, looks == LOOKS)
+                # Between the stages of a compilation are moments without such files: two looks.
+                was_compiling, is_compiling = is_compiling, _is_compiling(main_thread)
+                self._report(run, was_compiling or is_compiling, looks == LOOKS)
             else:
                 if looks >= LOOKS:
                     _print(f"{self.name} goes on after {lap_start - previous_start:,.1f} s")
                 self.everyone.reports("")
                 looks = 0
 
-    def _report(self, run: Any, main_thread: int, is_stall: bool) -> None:
+    def _report(self, run: Any, is_compiling: bool, is_stall: bool) -> None:
         """Report the lap to the other processes, and tell of it if it is a stall.
 
         The reports of all come before a stall, so a process that waits for another one names it.
         """
         cause, subject = self.clock.cause, self.clock.subject
-        if cause == "device" and _is_compiling(main_thread):
+        if cause == "device" and is_compiling:
             cause = "compile"
         f = getattr(subject, "fn", subject)  # the function of `every`
         name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
