@@ -372,6 +372,6 @@ def _assign(state: TrainState, edits: Edits, like: Any) -> TrainState:
             if is_concrete:
                 values[..., row, number.column] = x
             else:
-                values = values.at[..., row, number.column].set(x)
-    values = _on_devices_of(like, values) if is_concrete else values
+                values = jnp.asarray(values).at[..., row, number.column].set(x)
+    values = _on_devices_of(like, np.asarray(values)) if is_concrete else values
     return dataclasses.replace(state, numbers=dataclasses.replace(numbers, values=values))

@@ -247,8 +247,8 @@ def fit(
         "2 h", or a tuple of these for whichever comes first.
       callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
         `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
-        `log_every` included, but not when a duration has passed. `watchdog` replaces the one that
-        every run has.
+        `log_every` included, but not when a duration has passed. `watchdog` replaces the
+        watchdog of every run.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch and every ten minutes, and at the
@@ -265,7 +265,7 @@ def fit(
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
       max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
       signals: names of the signals that the run handles; `()` for none. With a checkpoint INT,
-        TERM, HUP and XCPU save and end the run, USR1 and USR2 save it and it goes on. Without one
+        TERM, HUP and XCPU save and end the run, USR1 and USR2 only save it. Without one
         INT alone is handled.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback and part once; no logger, no checkpoint.
@@ -383,7 +383,7 @@ def _train(fitting: Fit) -> None:
         if fitting.feed.ended():
             fitting.epoch_ended()
         # This comes before a signal may end the run: a resumed run does not repeat this boundary.
-        if fitting.steps_to_boundary() == 0 or fitting.requests:  # of a signal or a timer
+        if fitting.steps_to_boundary() == 0 or fitting.requests:  # signals and timers make requests
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
     fitting.end()
 

@@ -14,7 +14,7 @@ import time
 from typing import Any, Self
 
 SIGNALS = ("INT", "TERM", "HUP", "XCPU", "USR1", "USR2")
-SAVING = ("USR1", "USR2")  # after these a run saves and goes on; all others end it
+SAVING = ("USR1", "USR2")  # a run saves after these signals, and ends after the rest
 # Signals within this time count as one. A longer time would delay a real second Ctrl-C.
 REPEAT_SECONDS = 1.0
 
@@ -44,7 +44,7 @@ class Interrupt:
         return self
 
     def note(self, number: int, frame: Any) -> None:
-        """Note a signal, after the handler that it had: the user's, or that of an enclosing run.
+        """Note a signal, after the handler that it had: the user's handler, or an enclosing run's.
 
         An exception of the user's handler ends the run, which raises it after its save.
         """

@@ -82,7 +82,7 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
             cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), (0,) * len(labels)
         if cuts:
             opt_state, numbers = recut_numbers(opt_state, numbers, trained, cuts)
-            old_values = state.numbers.values  # type: ignore[union-attr]
+            old_values: Any = state.numbers.values  # type: ignore[union-attr]
             # cuts are computed on the host
             if trees.is_placed(old_values):
                 sharding = old_values.sharding if old_values.committed else None
@@ -201,7 +201,7 @@ def _merged_number(
     """A `Merge`: the saved number, unless the script has changed it since the run's start.
 
     `title` is None if the settings of `fit` report the edit, `at_start` is None if the script gave
-    the saved number at the start. `user_number` returns what users give for the stored number.
+    the saved number at the start. `user_number` returns the number that users give for the stored number.
     """
     at_start = saved if at_start is None else at_start
     if np.array_equal(at_start, script_value):

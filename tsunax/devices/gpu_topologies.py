@@ -11,7 +11,7 @@ from typing import Any, Final
 from tsunax._core.libraries import library
 from tsunax.errors import DeviceError, told
 
-# What the compiler reads about a card: its CUDA compute capability, its streaming multiprocessors;
+# The facts that the compiler reads about a card: its CUDA compute capability, its streaming multiprocessors;
 # for each of these its float32 units, its limit of threads and its bytes of shared memory (also the
 # limit for a block); the bytes of L2, bytes a second, bytes of memory, and GHz.
 H100: Final = {

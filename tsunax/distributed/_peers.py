@@ -4,7 +4,7 @@
     say/<thread>/<number>/verdict     the answer: all messages, or the fault
     event/<n>                         an end, a question, a tick; read in order by all
     answer/<i>                        the newest tick that process i has read
-    report/<i>                        what process i waits for, if it has waited long
+    report/<i>                        the wait of process i, if it has waited long
 
 JAX starts the processes, and if one is lost, its heartbeats end the rest. This file adds the name
 of the process that is lost or late, and one call at which all obey a signal. The first writer of a
@@ -49,7 +49,7 @@ class Peers:
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._numbers = collections.Counter[str]()  # the number of gatherings, by thread
         self._next = 0  # the event that this process reads next
-        self._round, self._value = 0, None  # the value that a process asks for in this round
+        self._round, self._value = 0, None  # the value of this round
         self._is_counting = self._has_sent_request = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
         self._goals: collections.deque[tuple[list[int], Any]] = collections.deque()

@@ -160,7 +160,8 @@ class Agreement(processes.Unanimous):
 
     def agree_at_end(self, requests: Set[Any]) -> Set[Any]:
         """The requests of all processes until the end of the run."""
-        requests = {tuple(x) for own in self._everyone("the end", [*requests]) for x in own}
+        requests_of_all = self._everyone("the end", [*requests])
+        requests = {tuple(x) for requests_of_one in requests_of_all for x in requests_of_one}
         # wait for it here, because a request that arrives later would end the next run
         while self._speaks and requests and not self.agree(requests):
             time.sleep(1e-3)

@@ -16,7 +16,7 @@ from tsunax._core import Function, PyTree, dataflow, trees
 from tsunax._state.state_fields import averages_of
 from tsunax._step import members, step_errors
 from tsunax.insight import _origin
-from tsunax.program import check_is_train_step, place_state
+from tsunax.program import TrainStep, check_is_train_step, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import States
@@ -90,6 +90,7 @@ def replay(
             or _ALL_FINITE
         )
     check_is_train_step(step, "replay()")
+    assert isinstance(step, TrainStep)
     check_state(state, "replay()", batch)
     members.refuse_population(state, "replay()")
     shardings = place_state(state.params)[0]

@@ -37,7 +37,7 @@ class CallbackCalls(Part):
         options = self.options
         callback_events = {
             "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
-            # A signal or a command asked for these, so a repeated run does not have these events.
+            # A repeated run does not have these events, which signals and commands make.
             **{"save": [], EVALUATE: []},
         }
         if options.dry_run:

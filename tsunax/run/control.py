@@ -13,7 +13,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ class Control(Part):
         self.inbox: Inbox = Inbox(folder)
         self.lock_text: str = lock_text
         self.agreement: processes.Unanimous = agreement
-        self.timers: Sequence[Timer] = (self.inbox,)
+        self.timers = (self.inbox,)
         self.answers: dict[str, str] = {}  # {command that this boundary obeys: its answer}
 
     def begin(self, run: Run) -> None:

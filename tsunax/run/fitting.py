@@ -152,12 +152,14 @@ class Fit:
         return bool(self.signal)
 
     def poll(self, agree: Function) -> None:
-        """Agree with all processes on what signals and timers ask for. Process 0 has the clock."""
-        own, timers = self.interrupt.requests, () if self.is_led else self.timers
+        """Agree with all processes on the requests of signals and timers. Process 0 has the clock."""
+        requests_here, timers = self.interrupt.requests, () if self.is_led else self.timers
         late_timers = {("clock", i) for i, timer in enumerate(timers) if timer.is_late()}
-        own.update(late_timers - self.requests)  # a timer is late until its boundary was held
-        if requests := agree(own):
-            own.difference_update(requests)
+        requests_here.update(
+            late_timers - self.requests
+        )  # a timer is late until its boundary was held
+        if requests := agree(requests_here):
+            requests_here.difference_update(requests)
             self.signal = min((number for kind, number in requests if kind == "end"), default=0)
             self.requests.update(x for x in requests if x[0] != "end")
 

@@ -60,8 +60,8 @@ class Part:
         """Whether `at` is called at this boundary: as `every` says, and at `next_step`.
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
-        evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and those that come
-        at any step: "save" (a signal asked for it) and "clock" (the duration of a part has passed).
+        evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and events at any
+        step: "save" (because of a signal) and "clock" (the duration of a part has passed).
         To be called at "start", "end" or "save", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step

@@ -220,7 +220,7 @@ class Progress(Part):
         self.elapsed = clock_time - self._start_time
         try:
             self.view.draw(self)
-        except OSError:  # stderr was closed, for example with its terminal: the run goes on
+        except OSError:  # stderr was closed, for example with its terminal: the run continues
             self.view = _Silent()
         self._next_draw_time = time.perf_counter() + self.wait
 

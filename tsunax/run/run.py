@@ -98,7 +98,7 @@ class Run:
         self.row: dict[str, float] = {}
         self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
-        # (event, text, row) for `callbacks.watchdog(tell=)`; few of them, with or without one
+        # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
         self.events: queue.SimpleQueue[tuple[str, str, dict[str, Any]] | None] = queue.SimpleQueue()
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)

@@ -1,9 +1,9 @@
-"""Who notices that a run stands still: a thread that reads the clock of the run.
+"""A thread that notices the stalls of a run: it reads the clock of the run.
 
 Each moment of the main thread belongs to a cause, and a run that moves begins a new lap of its
 clock many times a second (`history.Clock`). The watchdog reads the start and the cause of the lap,
 so the main thread does no work for it. While C code holds the interpreter's lock, no thread runs,
-and this one sees nothing.
+and so this thread sees nothing.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ REASONS = {  # the words for the causes of a clock
     "idle": "the work between calls",
 }
 # Files of JAX that have a frame on the stack while a program is traced, lowered and compiled. If
-# JAX renames them, a stall in the compiler is told as one of the device.
+# JAX renames them, a stall in the compiler counts as a stall of the device.
 COMPILER_FILES = tuple(
     os.path.join("jax", "_src", *names)
     for names in (
@@ -50,11 +50,13 @@ COMPILER_FILES = tuple(
         ("interpreters", "partial_eval.py"),
     )
 )
-WAITS = "waits"  # the report of a process that waits for the device, so for other processes
+WAITING_FOR_DEVICE = (
+    "waits"  # the report of a process that waits for the device, so for other processes
+)
 
 
 def seconds_of(value: Any, where: str, name: str) -> float:
-    """The seconds of a duration: a number of them, a `timedelta`, or a text as "5 minutes"."""
+    """The seconds of a duration: a number, a `timedelta`, or a text as "5 minutes"."""
     seconds = seconds_in(value) if isinstance(value, str | timedelta) else value
     if not 0 < seconds < 1e6:
         expected = "seconds > 0, a timedelta, or a text as '5 minutes' or '2 h'"
@@ -64,15 +66,15 @@ def seconds_of(value: Any, where: str, name: str) -> float:
 
 @dataclass(frozen=True)
 class watchdog:
-    """Notices that a run stands still, and tells what it waits for. Every `fit` has one.
+    """Notices stalls of a run, and names the cause. Every `fit` has a watchdog.
 
     If nothing happens for the time `after` (seconds, a `timedelta`, or a text: "30 s", "5 minutes",
     "2 h"), stderr gets a line with the cause (data, the device, compilation, evaluation, a save, a
     callback, or another process), and the stacks of all threads. The run is not stopped. When it
-    goes on, a line has the time that it took. Each stall is told once. `after=None` watches
+    continues, a line has the time that it took. Each stall is reported once. `after=None` watches
     nothing. One evaluation, save or callback that takes longer than `after` counts as a stall.
 
-    `tell(event, text, row)` is called on a thread of its own, in the order of the events, on the
+    `tell(event, text, row)` is called on a separate thread, in the order of the events, on the
     first process only. `row` has the newest numbers by name, the "step", and of a stall its
     "seconds". Exceptions of `tell` become warnings. The end of a run waits for it, 5 seconds at
     most.
@@ -87,8 +89,8 @@ class watchdog:
     If you pass several watchdogs, the last one counts. Raises HyperparameterError unless `after` is
     a duration.
 
-    >>> watchdog(after="30 s")
-    watchdog(after='30 s', tell=None)
+    >>> watchdog(after="30 s").after
+    '30 s'
     """
 
     after: float | str | timedelta | None = "5 minutes"
@@ -106,7 +108,7 @@ class Watch(Part):
     setting: watchdog
     clock: Clock
     everyone: processes.Alone  # the processes that train this state together
-    name: str  # of this process among them
+    name: str  # the name of this process in messages
     has_ended: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -159,9 +161,9 @@ class Watch(Part):
                 looks = 0
 
     def _report(self, run: Any, is_compiling: bool, is_stall: bool) -> None:
-        """Report the lap to the other processes, and tell of it if it is a stall.
+        """Report the lap to the other processes, and to users if it is a stall.
 
-        The reports of all come before a stall, so a process that waits for another one names it.
+        The reports of all come before a stall, so a process that waits names the late process.
         """
         cause, subject = self.clock.cause, self.clock.subject
         if cause == "device" and is_compiling:
@@ -171,14 +173,16 @@ class Watch(Part):
         seconds = time.perf_counter() - self.clock.since
         reason = REASONS[cause] if subject is None else f"{REASONS[cause]} ({name})"
         waiting = f"has waited {seconds:,.1f} s for {reason}"
-        waits_for_all = cause in ("device", "idle")
-        reports = self.everyone.reports(WAITS if waits_for_all else waiting)
+        is_collective = cause in ("device", "idle")
+        reports = self.everyone.reports(WAITING_FOR_DEVICE if is_collective else waiting)
         if not is_stall:
             return
         late_processes = [
-            f"{k}, which {x or 'reports nothing'}" for k, x in reports.items() if x != WAITS
+            f"{k}, which {x or 'reports nothing'}"
+            for k, x in reports.items()
+            if x != WAITING_FOR_DEVICE
         ]
-        if waits_for_all and late_processes:
+        if is_collective and late_processes:
             waiting = f"has waited {seconds:,.1f} s for {'; '.join(late_processes[:3])}"
         text = f"{self.name} {waiting}, at step {run.step:,}"
         run.tell("stall", text, seconds=seconds)

@@ -280,7 +280,8 @@ Milestones = Annotated[Any, _check_milestones]
 
 
 def _check_order(where: str, arguments: Mapping[str, Any]) -> None:
-    warmup_steps, decay_steps = arguments.get("warmup_steps"), arguments.get("decay_steps")
+    warmup_steps: Any = arguments.get("warmup_steps")
+    decay_steps: Any = arguments.get("decay_steps")
     are_numbers = all(isinstance(x, int | float) for x in (warmup_steps, decay_steps))
     if are_numbers and warmup_steps >= decay_steps:
         raise HyperparameterError(

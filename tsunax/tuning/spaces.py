@@ -73,7 +73,7 @@ class integer(uniform):
 
     low: int
     high: int
-    log: bool = False
+    log: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def at(self, u: float) -> int:
         """The value at the fraction `u` of the space."""
