@@ -88,7 +88,7 @@ class Alone:
         return Unanimous()
 
     def agree(self, asked: Any = 0) -> Any:
-        """A value that any process passed, a number or a list, on all at the same call; 0 before."""
+        """The number or list that a process passed, on all at the same call; 0 before."""
         return asked
 
     def reports(self, text: str) -> dict[str, str]:

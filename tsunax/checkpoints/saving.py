@@ -350,6 +350,14 @@ class Checkpoints:
         )
         return _reading.newest(self, like, step, resume, options, read)
 
+    def contents(self, step: int) -> Restored:
+        """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
+        return _reading.read(self, step, _matching.plan_of_clocks)
+
+    def changed_leaves(self, step: int, state: PyTree) -> list[str]:
+        """The leaves of a state with other bits than a checkpoint has, by their hashes."""
+        return _reading.changed_leaves(self, step, state)
+
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
         read = lambda checkpoint_step: _reading.newer_of_checkpoint_and_state(

@@ -201,7 +201,7 @@ def _merged_number(
     """A `Merge`: the saved number, unless the script has changed it since the run's start.
 
     `title` is None if the settings of `fit` report the edit, `at_start` is None if the script gave
-    the saved number at the start. `user_number` returns the number that users give for the stored number.
+    the saved number at the start. `user_number` returns the user's number for the stored number.
     """
     at_start = saved if at_start is None else at_start
     if np.array_equal(at_start, script_value):

@@ -63,7 +63,7 @@ class Live:
 
     @functools.cached_property
     def schedule_columns(self) -> dict[str, range]:
-        """The columns of the table with the numbers of each schedule, after the numbers of all names."""
+        """The columns with the numbers of each schedule, after the numbers of all names."""
         shapes = [schedule.leaves if schedule else () for schedule in self.schedules]
         sizes = (sum(leaf is None for leaf in leaves) for leaves in shapes)
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=len(self.names)))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Function, PyTree, Scalar, stable_text, trees
+from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.rules.number_table import as_scalar
 
 # For each dtype of a computation: the largest element of a tree with a finite norm, and the
@@ -136,8 +136,9 @@ def _factory(update: Any) -> str:
 
 def _closure(f: Any) -> dict[str, Any]:
     """The variables in the closure of a function by name, live numbers as arrays."""
-    cells = stable_text.cells_of(f) if hasattr(f, "__code__") else {}
-    return {name: as_scalar(x) for name, x in cells.items()}
+    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
+    names = code.co_freevars if code is not None else ()
+    return {name: as_scalar(x.cell_contents) for name, x in zip(names, cells, strict=True)}
 
 
 def _quotient(b: Scalar, divisor: Scalar) -> Scalar:

@@ -152,7 +152,7 @@ class Fit:
         return bool(self.signal)
 
     def poll(self, agree: Function) -> None:
-        """Agree with all processes on the requests of signals and timers. Process 0 has the clock."""
+        """Agree with all processes on requests of signals and timers. Process 0 has the clock."""
         requests_here, timers = self.interrupt.requests, () if self.is_led else self.timers
         late_timers = {("clock", i) for i, timer in enumerate(timers) if timer.is_late()}
         requests_here.update(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Figure, tables
-from tsunax.checkpoints import _matching, _reading, leaves
+from tsunax.checkpoints import leaves
 from tsunax.checkpoints.edits import FILE, Edit, edits_in, parse_edits
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.checkpoints.saving import Checkpoints
+from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.run.history import History
 
 
@@ -26,7 +26,7 @@ class SavedRun:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints: Checkpoints = checkpoints
-        self._values: dict[int, _reading.Restored] = {}
+        self._values: dict[int, Restored] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -35,11 +35,10 @@ class SavedRun:
     def manifest(self, step: int) -> Manifest:
         return self.checkpoints.home.manifest(step)
 
-    def values(self, step: int) -> _reading.Restored:
+    def values(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; of its state only the counts."""
         if step not in self._values:
-            restored = _reading.read(self.checkpoints, step, _matching.plan_of_clocks)
-            self._values[step] = restored
+            self._values[step] = self.checkpoints.contents(step)
         return self._values[step]
 
     def script(self, step: int) -> Mapping[str, Any]:

@@ -97,14 +97,14 @@ def explained(
     """The explanation of a call, with the gradients of the calls from an earlier moment on."""
     info, state = call.info, call.start.state
     is_plain = isinstance(script.step, TrainStep) and isinstance(state, TrainState)
-    if not is_plain or np.ndim(state.clock) > 1:
+    is_info = isinstance(info, StepInfo)
+    if not (is_plain and is_info) or np.ndim(info.loss):  # a loss for each member of a population
         note = "rows and layers are known for a train_step of one state alone"
         no_rows = np.empty(0, int), np.empty(0), np.empty(0), note
         norm_steps, norms = [], {}
     else:
         no_rows = _rows_alone(script, call, rows)
         norm_steps, norms = _norms_before(script, earlier, call)
-    is_info = isinstance(info, StepInfo)
     number = lambda x: math.nan if x is None or np.ndim(x) else float(x)
     verdict = "called"
     if is_info and info.verdict is not None and not np.ndim(info.verdict):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
-from tsunax.checkpoints import _reading, script_settings
+from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.batching import Batches
@@ -145,9 +145,8 @@ class Timeline:
         [] attests that the script makes the saved bits of `last` from the bits of `first`.
         """
         start = self._restored(first)
-        checkpoints = self.saved.checkpoints
         end = self._advanced(start, step=last, calls=None)
-        return _reading._changed_leaves(checkpoints, last, end.state)
+        return self.saved.checkpoints.changed_leaves(last, end.state)
 
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
         """A new run in the directory `into` that begins with the state of a step.
