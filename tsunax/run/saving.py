@@ -129,11 +129,32 @@ class Saving(Part):
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
-        self.saved: Any = None  # the step and the place of the data at the last save
+        self.saved: Any = None  # the step, the epoch and the position of the last save
+
+    def try_save(self, run: Run, place: dict[str, Any], is_resumable: bool) -> None:
+        """Raise now what the first save would raise, with a place of the data as it will have it.
+
+        Warn of data that cannot be set to a place.
+        """
+        with self.options.clock("checkpoint"):
+            self.saver._try_save(
+                run.state,
+                data=place,
+                history=run.history.plain(),
+                callbacks=self.memory,
+                script=self.script,
+            )
+        if not (is_resumable or self.options.fast_forward):
+            warn(
+                "fit(): the position of these data cannot be saved. To resume, this run needs "
+                "fast_forward=True, which reads all earlier batches again, or a loader with "
+                "get_state/set_state or state_dict/load_state_dict."
+            )
 
     def begin(self, run: Run) -> None:
         if self.is_resumed:
-            self.saved = run.step, run.place()
+            place = run.place()
+            self.saved = run.step, place["epoch"], place["position"]
 
     def due(self, run: Run, events: Any) -> bool:
         return True
@@ -143,11 +164,12 @@ class Saving(Part):
         saver.poll()
         due = saver.due(run.step) or ("epoch" in events and self.epochs)
         # the end is saved again, because evaluation and callbacks add to the save at this step
-        is_new = self.saved != (run.step, run.place())
+        place = run.place()
+        key = run.step, place["epoch"], place["position"]
+        is_new = self.saved != key
         if is_end or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
-                place = run.place()
-                self.saved = run.step, place
+                self.saved = key
                 run.rows.sync()
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
                 saver._save(
