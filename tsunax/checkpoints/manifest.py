@@ -216,7 +216,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
         # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
         with contextlib.suppress(RuntimeError, TypeError):
-            return {"$torch": keep(path, np.array(x.detach()))}
+            return {"$torch": keep(path, x.detach().numpy().copy())}
     is_readable = getattr(x, "is_fully_addressable", True) or getattr(
         x, "is_fully_replicated", True
     )

@@ -117,6 +117,9 @@ class Source:
         where = f"batch {self.position} of epoch {self.epoch}"
         try:
             if self._batches is None:
+                # Datasets of Hugging Face restore a position in the epoch of this number only.
+                if callable(set_epoch := getattr(self.data, "set_epoch", None)):
+                    set_epoch(self.epoch)
                 self._batches = iter(self.data)
             batch = _next(self._batches) if k is None else self._batches.take(k)
             # an IndexError ends the iterator of a Sequence, also if `__getitem__` has a bug
