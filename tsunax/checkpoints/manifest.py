@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from tsunax._core import trees
-from tsunax._core.libraries import library
 from tsunax.checkpoints import _foreign, leaves
 from tsunax.checkpoints.checksums import MODULUS
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, TooNew, finite, unfinite
@@ -268,7 +267,9 @@ def _typed(items: list[tuple[str, Any]], arrays: dict[int, np.ndarray], inner: A
             return arrays.pop(i)
         case [("$bytes", int(i))]:
             return arrays.pop(i).tobytes()
-        case [("$torch", int(i))]:
+        case [("$torch", int(i))] if i in arrays:
+            from tsunax._core.libraries import library
+
             return library("torch", "restore()").tensor(arrays.pop(i))
         case [("$jax", int(i))]:
             array, on_device = arrays[i], jax.numpy.asarray(arrays.pop(i))
