@@ -190,6 +190,10 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     inner = lambda y, key: encode(y, keep, *path, key)
     if x is None or isinstance(x, bool):
         return x
+    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
+        # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
+        with contextlib.suppress(RuntimeError, TypeError):
+            return {"$torch": keep(path, x.detach().numpy().copy())}
     if isinstance(x, np.generic) and leaves.can_be_saved(x):
         return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
     if isinstance(x, str):
@@ -212,10 +216,6 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
         return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
     if isinstance(x, (bytes, bytearray)):
         return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
-    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
-        # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
-        with contextlib.suppress(RuntimeError, TypeError):
-            return {"$torch": keep(path, x.detach().numpy().copy())}
     is_readable = getattr(x, "is_fully_addressable", True) or getattr(
         x, "is_fully_replicated", True
     )

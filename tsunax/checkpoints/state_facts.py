@@ -173,7 +173,7 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[Keys, Any]]:
 def script_numbers_in(manifest: Manifest) -> dict[Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
-        script_facts: Any = decode(manifest.parts[0].values["script"], [])
+        script_facts: Any = decode(manifest.parts[0].values["script"], {})
         numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])
