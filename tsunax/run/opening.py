@@ -72,10 +72,6 @@ def begin(
     begin_order = (*display, run.rows, *parts, *saving)
     fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning)
     fit.compare()
-    if restart is not None and not fit.has_nothing_to_do():
-        with options.clock("data"):
-            place, is_resumable = feed.try_place()
-        saving[0].try_save(run, place, is_resumable)
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
             history.mark("restart", start)
@@ -86,7 +82,7 @@ def begin(
 
 def _parts(
     options: Options, restart: Any, memory: dict[str, Any], agreement: processes.Unanimous
-) -> tuple[list[Part], list[Any]]:
+) -> tuple[list[Part], list[Part]]:
     """The parts before rows and progress, and the parts after, in the order of a boundary."""
     parts: list[Part] = []
     best = None if restart is None else restart.saver.keep_best

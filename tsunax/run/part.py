@@ -52,6 +52,9 @@ class Part:
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
         return is_step or (self.epochs and "epoch" in events)
 
+    def _prepare(self, run: Any, feed: Any) -> None:
+        """Called once, before any part begins; for the parts of this package."""
+
     def begin(self, run: Any) -> None:
         """Called once, before the first boundary."""
 

@@ -16,6 +16,7 @@ from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
+from tsunax.run.feed import Feed
 from tsunax.run.fitting import Beginning
 from tsunax.run.history import History
 from tsunax.run.options import Options
@@ -131,11 +132,10 @@ class Saving(Part):
         self.is_resumed: bool = restart.is_used
         self.saved: Any = None  # the step, the epoch and the position of the last save
 
-    def try_save(self, run: Run, place: dict[str, Any], is_resumable: bool) -> None:
-        """Raise now what the first save would raise, with a place of the data as it will have it.
-
-        Warn of data that cannot be set to a place.
-        """
+    def _prepare(self, run: Run, feed: Feed) -> None:
+        """Raise now what the first save would raise; warn of data that cannot be set to a place."""
+        with self.options.clock("data"):
+            place, is_resumable = feed.try_place()
         with self.options.clock("checkpoint"):
             self.saver._try_save(
                 run.state,
