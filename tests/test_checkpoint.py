@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,71 @@ def test_parts_come_back_as_they_were(tmp_path):
     assert found.callbacks[1] == "patience" and found.callbacks[3].dtype == np.float32 and found.callbacks[4] == {}
     assert_trees_equal(found.callbacks[2], jax.random.key(4))
     assert restored(tmp_path, make()).callbacks is not None and found.step == 0
+
+
+VALUES = {
+    "bytes": [b"", b"\x00\xff", {"a": (b"x", [bytearray(b"y")])}],
+    "NumPy's numbers": [np.float64(0.1), np.float32("nan"), np.int8(-3), np.bool_(True), np.complex64(1j)],
+    "arrays": [np.zeros((0, 2)), jnp.ones(2, jnp.bfloat16), jnp.array(3), [jax.random.key(1), jax.random.PRNGKey(1)]],
+    "keys of dicts": [{1: {2: "x"}, "1": np.ones(2), None: (), (1, b"k"): {}, "$tuple": 1.5}],
+    "states of generators": [random.Random(1).getstate(), np.random.default_rng(1).bit_generator.state],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_the_user_come_back_with_their_types(tmp_path, name):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(), data=VALUES[name])
+        found = checkpoints.restore(make()).data
+
+    def compare(x, y):
+        assert type(x) is type(y) or (type(x), type(y)) == (bytearray, bytes)
+        if isinstance(x, dict | list | tuple):
+            keys = x if isinstance(x, dict) else range(len(x))
+            assert len(x) == len(y)
+            [compare(x[key], y[key]) for key in keys]
+        elif isinstance(x, jax.Array | np.ndarray | np.generic):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            assert_trees_equal(x, y)
+        else:
+            assert x == y
+
+    compare(VALUES[name], found)
+
+
+@pytest.mark.medium
+def test_tensors_come_back_as_tensors_and_without_torch_the_error_says_so(tmp_path, monkeypatch):
+    torch = need("torch")
+    tensors = [torch.Generator().manual_seed(1).get_state(), torch.ones(2, 1), torch.tensor(3), torch.zeros(0).bool()]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(), data={"generator": tensors})
+        found = checkpoints.restore(make()).data["generator"]
+        for x, y in zip(tensors, found, strict=True):
+            assert type(y) is torch.Tensor and x.dtype == y.dtype and torch.equal(x, y)
+        for tensor in (torch.ones(2).bfloat16(), torch.ones(2, device="meta"), torch.eye(2).to_sparse()):
+            text = error_of(lambda tensor=tensor: checkpoints.save(make(), data=tensor), WrongTypeError)
+            assert "value at data: got Tensor, expected" in text and "torch's tensors on the CPU" in text
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ts.errors.MissingLibraryError, match=r"torch at restore\(\).*pip install torch"):
+        restored(tmp_path, make())
+    assert restored(tmp_path, make(), params_only=True).step == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"$bytes": 0}, {"$bytes": 0}], [{"$jax": 0}, {"$array": 0}], {"$torch": 7}, {"$bytes": -1}, {"$jax": "0"},
+        {"$numpy": ["object", "00"]}, {"$numpy": ["float32", "00"]}, {"$numpy": ["int8", "xx"]},
+        {"$items": [1]}, {"$items": [[[], 1]]}, {"$pickle": 0}, {"$array": 0, "more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hostile_value_of_the_user_is_damage(copy, value):
+    """An array that two values refer to could fill the memory with its copies."""
+    path, _ = copy
+    rewrite(path / "2", lambda body: body["parts"][0][0].__setitem__("history", value))
+    with pytest.warns(UserWarning, match=r"step 2: manifest: a value that cannot be read"):
+        assert restored(path, make()).step == 1
 
 
 def test_a_whole_training_state_goes_on_to_the_last_bit(tmp_path):
@@ -736,7 +802,7 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     for value in bad.values():
         text = error_of(lambda value=value: checkpoints.save({"a": jnp.ones(1), "x": value}, step=0), WrongTypeError)
         assert text.startswith("leaf at state['x']: got ") and text.endswith("expected an array, a number or a string.")
-    for name, value in {"data": {1: 2}, "history": object(), "callbacks": [jnp.sin, bad["masked"]]}.items():
+    for name, value in {"data": {1: object()}, "history": object(), "callbacks": [jnp.sin, bad["masked"]]}.items():
         assert f" at {name}" in error_of(lambda: checkpoints.save(make(), **{name: value}), WrongTypeError)
     assert "without a TrainState" in error_of(lambda: checkpoints.save({"a": jnp.ones(1)}), WrongTypeError)
     assert "without leaves" in error_of(lambda: checkpoints.save({}, step=0), WrongTypeError)

@@ -884,7 +884,7 @@ def test_take_of_any_iterable():
     assert chunks == [[0, 1], [2], [3, 4], [5], None, [0, 1]]
     assert [(s["epoch"], s["position"]) for s in states] == [(0, 2), (0, 3), (0, 5), (0, 6), (1, 0), (1, 2)]
     source = make()
-    source.restore(states[1], fast_forward=True)
+    source.restore(states[1])
     assert source.next()["x"][0, 0] == 3
     ours = as_source(batches(ARRAYS, 5))
     assert [len(c["x"]) for c in iter(lambda: ours.take(3), None)] == [3, 1, 1] and ours.state() == {
@@ -1011,6 +1011,54 @@ def test_replay_reads_earlier_epochs_too():
     assert [int(batch[0]) for batch in source] == [21, 22]
 
 
+@pytest.mark.parametrize("make", [list, tuple])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_list_has_its_position_by_the_number_of_the_batch(make, ahead):
+    records = make({"x": np.full(2, i)} for i in range(3))
+    as_given = lambda: as_source(prefetch(records) if ahead else records)
+    source = as_given()
+    assert source.resumable and source.next()["x"][0] == 0
+    for epoch, position, following in [(0, 1, [1, 2]), (2, 0, [0, 1, 2]), (9, 2, [2]), (1, 3, [])]:
+        source = as_given()
+        source.restore({"epoch": epoch, "position": position, "data": None})
+        assert [int(batch["x"][0]) for batch in source] == following and source.state()["epoch"] == epoch + 1
+    with pytest.raises(DataError, match="fewer batches than before, expected epoch 0, position 4"):
+        as_given().restore({"epoch": 0, "position": 4, "data": None})
+
+
+@pytest.mark.parametrize("kind", ["gdata", "diterator", "replay"])
+def test_a_batch_that_was_read_for_its_position_comes_next(kind):
+    loader = _Records([np.full(2, i) for i in range(1, 6)]) if kind == "replay" else _Loader(kind)
+    source, place = as_source(loader), {"epoch": 0, "position": 0}
+    after = source.peek()
+    assert after == source.peek() and after["data"] == (None if kind == "replay" else {"at": 1})
+    assert {name: x for name, x in source.state().items() if name != "data"} == place
+    assert source.resumable == (kind != "replay") and source.take(8)[:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+class _Live:
+    """A loader that returns its own dict for a state, and whose batches have two lengths."""
+
+    def __init__(self):
+        self.place = {"at": 0}
+
+    def __iter__(self):
+        while self.place["at"] < 4:
+            self.place["at"] += 1
+            yield np.zeros(2 + self.place["at"] // 3)
+
+    def state_dict(self):
+        return self.place
+
+    def load_state_dict(self, place):
+        self.place = dict(place)
+
+
+def test_a_position_does_not_move_with_the_loader():
+    source = as_source(_Live())
+    assert len(source.take(4)) == 2 and source.state()["data"] == {"at": 2}
+
+
 def test_tensors_of_other_libraries_become_arrays():
     class Tensor:
         def __array__(self, dtype=None, copy=None):
@@ -1077,8 +1125,8 @@ MESSAGES = {
         "A generator can be read once: give a list, ts.batches(...) or a grain dataset",
     ),
     "no state": (
-        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 1, "data": None}),
-        "data at restore: got a list without a state, at epoch 0, position 1, expected get_state/set_state or "
+        lambda: as_source(generator(1)).restore({"epoch": 0, "position": 1, "data": None}),
+        "data at restore: got a generator without a state, at epoch 0, position 1, expected get_state/set_state or "
         "state_dict/load_state_dict. Use ts.batches or grain; or fast_forward=True, to read earlier batches again.",
     ),
     "no setter": (
@@ -1090,7 +1138,7 @@ MESSAGES = {
         "state at restore: got {'epoch': 0, 'position': 1}, expected data, epoch, position.",
     ),
     "fewer": (
-        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}, fast_forward=True),
+        lambda: as_source([np.ones(2)]).restore({"epoch": 0, "position": 2, "data": None}),
         "data at restore: got fewer batches than before, expected epoch 0, position 2.",
     ),
     "raises": (lambda: drain(raising()), "data at batch 0 of epoch 0: got OSError disk, expected a batch"),

@@ -10,6 +10,7 @@ import functools
 import os
 import platform
 import re
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -666,6 +667,21 @@ def used_up():
     return found
 
 
+class Placed:
+    """A loader whose position is `place`."""
+
+    def __init__(self, place):
+        self.get_state, self.set_state = lambda: place, lambda place: None
+
+    def __iter__(self):
+        return iter([X])
+
+
+def saved(place):
+    with tempfile.TemporaryDirectory() as folder:
+        return ts.fit(ts.train_step(loss_fn), good(), Placed(place), steps=1, progress=False, checkpoint=folder)
+
+
 def fits(what=None, **options):
     return ts.fit(what or ts.train_step(loss_fn), good(), [X], steps=1, progress=False, **options)
 
@@ -695,6 +711,8 @@ USES = [
     row(0, "evaluate to a scalar", lambda: ts.evaluate(lambda s, x: 1.0, good(), [X]), WrongTypeError),
     row(0, "evaluate a batch", lambda: ts.evaluate(ts.eval_step(loss_fn), good(), SHAPES), WrongTypeError),
     row(0, "no evaluation to stop by", lambda: ts.fit(ts.train_step(loss_fn), setup(), [X], steps=1, progress=False, callbacks=ts.callbacks.early_stopping()), RowError, compiles=True),
+    row(0, "a position that cannot be saved", lambda: saved({"files": [open]}), WrongTypeError),
+    row(0, "a position of another type", lambda: saved({"files": os.terminal_size((1, 2))}), WrongTypeError),
     row(0, "mask not used", lambda: ts.train_step(lambda params, batch, mask: loss_fn(params, batch), accumulate=3)(good(), X), LossError),
     row(0, "callback uncalled", lambda: fits(callbacks=ts.callbacks.early_stopping), WrongTypeError),
     row(0, "logger uncalled", lambda: fits(logger=ts.loggers.csv), WrongTypeError),

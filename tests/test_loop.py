@@ -1428,8 +1428,13 @@ def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
 
-    rows = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
-    fit(descend, init(), rows, steps=4, checkpoint=tmp_path)
+    class Rows:
+        def __iter__(self):
+            return ((X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8))
+
+    rows = Rows()
+    with pytest.warns(UserWarning, match="the position of these data cannot be saved"):
+        fit(descend, init(), rows, steps=4, checkpoint=tmp_path)
     with pytest.raises(DataError, match="fast_forward=True"):
         fit(descend, init(), rows, steps=9, checkpoint=tmp_path)
     testing.check_resume(descend, init(), rows, steps=9, at=4, fast_forward=True)

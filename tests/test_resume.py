@@ -4,19 +4,22 @@ import contextlib
 import csv
 import dataclasses
 import enum
+import errno
 import functools
 import io
 import json
+import multiprocessing
 import os
 import pty
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen
 import flax.nnx
@@ -26,8 +29,9 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, medium_if, need
 from tsunax import averages
+from tsunax._core.durable_files import Lock
 from tsunax._core.processes import Alone
 from tsunax._core.stable_text import code_of, values_of
 from tsunax.checkpoints import _home
@@ -875,6 +879,247 @@ def test_resident_data_and_streams_are_served(tmp_path):
     rows = [X[:4], X[4:8]]
     fit(tmp_path / "b", make(), 2, data=rows)
     fit(tmp_path / "b", make(), 4, data=rows)
+
+
+# ------------------------------------------------------------------------------------------ loaders of other libraries
+
+
+class Ahead:
+    """Reads batches ahead: `fetch` stands for its thread. Its state is that of a batch until it fetches the next."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while True:
+            self.fetch()
+            yield X[4 * (self.place % 4) :][:4] + self.place
+
+    def fetch(self):
+        self.place += 1
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
+
+
+def test_the_position_that_is_saved_is_that_of_the_last_batch_trained(tmp_path):
+    """Though the loader reads on while the run evaluates."""
+    loader = Ahead()
+
+    def evaluate(state):
+        loader.fetch()
+        return {"val/x": 0.0}
+
+    fit(tmp_path, make(), 4, data=loader, evaluate=evaluate, evaluate_every=4)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.restore(make()).data == {"epoch": 0, "position": 4, "data": {"place": 4}}
+
+
+class Generator:
+    """As a pipeline of webdataset: an iterable with a position of its own, of arrays and nested containers."""
+
+    def __init__(self, wrap=lambda place: place):
+        self.wrap, self.rng, self.order, self.sets = wrap, np.random.default_rng(0), [], 0
+
+    def __iter__(self):
+        if not self.order:
+            self.order = [int(i) for i in self.rng.permutation(4)]
+        while self.order:
+            yield X[4 * self.order.pop() :][:4]
+
+    def state_dict(self):
+        state = self.rng.bit_generator.state
+        return self.wrap({"shards": (np.array(self.order, np.int64), {1: b"open"}), "rng": state})
+
+    def load_state_dict(self, place):
+        order, files = place["shards"]
+        assert type(order) is np.ndarray and files == {1: b"open"} and type(place["shards"]) is tuple
+        self.order, self.rng.bit_generator.state = order.tolist(), place["rng"]
+        self.sets += 1
+
+
+def grain_loader():
+    grain = need("grain")
+    sampler = grain.samplers.IndexSampler(4, grain.sharding.NoSharding(), shuffle=True, num_epochs=5, seed=1)
+    return grain.DataLoader(data_source=X.reshape(4, 4, 4), sampler=sampler, worker_count=0)
+
+
+def torch_loader(workers=0):
+    torch, loaders = need("torch"), need("torchdata.stateful_dataloader")
+    options = {"generator": torch.Generator().manual_seed(3), "num_workers": workers}
+    if workers:  # a fork of this process, which has threads, could hang
+        options["multiprocessing_context"] = context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
+    return loaders.StatefulDataLoader(torch.from_numpy(X.copy()), 4, shuffle=True, **options)
+
+
+def rows_of(shards):
+    for i in shards:
+        yield from ({"x": x} for x in X[8 * i :][:8])
+
+
+def hugging_face():
+    datasets = need("datasets")
+    rows = datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"shards": [0, 1]})
+    return rows.shuffle(seed=0, buffer_size=1).with_format("numpy").batch(4)
+
+
+LOADERS = {
+    "grain.DataLoader": grain_loader,
+    "torchdata": torch_loader,
+    "torchdata with workers": functools.partial(torch_loader, 2),
+    "datasets": hugging_face,
+    "a generator with a position": Generator,
+    "a generator, read ahead": lambda: ts.prefetch(Generator(), size=2),
+}
+BY_ROWS = ts.train_step(lambda params, x: jnp.mean(((x["x"] if isinstance(x, dict) else x) @ params["w"] - 1.0) ** 2))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, by torchdata
+@pytest.mark.parametrize("name", medium_if(lambda name: name.startswith(("torch", "data")), LOADERS))
+def test_a_loader_of_another_library_resumes_with_the_same_bits(tmp_path, name):
+    """Within an epoch of four batches, at its end, and in a later one."""
+    # Without workers, torchdata itself draws other orders for the epochs after the one that it resumes.
+    steps, stops = {"torchdata": (4, [2]), "torchdata with workers": (6, [3])}.get(name, (11, [2, 4, 7]))
+    run = lambda path, steps: fit(path, make(), steps, step=BY_ROWS, data=LOADERS[name]())[0]
+    whole = run(None, steps)
+    for stop in stops:
+        run(tmp_path / str(stop), stop)
+        assert_trees_equal(run(tmp_path / str(stop), steps), whole)
+
+
+def test_an_elastic_iterator_resumes_with_another_number_of_hosts(tmp_path):
+    """Two hosts train on two rows each, one host goes on with the four rows of both."""
+    grain = need("grain")
+
+    def run(path, steps, index, count):
+        elastic = need("grain.experimental").ElasticIterator
+        rows = grain.MapDataset.source(X).repeat()
+        return fit(path, make(), steps, data=elastic(rows, 4, grain.sharding.ShardOptions(index, count)))[0]
+
+    run(tmp_path, 2, 1, 2)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        state, place = (lambda found: (found.state, found.data))(checkpoints.restore(make()))
+    assert place["data"] == {"global_next_index": 8}
+    expected = state
+    for batch in (X[8:12], X[12:16]):
+        expected, _ = STEP(expected, batch)
+    assert_trees_equal(run(tmp_path, 4, 0, 1).params, expected.params)
+
+
+class Point(NamedTuple):
+    at: int
+
+
+def _late(place):
+    """A position that cannot be saved, but only after the first batch."""
+    return place if len(place["shards"][0]) in (0, 4) else {**place, "lock": threading.Lock()}
+
+
+WRONG = {
+    "an object in the position": (Generator(_late), {}, r"value at fit\(\): data\['data'\]\['lock'\]: got lock, exp"),
+    "a type that would change": (
+        Generator(lambda place: Point(1)), {}, r"value at fit\(\): data\['data'\]: got Point, which comes back as tuple",
+    ),
+    "a broken first batch": ((1 // n for n in [0]), {}, "batch 0 of epoch 0: got ZeroDivisionError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_saved_is_told_before_the_first_step(tmp_path, name):
+    data, options, text = WRONG[name]
+    calls, evaluate = [], lambda state: calls.append(state) or {"val/x": 1.0}
+    stop = ts.callbacks.early_stopping("val/x", mode="min", patience=3)
+    with pytest.raises(ts.errors.TsunaxError, match=text):
+        fit(tmp_path, make(), 20, data=data, evaluate=evaluate, callbacks=[stop, calls.append], **options)
+    assert not calls and getattr(data, "sets", 0) == 0
+    assert os.listdir(tmp_path) == ["tsunax.lock"]
+    Lock(tmp_path).close()  # it was released
+
+
+@pytest.mark.parametrize("store", ["files", pytest.param("orbax", marks=pytest.mark.medium)])
+@pytest.mark.parametrize("fault", ["write_file", "load", "bytes"])
+def test_a_directory_that_cannot_be_used_is_told_before_the_first_step(tmp_path, monkeypatch, fault, store):
+    def fail(path, *args):
+        if ".tsunax-probe" not in path.name:
+            return works(path, *args)
+        if fault == "bytes":
+            return b"other"
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with Checkpoints(tmp_path, store=store) as checkpoints:
+        works = getattr(checkpoints.home, "load" if fault == "bytes" else fault)
+        monkeypatch.setattr(checkpoints.home, "load" if fault == "bytes" else fault, fail)
+        got = (
+            "OSError a small file came back with other bytes" if fault == "bytes" else r"OSError \[Errno 28\] no space"
+        )
+        text = rf"path at {tmp_path}: got {got}.*, expected a directory that can be written"
+        with pytest.raises(CheckpointError, match=text):
+            fit(checkpoints, make(), 20, callbacks=lambda run: pytest.fail("it trains"))
+        monkeypatch.undo()
+        assert fit(checkpoints, make(), 2)[0].step == 2  # over what the first try left
+    assert not [name for name in os.listdir(tmp_path) if "probe" in name]
+
+
+def test_a_run_without_a_position_of_its_data_says_what_a_resume_needs(tmp_path):
+    class Plain:
+        def __iter__(self):
+            return iter([X[:4], X[4:8]])
+
+    class OfIterator(Plain):
+        """Its iterator has the position, as that of a grain dataset."""
+
+        def __iter__(self):
+            return HasPlace()
+
+    text = r"fit\(\): the position of these data cannot be saved\. To resume, this run needs fast_forward=True"
+    for i, data in enumerate([Plain(), (x for x in [X[:4]] * 9), ts.prefetch(Plain())]):
+        with pytest.warns(UserWarning, match=text) as seen:
+            fit(tmp_path / f"{i}", make(), 2, data=data)
+        assert len(seen) == 1 and seen[0].filename == __file__
+    for i, data in enumerate([[X[:4]], ({"x": X[:4]},), OfIterator(), ts.prefetch([X[:4]]), ts.prefetch(OfIterator())]):
+        fit(tmp_path / f"silent {i}", make(), 2, step=BY_ROWS, data=data)
+    fit(tmp_path / "fast", make(), 2, data=Plain(), fast_forward=True)
+    fit(None, make(), 2, data=Plain())
+    fit(tmp_path / "dry", make(), 2, data=Plain(), dry_run=True)
+    assert not (tmp_path / "dry").exists()
+    own = ts.train_step(lambda params, key: jnp.sum(params["w"] ** 2))
+    ts.fit(own, make(key=0), steps=2, checkpoint=tmp_path / "none", progress=False)
+
+
+class HasPlace:
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.place += 1
+        if self.place > 4:
+            raise StopIteration
+        return X[4 * self.place - 4 :][:4]
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, place):
+        self.place = place
+
+
+def test_a_list_resumes_at_its_batch(tmp_path):
+    rows = [{"x": X[i : i + 4]} for i in range(0, 16, 4)]
+    run = lambda path, steps, data: fit(path, make(), steps, step=BY_ROWS, data=data)[0]
+    whole = run(None, 11, rows)
+    for stop in (2, 4, 7):
+        run(tmp_path / str(stop), stop, tuple(rows))
+        assert_trees_equal(run(tmp_path / str(stop), 11, rows), whole)
+    run(tmp_path / "short", 3, rows)
+    with pytest.raises(DataError, match=r"fewer batches than before, expected epoch 0, position 3"):
+        run(tmp_path / "short", 11, rows[:2])
 
 
 def test_data_of_another_kind_than_the_checkpoints_is_named(tmp_path):

@@ -146,7 +146,7 @@ GOOD = {
     "sharding": lambda: testing.check_sharding(STEP, make(), X),
     "resume": lambda: testing.check_resume(STEP, make(0), data(), steps=7, at=5),
     "resume a population": lambda: testing.check_resume(STEP, ts.population(make, 2), data()),
-    "resume a list": lambda: testing.check_resume(STEP, make(), [X[:4], X[4:8]], fast_forward=True),
+    "resume a list": lambda: testing.check_resume(STEP, make(), [X[:4], X[4:8]]),
     "fused": lambda: testing.check_fused(STEP, make(0), data()),
     "frozen": lambda: testing.check_frozen(STEP, make(), X, "body/**"),
     "population": lambda: testing.check_population(STEP, make, X, rate=np.array([0.1, 0.01, 0.001])),
@@ -294,9 +294,9 @@ def test_data_of_ones_own_are_read_again_from_where_they_were(name):
 
 def test_a_list_can_be_read_again():
     batches = [X[:4], X[4:8]]
-    with pytest.raises(WrongTypeError, match=r"A list is; fit saves its position by fast_forward=True"):
+    with pytest.raises(WrongTypeError, match=r"A list is, and fit saves its position\."):
         testing.check_resume(STEP, make(), iter(batches))
-    testing.check_resume(STEP, make(), list(batches), fast_forward=True)
+    testing.check_resume(STEP, make(), list(batches))
     with pytest.raises(WrongTypeError, match="A list is"):
         testing.check_fused(STEP, make(), iter(batches))
 

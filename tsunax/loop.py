@@ -257,7 +257,7 @@ def fit(
         for the same call.
       resume: "auto" resumes from the newest good checkpoint if there is one; "must" raises if there
         is none; "never" raises if there is one.
-      fast_forward: whether data without a position (a list, a generator) may be read up to it.
+      fast_forward: whether data without a position, such as a generator, may be read up to it.
       progress: whether to show it on stderr: a bar on a terminal, a line in notebooks, else lines.
       log_every: steps from one row of the history to the next; the first and the last step have a
         row, too.

@@ -320,6 +320,16 @@ class CheckpointHome:
         about = os.stat(self.path)
         return about.st_dev, about.st_ino
 
+    def probe(self, process: int) -> None:
+        """Write, read and delete a small file. Raises if the directory allows no such thing."""
+        file, content = self.path / f".tsunax-probe-{process}", b"A save can write here.\n"
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()  # of a run that was killed at this point
+        self.write_file(file, content)
+        if self.load(file, len(content)) != content:
+            raise OSError("a small file came back with other bytes")
+        file.unlink()
+
     def lock(self, is_first: bool) -> durable_files.Lock:
         return durable_files.Lock(self.path, is_first=is_first)
 

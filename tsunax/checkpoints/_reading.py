@@ -171,7 +171,7 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         warn(f"edited in the script since the run was set up, {note}: the script's is used.")
     user_values: dict[str, Any] = {}
     for part in parts:
-        arrays = list(itertools.islice(values, len(part.arrays)))
+        arrays = dict(enumerate(itertools.islice(values, len(part.arrays))))
         user_values |= {key: _manifest.decode(x, arrays) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
     return Restored(state, step=step, **{key: user_values.get(key) for key in names})

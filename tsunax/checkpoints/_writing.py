@@ -32,7 +32,7 @@ from tsunax.checkpoints._blocks import (
 )
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
-from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError, unknown
+from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError, told, unknown
 from tsunax.state import donated, overwritten_part, trained_part
 
 
@@ -170,6 +170,26 @@ def _digest(x: Any, name: str) -> str:
     content = lambda _, x: f"{x.dtype} {x.shape} {checksums.block_hash(x)}"
     coded = _manifest.encode(x, content, name)
     return durable_files.sha256(json.dumps(coded, sort_keys=True).encode())
+
+
+def try_save(saver, state, values: Mapping[str, Any]) -> None:
+    """Raise the errors of a `save`, without one: leaves, values, and a small file in the place."""
+    saver.check_writer()
+    tree = leaves.tree_of(state)
+    check_saveable(tree)
+    check_members(tree, "fit()")
+    for path, x in tree.leaves:
+        leaves.leaf_of(path, x)
+    blocks: Blocks = {}
+    parts = encoded({f"fit(): {name}": x for name, x in values.items()}, blocks, saver.process)
+    arrays = [blocks.get(leaf.name, np.zeros(leaf.shape, leaf.dtype)) for leaf in parts.arrays]
+    place = _manifest.decode(parts.values["fit(): data"], dict(enumerate(arrays)))
+    _manifest.check_types(values["data"], place, "fit(): data")
+    try:
+        saver.home.probe(saver.process)
+    except Exception as error:  # OSError, or an exception of a library for buckets
+        got, expected = told(error), "a directory that can be written"
+        raise CheckpointError("path", str(saver.path), got, expected) from error
 
 
 # ---------------------------------------------------------------------- copies on the host

@@ -5,14 +5,17 @@ facts of the training states in it (`state_facts`), and data, history and callba
 values of the user. Nothing in it is code, and no file is opened here.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from tsunax._core import trees
@@ -24,6 +27,10 @@ from tsunax.errors import WrongTypeError
 FORMAT = 1
 LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
 DEPTH = 64  # levels of a user's value; more could exhaust Python's stack when it is read
+_SAVED_TYPES = (
+    "None, numbers, strings, bytes, arrays, torch's tensors on the CPU; "
+    f"lists, tuples, dicts of them, {DEPTH} deep"
+)
 _PLAIN_TYPES = {"bool": bool, "int": int, "float": (float, list), "str": str, "complex": list}
 
 
@@ -178,11 +185,17 @@ def _parsed(body) -> Manifest:
 def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     """A user's value as JSON; its arrays are given to `keep(path, array)`, which returns a number.
 
-    Raises WrongTypeError for types that cannot be saved, and dicts by other keys than strings.
+    Raises WrongTypeError for types that cannot be saved.
     """
     inner = lambda y, key: encode(y, keep, *path, key)
     if x is None or isinstance(x, bool):
         return x
+    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
+        # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
+        with contextlib.suppress(RuntimeError, TypeError):
+            return {"$torch": keep(path, x.detach().numpy().copy())}
+    if isinstance(x, np.generic) and leaves.can_be_saved(x):
+        return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
     if isinstance(x, str):
         return str(x)
     if isinstance(x, int) and abs(x) < 1 << 1024:
@@ -193,24 +206,34 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     if isinstance(x, Mapping) and is_shallow and all(isinstance(key, str) for key in x):
         encoded = {key: inner(value, key) for key, value in x.items()}
         return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
+    if isinstance(x, Mapping) and is_shallow:  # JSON has no other keys than strings
+        return {"$items": [inner([key, value], i) for i, (key, value) in enumerate(x.items())]}
     if isinstance(x, (list, tuple)) and is_shallow:
         encoded = [inner(value, i) for i, value in enumerate(x)]
         return encoded if isinstance(x, list) else {"$tuple": encoded}
     if trees.is_key(x):
         data = inner(trees.on_host(x), "key")
         return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
+    if isinstance(x, (bytes, bytearray)):
+        return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
     is_readable = getattr(x, "is_fully_addressable", True) or getattr(
         x, "is_fully_replicated", True
     )
     if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
-        return {"$array": keep(path, np.array(x, copy=True))}
-    where = path[0] + "".join(f"[{key!r}]" for key in path[1:])
-    expected = f"None, numbers, strings, arrays; lists, tuples, dicts by strings, {DEPTH} deep"
-    raise WrongTypeError("value", where, trees.describe(x), expected)
+        kind = "$jax" if isinstance(x, jax.Array) else "$array"
+        return {kind: keep(path, np.array(x, copy=True))}
+    raise WrongTypeError("value", _shown(path), trees.describe(x), _SAVED_TYPES)
 
 
-def decode(x: Any, arrays: list[np.ndarray], depth: int = 0) -> Any:
-    """The inverse of `encode`; arrays come back as NumPy's."""
+def _shown(path: tuple) -> str:
+    return path[0] + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def decode(x: Any, arrays: dict[int, np.ndarray], depth: int = 0) -> Any:
+    """The inverse of `encode`, with the types that were encoded.
+
+    Each of `arrays`, by number, is used once and removed: copies of one cannot fill the memory.
+    """
     inner = lambda y: decode(y, arrays, depth + 1)
     if depth > 2 * DEPTH:
         raise Damaged(f"manifest: values of more than {2 * DEPTH} levels")
@@ -218,17 +241,52 @@ def decode(x: Any, arrays: list[np.ndarray], depth: int = 0) -> Any:
         return [inner(y) for y in x]
     if not isinstance(x, dict):
         return x
-    match x:
-        case {"$dict": dict(values)} if len(x) == 1:
+    if not any(key.startswith("$") for key in x):
+        return {key: inner(y) for key, y in x.items()}
+    try:
+        return _typed([*x.items()], arrays, inner)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise Damaged("manifest: a value that cannot be read") from error
+
+
+def _typed(items: list[tuple[str, Any]], arrays: dict[int, np.ndarray], inner: Any) -> Any:
+    """The value that a dict with a type describes; ValueError for an unknown type."""
+    match items:
+        case [("$dict", dict(values))]:
             return {key: inner(y) for key, y in values.items()}
-        case {"$tuple": list(values)} if len(x) == 1:
-            return tuple(inner(y) for y in values)
-        case {"$float": "nan" | "inf" | "-inf"} if len(x) == 1:
-            return float(x["$float"])
-        case {"$array": int(i)} if len(x) == 1 and 0 <= i < len(arrays):
-            return arrays[i]
-        case {"$key": str(name), "data": {"$array": int(i)}} if 0 <= i < len(arrays):
-            return leaves.wrap_key(arrays[i], name)
-    if any(key.startswith("$") for key in x):
-        raise Damaged("manifest: a value that cannot be read")
-    return {key: inner(y) for key, y in x.items()}
+        case [("$items", list(pairs))]:
+            return dict(map(inner, pairs))
+        case [("$tuple", list(values))]:
+            return tuple(map(inner, values))
+        case [("$float", "nan" | "inf" | "-inf" as text)]:
+            return float(text)
+        case [("$numpy", [str(name), str(digits)])] if dtype := leaves.dtype_of(name):
+            (scalar,) = np.frombuffer(bytes.fromhex(digits), dtype)
+            return scalar
+        case [("$array", int(i))]:
+            return arrays.pop(i)
+        case [("$bytes", int(i))]:
+            return arrays.pop(i).tobytes()
+        case [("$torch", int(i))] if i in arrays:
+            from tsunax._core.libraries import library
+
+            return library("torch", "restore()").tensor(arrays.pop(i))
+        case [("$jax", int(i))]:
+            array, on_device = arrays[i], jax.numpy.asarray(arrays.pop(i))
+            return on_device if on_device.dtype == array.dtype else array  # 64 bits need x64
+        case [("$key", str(name)), ("data", {"$array": int(i)})]:
+            return leaves.wrap_key(arrays.pop(i), name)
+    raise ValueError("an unknown type")
+
+
+def check_types(x: Any, y: Any, *path) -> None:
+    """Raise WrongTypeError for a value in `x` that comes back as another type, in `y`.
+
+    Dicts, lists and strings of other classes come back as plain ones, which are equal to them.
+    """
+    if type(x) is not type(y) and not isinstance(y, dict | list | str | bytes | np.ndarray):
+        got = f"{type(x).__name__}, which comes back as {type(y).__name__}"
+        raise WrongTypeError("value", _shown(path), got, _SAVED_TYPES)
+    items = enumerate(x) if isinstance(y, list | tuple) else ()
+    for key, value in x.items() if isinstance(x, Mapping) else items:
+        check_types(value, y[key], *path, key)

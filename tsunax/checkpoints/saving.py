@@ -243,8 +243,8 @@ class Checkpoints:
         Later changes and donations of `state` do not change what is saved. The step is the state's
         own, of the first TrainState in a tree of several; a tree without one needs `step=`. A step
         that is there already is replaced. `data`, `history`, `callbacks`: None, numbers, strings,
-        arrays, and lists, tuples and dicts with these. Waits for the previous save, if that has
-        not ended.
+        bytes, arrays, torch's tensors on the CPU, and lists, tuples and dicts with these. Waits for
+        the previous save, if that has not ended.
 
         Raises SaveError if the previous save failed (its step, path, cause; this state is not
         saved), CheckpointError for a step before the newest, WrongTypeError for leaves that cannot
@@ -256,6 +256,9 @@ class Checkpoints:
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, values, metrics)
         self._timer.restart()
+
+    def _try_save(self, state, **values: Any) -> None:
+        self.together("fit()", lambda: (_writing.try_save(self, state, values), ""))
 
     def poll(self) -> None:
         """Raise SaveError if a save that has ended failed. Does not wait for one that has not."""

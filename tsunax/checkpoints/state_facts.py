@@ -169,7 +169,7 @@ def injected_numbers(state: TrainState) -> Iterator[tuple[leaves.Keys, Any]]:
 def script_numbers_in(manifest: Manifest) -> dict[leaves.Keys, dict[str, Any]]:
     """The `script_numbers` of each state at the start of the saved run; empty if unknown."""
     try:
-        script_facts: Any = decode(manifest.parts[0].values["script"], [])
+        script_facts: Any = decode(manifest.parts[0].values["script"], {})
         numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
             check(columns := x["columns"], [(str, Size)])

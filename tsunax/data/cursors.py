@@ -4,6 +4,8 @@ Data is any iterable of batches: `batches`, `prefetch`, a list, a generator, and
 other libraries. The state of a loader is found by duck type.
 """
 
+import contextlib
+import copy
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,7 +84,7 @@ class Source:
         self._batches: Any = None  # the iterator of this epoch
         self._excess: Any = None  # a batch too many that `take` read, the state before, `is_whole`
         self._count_read, self._restored = 0, False
-        self._is_data = isinstance(data, Data)
+        self._is_data, self._is_list = isinstance(data, Data), type(data) in (list, tuple)
 
     @property
     def restartable(self) -> bool:
@@ -93,10 +95,11 @@ class Source:
     def resumable(self) -> bool:
         """Whether the data stores its position, so that `restore` need not read it again.
 
-        Data with a state in their iterator are resumable as soon as the iterator exists.
+        A list or a tuple does by the number of the batch. Data with a state in their iterator are
+        resumable as soon as the iterator exists.
         """
-        if self._is_data:
-            return self.data.resumable
+        if self._is_data or self._is_list:
+            return self._is_list or self.data.resumable
         return any(hasattr(x, name) for x in (self.data, self._batches) for name in SETTERS)
 
     @property
@@ -114,6 +117,9 @@ class Source:
         where = f"batch {self.position} of epoch {self.epoch}"
         try:
             if self._batches is None:
+                # Datasets of Hugging Face restore a position in the epoch of this number only.
+                if callable(set_epoch := getattr(self.data, "set_epoch", None)):
+                    set_epoch(self.epoch)
                 self._batches = iter(self.data)
             batch = _next(self._batches) if k is None else self._batches.take(k)
             # an IndexError ends the iterator of a Sequence, also if `__getitem__` has a bug
@@ -247,6 +253,13 @@ class Source:
             self._batches = self._excess = None
             self.epoch, self.position = self.epoch + 1, 0
 
+    def peek(self) -> dict[str, Any]:
+        """Read the next batch, which `next` then returns; returns the position after that batch."""
+        if self._excess is None:
+            place, batch = self.state(), self._pull()
+            self._excess = batch, place, self._pulls_whole
+        return self._read_position()
+
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
         for owner, name in itertools.product((self.data, self._batches), names):
             if callable(method := getattr(owner, name, None)):
@@ -255,17 +268,24 @@ class Source:
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch, `{"epoch", "position"}`, and the data's own state."""
-        if self._excess is not None:
-            return self._excess[1]
+        return self._read_position() if self._excess is None else self._excess[1]
+
+    def _read_position(self) -> dict[str, Any]:
+        """`state`, but after a batch that was read too many."""
         if self._is_data:
             return self.data.get_state()
-        return {"epoch": self.epoch, "position": self.position, "data": self._call(GETTERS)[1]}
+        data_state = self._call(GETTERS)[1]
+        # Some loaders return the dict that they change later. What has no copy cannot be saved.
+        with contextlib.suppress(Exception):
+            data_state = copy.deepcopy(data_state)
+        return {"epoch": self.epoch, "position": self.position, "data": data_state}
 
     def restore(self, state: Mapping[str, Any], fast_forward: bool = False) -> None:
         """Resume from a position that `state` returned.
 
-        Data without get_state/set_state or state_dict/load_state_dict raise DataError; with
-        `fast_forward=True` they are read from the beginning, and earlier batches dropped.
+        A list begins at that batch, DataError if it is shorter. Other data without
+        get_state/set_state or state_dict/load_state_dict raise DataError; with `fast_forward=True`
+        they are read from the beginning, and earlier batches dropped.
         """
         if not self._is_data and "data" not in state:
             raise DataError("state", "restore", state, "data, epoch, position")
@@ -282,16 +302,16 @@ class Source:
         if has_state and self._call(SETTERS, data_state)[0]:
             return
         must_read = self.position or (self.epoch and not self.restartable)
-        if has_state or (must_read and not fast_forward):
+        if has_state or (must_read and not (fast_forward or self._is_list)):
             got = f"a {type(self.data).__name__} without a state, at {place}"
             expected = "get_state/set_state or state_dict/load_state_dict"
             fix = "Use ts.batches or grain; or fast_forward=True, to read earlier batches again."
             raise DataError("data", "restore", got, expected, fix)
         if must_read:
             goal = self.epoch, self.position
-            self.epoch = self.position = 0
+            self.epoch, self.position = self.epoch if self._is_list else 0, 0
             while (self.epoch, self.position) < goal:
-                self.next()
+                self._next()  # a list has its batches in memory
             if (self.epoch, self.position) > goal:
                 raise DataError("data", "restore", "fewer batches than before", place)
             self._restored = True

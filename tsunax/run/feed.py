@@ -64,6 +64,8 @@ class Feed:
         self.source: Source = self._reading.source
         self._home: Any = placement.state_sharding(state)
         self._may_have_moved, self._has_ended = False, False
+        # Loaders that read ahead may move on after the call: the place is taken with its batches.
+        self._place: dict[str, Any] | None = None
         is_population = members_of(state) is not None
         self._choose: Function = lambda home: _feeder_of(
             self.source, step, is_population, home, limits
@@ -93,7 +95,7 @@ class Feed:
         has_length = isinstance(innermost(data), Positioned | list | tuple)
         is_at_end = has_length and self.source.position >= len(data)
         if is_at_end and not self._has_ended and self._feeder.place is None:
-            self._has_ended = self.source.take(1) is None
+            self._has_ended, self._place = self.source.take(1) is None, None
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
 
@@ -114,6 +116,7 @@ class Feed:
                     self._feeder = self._choose(home)
         chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
         self._has_ended = chunk is None
+        self._place = None if isinstance(self.source.data, Data) else self.source.state()
         self._reading.follow(was_read=True)
         return chunk
 
@@ -129,9 +132,21 @@ class Feed:
         self._reading.follow()
 
     def place(self) -> dict[str, Any]:
-        """The place of the data, for a checkpoint."""
-        place, settings = self._feeder.place or self.source.state(), _settings_of(self.source.data)
+        """The place of the data after the last call, for a checkpoint."""
+        place = self._feeder.place or self._place or self.source.state()
+        settings = _settings_of(self.source.data)
         return place if settings is None else {**place, "settings": settings}
+
+    def try_place(self) -> tuple[dict[str, Any], bool]:
+        """A place as a save will have it, and whether the data can be set to it.
+
+        A foreign loader is asked after its next batch, which the next call takes: before it, its
+        iterator may not exist, and its state may lack values that it has later.
+        """
+        data = innermost(self.source.data)
+        if isinstance(data, Data | NoData) or type(data) in (list, tuple):
+            return self.place(), True
+        return self.source.peek(), self.source.resumable
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""

@@ -324,6 +324,8 @@ class Fit:
 
         with contextlib.ExitStack() as stack:
             try:
+                for part in self.parts:
+                    part._prepare(self.run, self.feed)
                 for part in self.begin_order:
                     stack.push(functools.partial(end, part))
                     part.begin(self.run)

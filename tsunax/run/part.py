@@ -68,6 +68,9 @@ class Part:
         is_epoch = "epoch" in events and self.cadence.is_at_epoch(run.epoch)
         return is_step or is_epoch or any(timer.is_due for timer in self.timers)
 
+    def _prepare(self, run: Any, feed: Any) -> None:
+        """Called once, before any part begins; for the parts of this package."""
+
     def begin(self, run: Any) -> None:
         """Called once, before the first boundary."""
 

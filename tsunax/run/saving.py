@@ -18,6 +18,7 @@ from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import FILE, EditLog, edit_of
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
+from tsunax.run.feed import Feed
 from tsunax.run.fitting import Beginning
 from tsunax.run.history import History
 from tsunax.run.info_columns import most_calls
@@ -148,13 +149,33 @@ class Saving(Part):
             script = script | {"parent": saved_script["parent"]}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
-        self.saved: Any = None  # the step and the place of the data at the last save
+        self.saved: Any = None  # the step, the epoch and the position of the last save
         self.like: PyTree = restart.like
         self.edits: EditLog = restart.edit_log()
 
+    def _prepare(self, run: Run, feed: Feed) -> None:
+        """Raise now what the first save would raise; warn of data that cannot be set to a place."""
+        with self.options.clock("data"):
+            place, is_resumable = feed.try_place()
+        with self.options.clock("checkpoint"):
+            self.saver._try_save(
+                run.state,
+                data=place,
+                history=run.history.plain(),
+                callbacks=self.memory,
+                script=self.script,
+            )
+        if not (is_resumable or self.options.fast_forward):
+            warn(
+                "fit(): the position of these data cannot be saved. To resume, this run needs "
+                "fast_forward=True, which reads all earlier batches again, or a loader with "
+                "get_state/set_state or state_dict/load_state_dict."
+            )
+
     def begin(self, run: Run) -> None:
         if self.is_resumed:
-            self.saved = run.step, run.place()
+            place = run.place()
+            self.saved = run.step, place["epoch"], place["position"]
 
     def due(self, run: Run, events: Any) -> bool:
         return True
@@ -167,11 +188,12 @@ class Saving(Part):
         due = is_requested or self.cadence.is_at_step(run.step)
         must_save = self._record_edits(run)
         # the end is saved again, because evaluation and callbacks add to the save at this step
-        is_new = self.saved != (run.step, run.place())
+        place = run.place()
+        key = run.step, place["epoch"], place["position"]
+        is_new = self.saved != key
         if is_end or must_save or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
-                place = run.place()
-                self.saved = run.step, place
+                self.saved = key
                 run.rows.sync()
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
                 verdict = getattr(run.info, "verdict", None)

@@ -93,7 +93,7 @@ def _rereading(data: Any, where: str) -> Iterator[Callable[[], Any]]:
         if all(hasattr(inner, name) for name in names) and not isinstance(inner, Data):
             read, write = (getattr(inner, name) for name in names)
     if write is None and isinstance(inner, Iterator):
-        fix = "A list is; fit saves its position by fast_forward=True."
+        fix = "A list is, and fit saves its position."
         raise WrongTypeError(
             "data", where, trees.describe(inner), "data that can be read again", fix
         )
