@@ -594,6 +594,7 @@ CALLS = [
     row(0, "policy an array", lambda: ts.train_step(loss_fn, on_nonfinite=NAMES), HyperparameterError),
     row(0, "step and state swapped", lambda: ts.fit(good(), ts.train_step(loss_fn), X, steps=1), WrongTypeError),
     row(0, "resume an array", lambda: fit(resume=NAMES), HyperparameterError),
+    row(0, "signal that cannot be handled", lambda: fit(signals=("KILL",)), HyperparameterError),
     row(0, "Best mode an array", lambda: ts.checkpoints.Best("loss", mode=NAMES), HyperparameterError),
     row(0, "rounding an array", lambda: ts.precision.Policy(rounding=NAMES), HyperparameterError),
     row(0, "drop_remainder an array", lambda: ts.batches(X, 2, drop_remainder=NAMES), WrongTypeError),

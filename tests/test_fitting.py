@@ -163,6 +163,17 @@ def test_the_slowest_process_is_named(launch):
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_saves_the_run_of_all(launch):
+    first, second = answers(launch(2, "saved"))
+    assert first == second
+    (step, marks, steps), (last_step, last_marks, last_steps) = first
+    # Signals at 5, at 12 to both, and at 20: each is served once, a call or more after it came.
+    assert step == 32 and len(marks) in (3, 4) and steps == [*marks, 32]
+    assert last_step == 48 and last_marks[: len(marks)] == marks and {*last_marks[len(marks) :]} == {48}
+    assert last_steps == [*steps, 48]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")])
 def test_a_signal_to_one_ends_all_at_one_step(launch, number, raised):
     started = launch(2, "interrupted")

@@ -32,7 +32,7 @@ from tsunax.errors import (
 )
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
-from tsunax.run import callbacks, chunks, feed, fitting, fused_loop
+from tsunax.run import callbacks, chunks, feed, fitting, fused_loop, opening
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -1435,14 +1435,147 @@ def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
     testing.check_resume(descend, init(), rows, steps=9, at=4, fast_forward=True)
 
 
-def test_signals_save(tmp_path):
-    press = callbacks.every(3, lambda run: signal.raise_signal(signal.SIGTERM) if run.step == 3 else None)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
+def test_signals_save(tmp_path, number):
+    press = callbacks.every(3, lambda run: signal.raise_signal(number) if run.step == 3 else None)
     with pytest.raises(SystemExit) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=press, checkpoint=tmp_path)
-    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert caught.value.code == 128 + number and signal.getsignal(number) is signal.SIG_DFL
     state, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8, callbacks=press, checkpoint=tmp_path, resume="must")
     expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8)
     assert_trees_equal(state, expected)
+
+
+class Loader:
+    """Five batches in an epoch, and the loop does not know how many."""
+
+    def __iter__(self):
+        for i in range(0, 40, 8):
+            yield X[i : i + 8], Y[i : i + 8]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, "auto"])
+def test_a_signal_that_saves_a_run_which_goes_on(tmp_path, steps_per_call):
+    """With an epoch that ends at the step of the save, and a death before the next save."""
+
+    def run(folder, *pressed, dies=0):
+        def press(run):
+            if run.event == "step" and run.step in pressed:
+                signal.raise_signal(signal.SIGUSR1), signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGUSR2)
+            if run.step == dies:
+                raise OSError("killed")
+
+        evaluate = lambda state: {"val/bias": float(state.params["out"]["bias"][0])}
+        bare = lambda run: events.append(run.event)
+        saver = ts.Checkpoints(tmp_path / folder, every=900, keep_last=None)
+        with saver:
+            state, history = fit(
+                STEP, ts.setup(RULE, init()), Loader(), steps=12, evaluate=evaluate, log_every=1, checkpoint=saver,
+                callbacks=[callbacks.every(1, press), bare], logger=ts.loggers.csv(tmp_path / folder / "rows.csv"),
+                fast_forward=True, steps_per_call=steps_per_call,
+            )  # fmt: skip
+        return state, history, saver.steps()
+
+    events = []
+    expected, wanted, _ = run("whole")
+    rows = (tmp_path / "whole" / "rows.csv").read_text()
+    pressed, events = events, []
+    state, history, steps = run("saved", 4, 8)
+    assert steps == [5, 9, 12] and events == pressed
+    marks = [(step, text) for step, name, text in history.marks if name == "save"]
+    assert marks == [(5, "SIGUSR1"), (5, "SIGUSR2"), (9, "SIGUSR1"), (9, "SIGUSR2")]
+    with pytest.raises(OSError, match="killed"):
+        run("killed", 4, dies=7)
+    for folder, (resumed, found, _) in {"saved": (state, history, steps), "killed": run("killed")}.items():
+        assert_trees_equal(resumed, expected)
+        for name in ("step", "loss", "val/bias"):
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=folder)
+        cells = lambda text: [line.split(",")[:3] for line in text.splitlines()]
+        assert cells((tmp_path / folder / "rows.csv").read_text()) == cells(rows)
+
+
+def test_handlers_of_the_user(tmp_path):
+    """They run, and are back afterwards; an exception of one ends the run, which saves first."""
+    heard = []
+
+    def raises(number, frame):
+        heard.append(number)
+        raise TimeoutError("the time is up")
+
+    handlers = {
+        signal.SIGUSR1: lambda number, frame: heard.append(number),
+        signal.SIGUSR2: raises,
+        signal.SIGHUP: signal.SIG_IGN,
+    }
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    press = lambda run: signal.raise_signal(
+        {4: signal.SIGUSR1, 8: signal.SIGHUP, 12: signal.SIGUSR2}.get(run.step, signal.SIGHUP)
+    )
+    try:
+        saver = ts.Checkpoints(tmp_path, every=900, keep_last=None)
+        with saver, pytest.raises(TimeoutError) as caught:
+            fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press), checkpoint=saver)
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGUSR1, signal.SIGUSR2]
+    assert saver.steps()[-1] == int(caught.value.state.step) == 12 and len(saver.steps()) == 2
+
+
+def test_signals_that_are_left_out(tmp_path):
+    handlers = []
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2")
+    note = lambda run: handlers.append([signal.getsignal(getattr(signal, name)) for name in names])
+    untouched = [signal.getsignal(getattr(signal, name)) for name in names]
+    for signals, count in (((), 0), (("INT", "USR1"), 2), (names, None)):
+        options = {"steps": 1, "callbacks": callbacks.every(1, note), "checkpoint": tmp_path / str(count)}
+        if count is None:
+            with pytest.raises(HyperparameterError, match="signals at fit"):
+                fit(STEP, ts.setup(RULE, init()), data(), signals=signals, **options)
+        else:
+            fit(STEP, ts.setup(RULE, init()), data(), signals=signals, **options)
+            taken = [now is not before for now, before in zip(handlers[-1], untouched, strict=True)]
+            assert sum(taken) == count and taken[0] == taken[4] == bool(signals)
+
+
+class Timer:
+    """A timer that is late at a number of looks."""
+
+    is_due = False
+
+    def __init__(self, *late):
+        self.looks, self.late, self.restarts = 0, late, 0
+
+    def is_late(self):
+        self.looks += 1
+        return self.looks in self.late
+
+    def restart(self):
+        self.restarts += 1
+
+
+def test_a_late_timer_makes_a_boundary(monkeypatch):
+    """At a planned boundary both happen at once."""
+
+    class Clocked(callbacks.Part):
+        timers = Timer(5, 6, 40), Timer(6, 10**6)
+
+        def due(self, run, events):
+            return "clock" in events
+
+        def at(self, run, events):
+            due.append((run.step, [*events], [timer.is_due for timer in self.timers]))
+
+    due, real = [], opening._parts
+    monkeypatch.setattr(opening, "_parts", lambda *given: ([*real(*given)[0], Clocked()], []))
+    every = callbacks.every(3, lambda run: None)
+    fit(STEP, ts.setup(RULE, init()), data(), steps=12, steps_per_call=1, callbacks=every)
+    # Timers are looked at before a call, and after it: the third call makes the looks 5 and 6.
+    assert due == [(3, ["step", "clock"], [True, True])]
+    assert [timer.restarts for timer in Clocked.timers] == [1, 1]
+    assert not any(timer.is_due for timer in Clocked.timers)
 
 
 class Pressing(list):

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -1211,6 +1212,73 @@ def test_signals_that_come_together_save(tmp_path):
             assert at == saved and int(at) >= 4
         run.communicate("\n", timeout=60)
     assert run.returncode == 0
+
+
+ENDED = """
+import os, signal, sys, time
+import jax.numpy as jnp, numpy as np
+import tsunax as ts
+
+def slowly(run):
+    time.sleep(0.01)
+    if run.step == 4:
+        print("READY", flush=True)
+    elif run.step % 20 == 0:
+        print(run.step, run.history.marks, flush=True)
+
+step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+data = ts.batches(np.ones((8, 2), np.float32), 4)
+saver = ts.Checkpoints(sys.argv[1], every=10**6, keep_last=None)
+try:
+    ts.fit(step, state, data, steps=10**6, checkpoint=saver, callbacks=ts.callbacks.every(2, slowly))
+except BaseException as error:
+    open(sys.argv[1] + "/step", "w").write(f"{int(error.state.step)}")
+    raise
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["HUP", "XCPU", "USR1", "nohup"])
+def test_signals_of_a_scheduler(tmp_path, name):
+    """USR1 twice, and a HUP that is ignored, let the run go on, until it gets TERM."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = ["nohup"] * (name == "nohup") + [sys.executable, "-c", ENDED, str(tmp_path / "run")]
+    number = signal.SIGHUP if name == "nohup" else getattr(signal, f"SIG{name}")
+    lasts = name in ("USR1", "nohup")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as run:
+        assert run.stdout.readline() == "READY\n"
+        for _ in range(2 if lasts else 1):
+            run.send_signal(number)
+            if lasts:
+                run.stdout.readline(), run.stdout.readline()
+        if lasts:
+            run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + (signal.SIGTERM if lasts else number), errors
+    with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
+        assert len(checkpoints.steps()) == (3 if name == "USR1" else 1)
+        assert checkpoints.latest() == int((tmp_path / "run" / "step").read_text()) >= 4
+
+
+@pytest.mark.medium
+def test_a_terminal_that_is_closed(tmp_path):
+    """It sends HUP, and then what the run prints, the progress too, would raise."""
+    terminal, end_of_run = pty.openpty()
+    take_terminal = "import os\nos.open(os.ttyname(0), os.O_RDWR)\n"
+    command = [sys.executable, "-c", take_terminal + ENDED, str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_run)
+    run = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    os.close(end_of_run)
+    text = b""
+    while b"READY" not in text:
+        text += os.read(terminal, 1000)
+    os.close(terminal)
+    assert run.wait(60) == 129
+    with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
+        assert checkpoints.latest() == int((tmp_path / "run" / "step").read_text()) >= 4
 
 
 KILLED_AT_THE_END = """

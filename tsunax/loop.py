@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Step, StrPath, checks, placement, processes, trees
-from tsunax._core.interrupts import Interrupt, in_notebook
+from tsunax._core.interrupts import SIGNALS, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
 from tsunax.data.positions import innermost
@@ -216,6 +216,7 @@ def fit(
     log_every: int = 10,
     steps_per_call: int | str | None = "auto",
     max_bad: int = 10,
+    signals: Sequence[str] = SIGNALS,
     dry_run: bool = False,
     history: History | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -259,6 +260,9 @@ def fit(
       steps_per_call: steps in one call of the compiled loop; "auto" follows the time that a step
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
       max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
+      signals: names of the signals that the run handles; `()` for none. With a checkpoint INT,
+        TERM, HUP and XCPU save and end the run, USR1 and USR2 save it and it goes on. Without one
+        INT alone is handled.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback and part once; no logger, no checkpoint.
       history: a `History` to add rows to.
@@ -268,8 +272,10 @@ def fit(
     At a boundary, in this order: evaluation, callbacks, loggers, progress, checkpoint. Ctrl-C ends
     the run after the call under way, and saves: in a notebook `fit` returns; in a script it raises
     KeyboardInterrupt. A second Ctrl-C stops at once. With a checkpoint or a state of several
-    processes SIGTERM does the same, with SystemExit(143). Exceptions have `error.state` (None if
-    the failed call had consumed it), `error.history` and `error.rejected` (for `ts.replay`).
+    processes SIGTERM, SIGHUP and SIGXCPU do the same, with SystemExit(143), 129 and 152. A signal
+    that was ignored stays ignored, and your own Python handler of a signal runs, too. Exceptions
+    have `error.state` (None if the failed call had consumed it), `error.history` and
+    `error.rejected` (for `ts.replay`).
 
     If the state is on devices of several processes, they compare settings, functions, the program
     of the step, data and changes by callbacks: all raise ProcessError if one differs. All use the
@@ -303,6 +309,7 @@ def fit(
         log_every=log_every,
         steps_per_call=steps_per_call,
         max_bad=max_bad,
+        signals=signals,
         extra={} if extra is None else extra,
         dry_run=dry_run,
         progress=progress,
@@ -327,26 +334,31 @@ def fit(
             return run.state, run.history
         is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
         run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
-        # SIGTERM, too, ends the run after its call if there is something to save or to end together
-        takes_sigterm = saver is not None or fitting.agreement.spans
-        signals = (signal.SIGINT, signal.SIGTERM) if takes_sigterm else (signal.SIGINT,)
         try:
-            with Interrupt(*signals) as interrupt, fitting.parts_begun():
-                _train(fitting, interrupt)
+            with fitting.interrupt, fitting.parts_begun():
+                _train(fitting)
         except BaseException as error:
             with_state(error, run)
             raise
         if dry_run:
             fitting.feed.return_data()
+    _raise_for_signal(fitting)
+    return run.state, run.history
+
+
+def _raise_for_signal(fitting: Fit) -> None:
+    """Raise the exception of the signal that ended the run, if there was one."""
+    run, interrupt, signal_number = fitting.run, fitting.interrupt, fitting.signal
     # The signal came too late for the other processes. Send it again, as if it came after `fit`.
-    if interrupt.asked and not fitting.signal and fitting.agreement.spans:
+    if interrupt.asked and not signal_number and fitting.agreement.spans:
         os.kill(os.getpid(), interrupt.asked)
-    signal_number = fitting.signal or interrupt.asked
-    if signal_number == signal.SIGTERM:
-        raise with_state(SystemExit(128 + signal.SIGTERM), run)
+    signal_number = signal_number or interrupt.asked
+    if interrupt.error is not None:
+        raise with_state(interrupt.error, run)
+    if signal_number not in (0, signal.SIGINT):
+        raise with_state(SystemExit(128 + signal_number), run)
     if signal_number and not in_notebook():
         raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
-    return run.state, run.history
 
 
 def _closed(fitting: Fit) -> None:
@@ -358,18 +370,18 @@ def _closed(fitting: Fit) -> None:
         raise
 
 
-def _train(fitting: Fit, interrupt: Interrupt) -> None:
+def _train(fitting: Fit) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
-    for calls in fitting.caller.calls(lambda: fitting.next_chunks(interrupt)):
+    for calls in fitting.caller.calls(fitting.next_chunks):
         if calls:  # The device runs them. At the end of an epoch there are no calls.
             fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
         if fitting.feed.ended():
             fitting.epoch_ended()
         # This comes before a signal may end the run: a resumed run does not repeat this boundary.
-        if fitting.steps_to_boundary() == 0:
+        if fitting.steps_to_boundary() == 0 or fitting.requests:  # of a signal or a timer
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
-    fitting.end(interrupt)
+    fitting.end()
 
 
 __all__ = ["History", "fit", "iterate", "run_epoch", "run_steps"]

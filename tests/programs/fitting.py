@@ -255,9 +255,35 @@ def interrupted() -> list:
     return []
 
 
+def saved() -> list:
+    """A signal to one of them saves the run of all at one step, as often as it comes, also at the end of a run."""
+    arrays, losses, make = problem(64)
+    data, index = ts.batches(arrays, 8, shuffle=True), distributed.process_index()
+    folder = distributed.broadcast(tempfile.mkdtemp())
+    found = []
+    for steps, pressed in ((32, {0: (5, 12), 1: (12, 20)}), (48, {1: (47, 48)})):
+
+        def press(run, pressed=pressed):
+            if run.step in pressed.get(index, ()):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)  # the processes settle meanwhile on the call
+
+        with ts.Checkpoints(folder, every=10**6, keep_last=None) as saver:
+            state, history = ts.fit(
+                ts.train_step(losses[0]), make(), data, steps=steps, checkpoint=saver, steps_per_call=1,
+                callbacks=[ts.callbacks.every(1, press)], progress=False,
+            )  # fmt: skip
+        marks = [step for step, name, _ in history.marks if name == "save"]
+        found.append([int(state.step), marks, saver.steps()])
+    return found
+
+
+WORK = fits, misused, stops, stops_again, uneven, too_late, interrupted, saved
+
+
 def main(work: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (fits, misused, stops, stops_again, uneven, too_late, interrupted)}[work]()
+    found = {f.__name__: f for f in WORK}[work]()
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -1,4 +1,4 @@
-"""Signals during a run: the first ends it after the current call, a second Ctrl-C at once.
+"""Signals during a run: they end it, or save it, after the current call; a second Ctrl-C at once.
 
 A scheduler sends SIGTERM and SIGINT within milliseconds, and a terminal may repeat a key: a Ctrl-C
 is the second one only if it comes a second after the first.
@@ -6,50 +6,81 @@ is the second one only if it comes a second after the first.
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
 import time
-from typing import Self
+from typing import Any, Self
 
+SIGNALS = ("INT", "TERM", "HUP", "XCPU", "USR1", "USR2")
+SAVING = ("USR1", "USR2")  # after these a run saves and goes on; all others end it
 # Signals within this time count as one. A longer time would delay a real second Ctrl-C.
 REPEAT_SECONDS = 1.0
 
 
 class Interrupt:
-    """A context in which the first of these signals is noted in `asked`; main thread only."""
+    """A context in which signals of these names are noted; main thread only.
 
-    def __init__(self, *numbers: int) -> None:
-        self.asked: int = 0
+    A signal that was ignored stays ignored, as under `nohup`. A handler of the user runs, too.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.asked: int = 0  # the first signal that ends the run
+        # ("end", signal) and ("save", signal) until all processes have agreed on it
+        self.requests: set[tuple[str, int]] = set()
+        self.error: BaseException | None = None  # the exception of a user's handler
         self._pressed = math.inf  # the time of the first Ctrl-C
-        self._numbers = numbers
-        self._previous: dict[int, object] = {}
+        # Windows does not have all signals.
+        self._numbers = [getattr(signal, f"SIG{x}") for x in names if hasattr(signal, f"SIG{x}")]
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                self._previous[number] = signal.signal(number, self._note)
+                if (previous := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+                    self._previous[number] = previous
+                    signal.signal(number, self._handle)
         return self
 
-    def _note(self, number, frame) -> None:
+    def note(self, number: int, frame: Any) -> None:
+        """Note a signal, after the handler that it had: the user's, or that of an enclosing run.
+
+        An exception of the user's handler ends the run, which raises it after its save.
+        """
+        previous = self._previous.get(number)
+        if isinstance(enclosing := getattr(previous, "__self__", None), Interrupt):
+            enclosing.note(number, frame)
+        elif callable(previous) and previous is not signal.default_int_handler:
+            try:
+                previous(number, frame)
+            except BaseException as error:
+                self.error = self.error or error
+        if signal.Signals(number).name[3:] in SAVING and self.error is None:
+            self.requests.add(("save", number))
+        elif not self.asked:
+            self.asked = number
+            self.requests.add(("end", number))
+
+    def _handle(self, number: int, frame: Any) -> None:
+        for stream in (1, 2):
+            try:
+                os.write(stream, b"")
+            except OSError:  # The terminal was closed, and a print before the save would raise.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        self.note(number, frame)
         if number == signal.SIGINT:
             if time.monotonic() - self._pressed > REPEAT_SECONDS:
                 raise KeyboardInterrupt
-            self._pressed = min(self._pressed, time.monotonic())
-        if not self.asked:
-            self.asked = number
-            outer = getattr(self._previous.get(number), "__self__", None)
-            if isinstance(outer, Interrupt):  # a sweep, which ends with this run
-                outer.asked = outer.asked or number
-            if number == signal.SIGINT:
+            if self._pressed == math.inf:
                 text = "\nending after this call; Ctrl-C again stops at once"
                 with contextlib.suppress(RuntimeError):  # in the middle of another print
                     print(text, file=sys.stderr, flush=True)
+            self._pressed = min(self._pressed, time.monotonic())
 
     def __exit__(self, *_: object) -> None:
-        while self._previous:
-            number, old = self._previous.popitem()
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # type: ignore[arg-type]
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
 
 def in_notebook() -> bool:

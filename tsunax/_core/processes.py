@@ -10,7 +10,7 @@ of several.
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -87,8 +87,8 @@ class Alone:
             check_started()
         return Unanimous()
 
-    def agree(self, asked: int = 0) -> int:
-        """A number that any process passed, on all processes at the same call; 0 before."""
+    def agree(self, asked: Any = 0) -> Any:
+        """What any process passed, a number or a list, on all at the same call; 0 before."""
         return asked
 
     def row_parts(self, count: int) -> int:
@@ -119,13 +119,13 @@ class Unanimous:
     def program(self, trace: Callable[..., Any], *arguments: Any) -> None:
         """Compare the program of the first call."""
 
-    def agree(self, signal: int) -> int:
-        """The signal that any process got, at the same call on all; 0 without."""
-        return signal
+    def agree(self, requests: Set[Any]) -> Set[Any]:
+        """The requests of some process, tuples, at the same call on all; empty before."""
+        return {*requests}
 
-    def signal(self, signal: int) -> int:
-        """The signal that any process got until the end of the run; 0 without."""
-        return signal
+    def agree_at_end(self, requests: Set[Any]) -> Set[Any]:
+        """The requests of all processes until the end of the run."""
+        return {*requests}
 
     def numbers(self, place: str, row: dict[str, float]) -> dict[str, float]:
         """The numbers of process 0."""

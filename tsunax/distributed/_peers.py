@@ -48,7 +48,7 @@ class Peers:
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._numbers = collections.Counter[str]()  # the number of gatherings, by thread
         self._next = 0  # the event that this process reads next
-        self._round = self._value = 0
+        self._round, self._value = 0, None  # the value of this round
         self._is_counting = self._has_sent_request = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
         self._goals: collections.deque[tuple[list[int], int]] = collections.deque()
@@ -159,7 +159,7 @@ class Peers:
         missing = ", ".join(self._name(i) for i in range(self.count) if i not in said)
         return message(name, "", f"no word of {missing}", "all processes")
 
-    def agree(self, request: int) -> int:
+    def agree(self, request: Any) -> Any:
         """See `collectives.agree`. Waits only while the processes report how often they called."""
         with self._changed:
             is_free = lambda: self._ended or not self._is_counting
@@ -250,6 +250,7 @@ class Peers:
         if len(counts) == self.count:
             gatherings, calls = max(json.loads(text) for text in counts.values())
             self._post({"goal": [self._round, [gatherings, calls + 1]]})
+            self._store.delete(f"count/{self._round}/")
 
     def _tick(self) -> None:
         """Process 0 names a process that answers no tick; its own pauses do not count."""

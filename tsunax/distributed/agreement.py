@@ -13,7 +13,7 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -118,9 +118,9 @@ class Agreement(processes.Unanimous):
     def _compare(self, where: str, things: Mapping[str, Any]) -> None:
         self.everyone.compare(where, lambda: things, processes.LAST)
 
-    def agree(self, signal: int) -> int:
-        """The signal that any process got, at the same call on all; 0 without."""
-        return self.everyone.agree(signal) if self.spans else signal
+    def agree(self, requests: Set[Any]) -> Set[Any]:
+        """The requests of some process, tuples, at the same call on all; empty before."""
+        return {*map(tuple, self.everyone.agree([*requests]) or ())} if self.spans else {*requests}
 
     def _everyone(self, place: str, value: Any) -> list[Any]:
         """A value of each process, in order."""
@@ -158,13 +158,13 @@ class Agreement(processes.Unanimous):
         name = self.everyone.name_of(times.index(max(times)))
         return f"{name} by {delay:.1f} s" if delay > sum(seconds.values()) / 20 else ""
 
-    def signal(self, signal: int) -> int:
-        """The signal that any process got until the end of the run; 0 without."""
-        signal = next(filter(None, self._everyone("the end", signal)), 0)
-        # wait for it here, because a signal that arrives later would end the next run
-        while self._speaks and signal and not self.everyone.agree(signal):
+    def agree_at_end(self, requests: Set[Any]) -> Set[Any]:
+        """The requests of all processes until the end of the run."""
+        requests = {tuple(x) for own in self._everyone("the end", [*requests]) for x in own}
+        # wait for it here, because a request that arrives later would end the next run
+        while self._speaks and requests and not self.agree(requests):
             time.sleep(1e-3)
-        return signal
+        return requests
 
 
 @functools.lru_cache(maxsize=16)  # every evaluation needs it, and to print a program takes long

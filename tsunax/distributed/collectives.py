@@ -148,7 +148,7 @@ class Several(processes.Alone):
         peers = joining._peers_of_run
         return f"process {index}" if peers is None else peers.name_of(index)
 
-    def agree(self, asked: int = 0) -> int:
+    def agree(self, asked: Any = 0) -> Any:
         peers = joining.peers()
         return asked if peers is None else peers.agree(asked)
 

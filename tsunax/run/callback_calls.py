@@ -32,7 +32,10 @@ class CallbackCalls(Part):
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
-        callback_events = {"step": ["step"] + ["log"] * (run.step % options.log_every == 0)}
+        callback_events = {
+            "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
+            "save": [],  # A signal asked for it, so a repeated run does not have this event.
+        }
         if options.dry_run:
             callback_events["end"] = ["step", "end"]
         for event in itertools.chain(*(callback_events.get(x, [x]) for x in events)):

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, processes
+from tsunax._core import Function, PyTree, Step, processes
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
@@ -71,6 +72,7 @@ class Fit:
         begin_order: tuple[Part, ...],
         agreement: processes.Unanimous,
         beginning: Beginning,
+        interrupt: Interrupt,
     ) -> None:
         self.step: Step = step
         self.options: Options = options
@@ -83,7 +85,12 @@ class Fit:
         donates = not isinstance(step, TrainStep) or step.donate
         self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
         self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
+        self.interrupt: Interrupt = interrupt
+        self.timers: list[Any] = [timer for part in parts for timer in part.timers]
+        self.keeps_time: bool = not agreement.spans or processes.current().is_first
         self.signal: int = 0  # the signal that ended the run: the same on all processes
+        # ("save", signal) and ("clock", index of a timer) on which all processes have agreed
+        self.requests: set[tuple[str, int]] = set()
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
@@ -134,13 +141,22 @@ class Fit:
         is_at_end = bool(run.stopped) or goal.reached(run.step, epoch)
         return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
-    def is_finished(self, interrupt: Interrupt) -> bool:
+    def is_finished(self) -> bool:
         """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
         run = self.run
-        if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped:
+        if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.signal:
             return True
-        self.signal = self.agreement.agree(interrupt.asked)
+        self.poll(self.agreement.agree)
         return bool(self.signal)
+
+    def poll(self, agree: Function) -> None:
+        """Agree with all processes on what signals and timers ask for. Process 0 has the clock."""
+        own, timers = self.interrupt.requests, self.timers if self.keeps_time else ()
+        own.update(("clock", i) for i, timer in enumerate(timers) if timer.is_late())
+        if requests := agree(own):
+            own.difference_update(requests)
+            self.signal = min((number for kind, number in requests if kind == "end"), default=0)
+            self.requests.update(x for x in requests if x[0] != "end")
 
     def steps_to_boundary(self) -> float:
         """The number of steps up to the next boundary, if no step is rejected."""
@@ -151,14 +167,14 @@ class Fit:
             self.next_boundary = step, min(places, default=float("inf"))
         return self.next_boundary[1] - step - self.caller.ahead
 
-    def next_chunks(self, interrupt: Interrupt) -> list[Chunk] | None:
+    def next_chunks(self) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
         # A compiled loop ends at too many rejections. Single calls have to be read for that: all
         # but the last at first, so that the device has work meanwhile.
         for leave in (1, 0) if self.options.steps_per_call is None else ():
             if self.rejections.may_end(len(self.caller.unread)):
                 self.read(leave)
-        return None if self.is_finished(interrupt) else self.take(self.steps_to_boundary())
+        return None if self.is_finished() else self.take(self.steps_to_boundary())
 
     def take(self, steps_left: float) -> list[Chunk]:
         """The batches of the next calls, for `steps_left` steps at most; [] at the end of an epoch.
@@ -205,6 +221,7 @@ class Fit:
         is_large = count * chunk.bytes > WAITING_BYTES
         if count > 1 and (is_late or is_large):
             self.read(1)
+        self.poll(self.agreement.agree)  # a planned boundary after these calls serves it, too
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""
@@ -217,8 +234,9 @@ class Fit:
     def boundary_here(self) -> None:
         """Hold the boundary after these calls, unless rejected steps keep the run before it."""
         self.read(0)
-        if self.run.step == self.next_boundary[1]:
-            self.boundary(["step"])
+        events = ["step"] * (self.run.step == self.next_boundary[1])
+        if events or self.requests:
+            self.boundary(events)
 
     def epoch_ended(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""
@@ -227,10 +245,11 @@ class Fit:
         self.read(0)
         self.boundary(["step"] * (self.run.step == self.next_boundary[1]) + ["epoch"])
 
-    def end(self, interrupt: Interrupt) -> None:
+    def end(self) -> None:
         self.read(0)
         run = self.run
-        self.signal = self.signal or self.agreement.signal(interrupt.asked)
+        if not self.signal:
+            self.poll(self.agreement.agree_at_end)
         if self.signal:
             run.interrupted = True
             run.stop(INTERRUPTED)
@@ -239,8 +258,15 @@ class Fit:
         self.boundary(["end"])
 
     def boundary(self, events: list[str]) -> None:
-        """Hold a boundary: call each part that is due there, in order."""
+        """Hold a boundary: call each part that is due there, in order. It serves the requests."""
         boundary_start, run = self.clock.lap("idle"), self.run
+        requests, self.requests = sorted(self.requests), set()
+        events += dict.fromkeys(kind for kind, _ in requests)
+        for name in [signal.Signals(number).name for kind, number in requests if kind == "save"]:
+            run.history.mark("save", run.step, name)
+        due_timers = [self.timers[i] for kind, i in requests if kind == "clock"]
+        for timer in due_timers:
+            timer.is_due = True
         self.feed.sync()
         run.epoch, run.is_changed = self.feed.epoch, False
         if "end" in events:
@@ -248,6 +274,9 @@ class Fit:
         for part in self.parts:
             if part.due(run, events):
                 part.at(run, events)
+        for timer in due_timers:
+            timer.is_due = False
+            timer.restart()
         if run.is_changed:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra)

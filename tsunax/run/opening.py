@@ -11,6 +11,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step, checks, processes
+from tsunax._core.interrupts import SAVING, Interrupt
 from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
 from tsunax.run.chunks import NO_LIMIT, Limits
@@ -70,7 +71,11 @@ def begin(
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
     begin_order = (*display, run.rows, *parts, *saving)
-    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning)
+    # Signals but Ctrl-C are taken if there is something to save, or to end on all processes.
+    # Ctrl-C apart, signals need something to save, or several processes that have to end together.
+    takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
+    signals = Interrupt(*filter(takes, options.signals))
+    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning, signals)
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Function, PyTree, checks, processes, trees
+from tsunax._core.interrupts import SIGNALS
 from tsunax.errors import WrongTypeError
 from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
@@ -53,6 +54,7 @@ class Options:
     log_every: int
     steps_per_call: Any  # an int, "auto", or None: no compiled loop
     max_bad: int
+    signals: Sequence[str]
     extra: Mapping[str, Any]
     dry_run: bool  # every callback is called at the end, also before its steps and events
     progress: bool
@@ -75,6 +77,8 @@ class Options:
         checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
+        for name in self.signals:
+            checks.check_choice(name, where, "signals", SIGNALS)
         functions = _listed(self.callbacks)
         self.parts = tuple(f for f in functions if isinstance(f, Part))
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part))

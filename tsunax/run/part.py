@@ -22,6 +22,8 @@ from typing import Any
 
 from tsunax._core import Function, trees
 
+REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
+
 
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
@@ -34,6 +36,8 @@ class Part:
     every: float = float("inf")
     #: Whether it needs a boundary at the end of every epoch.
     epochs: bool = False
+    #: Timers, each of which asks for a boundary when its duration has passed.
+    timers: Sequence[Any] = ()
 
     def next_step(self, step: int) -> float:
         """The first step beyond `step` at which the part needs a boundary; inf for none.
@@ -46,8 +50,9 @@ class Part:
         """Whether `at` is called at this boundary: at `next_step`, and at ends of epochs.
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
-        evaluation was done), "epoch" (an epoch has ended) and "end" (of the run). To be called at
-        "start" or "end", override this method.
+        evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and those that come
+        at any step: "save" (a signal asked for it) and "clock" (a timer has run out). To be called
+        at "start", "end", "save" or "clock", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
         return is_step or (self.epochs and "epoch" in events)

@@ -218,7 +218,10 @@ class Progress(Part):
         end_time = clock if self.reason is None else self._newest_time
         self.rate = (self.step - steps_before) / (end_time - start) if end_time > start else None
         self.elapsed = clock_time - self._start_time
-        self.view.draw(self)
+        try:
+            self.view.draw(self)
+        except OSError:  # stderr was closed, for example with its terminal: the run goes on
+            self.view = _Silent()
         self._next_draw_time = time.perf_counter() + self.wait
 
 

@@ -141,7 +141,7 @@ class Saving(Part):
     def at(self, run: Run, events: list[str]) -> None:
         saver, is_end = self.saver, "end" in events
         saver.poll()
-        due = saver.due(run.step) or ("epoch" in events and self.epochs)
+        due = saver.due(run.step) or ("epoch" in events and self.epochs) or "save" in events
         # the end is saved again, because evaluation and callbacks add to the save at this step
         is_new = self.saved != (run.step, run.place())
         if is_end or (is_new and (due or self._is_best(run))):

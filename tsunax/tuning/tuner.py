@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ __all__ = ["as_trainable", "tune"]
 class _Ending(Interrupt):
     """Ctrl-C ends the trial under way, also if a `fit` in it returns."""
 
-    def _note(self, number, frame) -> None:
+    def _handle(self, number, frame) -> None:
         raise KeyboardInterrupt
 
 
@@ -139,7 +138,7 @@ def tune(
         )
         closing_text = "interrupted"
         try:
-            with _Ending(signal.SIGINT) as ending:
+            with _Ending("INT") as ending:
                 for group in _groups(open_trials, names, members if names else 1):
                     sweep.run(group, ending)
             closing_text = ""
