@@ -141,6 +141,7 @@ class EndingRun:
         self.log = os.open(self.folder / f"log{process}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.strike = Strike(job, process, self.say)
         self.path = job["bucket"] or self.folder / "run"
+        self.was_asked = False  # whether a signal had asked for the save under way, or an earlier one
 
     def say(self, word: str, **about) -> None:
         os.write(self.log, (json.dumps({"word": word, **about}) + "\n").encode())
@@ -159,15 +160,18 @@ class EndingRun:
                 result = method(*args, **kwargs)
                 if word:
                     self.say(word)
+                    if self.was_asked and self.job.get("dies"):
+                        os.kill(os.getpid(), signal.SIGKILL)
                 strike("save")
                 return result
 
             return hooked
 
-        def hooked_save(state, step, *values):
+        def hooked_save(state, step, place, history, *values):
             self.say("SAVE", step=step)
+            self.was_asked = any(name == "save" for _, name, _ in history["marks"])
             strike("save")
-            return save(state, step, *values)
+            return save(state, step, place, history, *values)
 
         checkpoints._save = hooked_save  # type: ignore[method-assign]
         home.write_blocks = between(home.write_blocks)  # type: ignore[method-assign]

@@ -8,7 +8,8 @@ A run sends the signal to itself (`campaigns.ending_run`): while its loss functi
 in `evaluate`, in a callback, before, within and after a save, and at its end. The same command again must end with the
 bits of params, moments and keys, the rows of history, csv and jsonl, and the memory of an undisturbed run; a third time
 it must change nothing. Rows of another run are in the same files. SIGKILL may cost the steps since the last save, the
-other signals none. The signals that only ask for a save, USR1 and USR2, must leave a mark and the undisturbed result.
+other signals none. USR1 and USR2 only ask for a save: it must leave a mark, and USR1 the result of an undisturbed run.
+After USR2 the run is killed as soon as the save is on the disk: the next one begins there.
 """
 
 import argparse
@@ -66,16 +67,11 @@ class Case:
     def number(self) -> int:
         return getattr(signal, f"SIG{self.signal}")
 
-    @property
-    def continues(self) -> bool:
-        """Whether the signal asks for a save, and not for the end."""
-        return self.signal in ("USR1", "USR2")
-
     def is_right(self, codes: list, has_ended: bool) -> bool:
         """Whether these are the exit codes of the run; `has_ended`: it had nothing left to do."""
-        if self.continues:
+        if self.signal == "USR1":
             return codes == [0] * self.processes
-        if self.signal == "KILL":
+        if self.signal in ("USR2", "KILL"):
             return codes[self.victim] == -signal.SIGKILL
         own = {128 + self.number} | ({-signal.SIGINT} if self.signal == "INT" else set())  # a shell says 130
         late = {0, -self.number} if has_ended and self.processes > 1 else set()  # the others had left `fit`
@@ -199,7 +195,10 @@ def lost_steps(case: Case, first: list[dict], second: list[dict]) -> list[str]:
     began = (lines(second, "BEGAN") or [x["returned"] for x in lines(second, "ENDED")] or [{"step": -1, "state": ""}])[
         0
     ]
-    if case.signal == "KILL":
+    if case.signal == "USR2" and case.victim == 0:  # process 1 may die before process 0 has committed the save
+        asked = [line["step"] for line in lines(first, "SAVE")][-1]
+        return difference("killed after a save that was asked for", began["step"], asked)
+    if case.signal in ("USR2", "KILL"):
         reached = max((line["step"] for line in lines(first, "STEP")), default=0)
         # a save may be under way, and the one before is on the disk when it begins
         is_saved = reached - began["step"] <= 2 * CADENCES[case.cadence]
@@ -218,6 +217,7 @@ def saved_on_request(case: Case, log: list[dict]) -> list[str]:
 def tried(case: Case, runs: Runs, reference: Reference) -> list[str]:
     """End a run as the case says, start it again, and list the faults."""
     strike = {"phase": case.phase, "nth": case.nth, "victim": case.victim, "signal": case.number, "seed": case.nth}
+    strike |= {"dies": case.signal == "USR2"}
     with runs.scratch() as folder:
         codes, first = runs.start(folder, case, **strike)
         if not lines(first[case.victim], "STRUCK"):
@@ -232,7 +232,7 @@ def tried(case: Case, runs: Runs, reference: Reference) -> list[str]:
         faults = [] if case.is_right(codes, has_ended) else [f"exit codes {codes}{errors(folder)}"]
         for process in range(case.processes):
             faults += lost_steps(case, first[process], second[process])
-            if case.continues and codes[process] == 0:
+            if case.signal == "USR1" and codes[process] == 0:
                 faults += whole(first[process], reference, process) + saved_on_request(case, first[process])
             faults += whole(second[process], reference, process) or again(second[process])
         faults += difference("rows", logged(folder), reference.rows)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Step, StrPath, checks, placement, processes, trees
-from tsunax._core.interrupts import SIGNALS, in_notebook
+from tsunax._core.interrupts import SIGNALS, Interrupted, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
 from tsunax.data.positions import innermost
@@ -335,8 +335,10 @@ def fit(
         is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
         run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
         try:
-            with fitting.interrupt, fitting.parts_begun():
-                _train(fitting)
+            with fitting.interrupt:
+                with fitting.parts_begun():
+                    _train(fitting)
+                fitting.agree_on_late_signal()
         except BaseException as error:
             with_state(error, run)
             raise
@@ -358,7 +360,8 @@ def _raise_for_signal(fitting: Fit) -> None:
     if signal_number not in (0, signal.SIGINT):
         raise with_state(SystemExit(128 + signal_number), run)
     if signal_number and not in_notebook():
-        raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
+        kind = Interrupted if fitting.agreement.spans else KeyboardInterrupt
+        raise with_state(kind(f"at step {run.step}; `error.state` is the state"), run)
 
 
 def _closed(fitting: Fit) -> None:
