@@ -67,9 +67,9 @@ class Case:
     def number(self) -> int:
         return getattr(signal, f"SIG{self.signal}")
 
-    def is_right(self, codes: list, has_ended: bool) -> bool:
+    def is_right(self, codes: list, log: list[dict], has_ended: bool) -> bool:
         """Whether these are the exit codes of the run; `has_ended`: it had nothing left to do."""
-        if self.signal == "USR1":
+        if self.signal == "USR1" or (self.signal == "USR2" and is_late(log)):
             return codes == [0] * self.processes
         if self.signal in ("USR2", "KILL"):
             return codes[self.victim] == -signal.SIGKILL
@@ -207,11 +207,18 @@ def lost_steps(case: Case, first: list[dict], second: list[dict]) -> list[str]:
     return [x for left in lines(first, "LEFT") for x in difference("begun", place(began), place(left))]
 
 
+def is_late(log: list[dict]) -> bool:
+    """Whether the signal came after the last step: the save of the end comes anyway, or is under way."""
+    words = [line["word"] for line in log if line["word"] in ("STEP", "STRUCK")]
+    return words[-1:] == ["STRUCK"]
+
+
 def saved_on_request(case: Case, log: list[dict]) -> list[str]:
     """Faults of a run that was asked to save: it has a mark, at a step that it saved."""
     marks = [step for step, name, text in lines(log, "ENDED")[-1]["marks"] if name == "save" and case.signal in text]
     saves = [line["step"] for line in lines(log, "SAVE")]
-    return [] if len(marks) == 1 and marks[0] in saves else [f"marks of saves at {marks}, saves at {saves}"]
+    is_saved = len(marks) == 1 and marks[0] in saves
+    return [] if is_saved or (is_late(log) and not marks) else [f"marks of saves at {marks}, saves at {saves}"]
 
 
 def tried(case: Case, runs: Runs, reference: Reference) -> list[str]:
@@ -229,11 +236,12 @@ def tried(case: Case, runs: Runs, reference: Reference) -> list[str]:
         if second_codes != [0] * case.processes:
             return [f"started again: exit codes {second_codes}{errors(folder)}"]
         has_ended = not lines(second[0], "BEGAN")
-        faults = [] if case.is_right(codes, has_ended) else [f"exit codes {codes}{errors(folder)}"]
+        faults = [] if case.is_right(codes, first[case.victim], has_ended) else [f"exit codes {codes}{errors(folder)}"]
         for process in range(case.processes):
             faults += lost_steps(case, first[process], second[process])
             if case.signal == "USR1" and codes[process] == 0:
-                faults += whole(first[process], reference, process) + saved_on_request(case, first[process])
+                faults += whole(first[process], reference, process)
+                faults += saved_on_request(case, first[process]) if process == case.victim else []
             faults += whole(second[process], reference, process) or again(second[process])
         faults += difference("rows", logged(folder), reference.rows)
         hidden = [p.name for p in (folder / "run").glob(".tsunax-*")] if case.home == "files" else []

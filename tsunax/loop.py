@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Step, StrPath, checks, placement, processes, trees
-from tsunax._core.interrupts import SIGNALS, Interrupted, in_notebook
+from tsunax._core.interrupts import SIGNALS, in_notebook
 from tsunax._core.trees import own
 from tsunax.data.checks import owned
 from tsunax.data.positions import innermost
@@ -360,8 +360,11 @@ def _raise_for_signal(fitting: Fit) -> None:
     if signal_number not in (0, signal.SIGINT):
         raise with_state(SystemExit(128 + signal_number), run)
     if signal_number and not in_notebook():
-        kind = Interrupted if fitting.agreement.spans else KeyboardInterrupt
-        raise with_state(kind(f"at step {run.step}; `error.state` is the state"), run)
+        text = f"at step {run.step}; `error.state` is the state"
+        error = with_state(KeyboardInterrupt(text), run)
+        # So other processes do not call this one failed. A subclass would make the exit code 1.
+        error.signal = signal_number
+        raise error
 
 
 def _closed(fitting: Fit) -> None:

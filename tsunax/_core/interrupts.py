@@ -19,10 +19,6 @@ SAVING = ("USR1", "USR2")  # after these a run saves and goes on; all others end
 REPEAT_SECONDS = 1.0
 
 
-class Interrupted(KeyboardInterrupt):
-    """A Ctrl-C that ended a run after the same call on all of its processes: none has failed."""
-
-
 class Interrupt:
     """A context in which signals of these names are noted; main thread only.
 

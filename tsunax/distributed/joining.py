@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 
 from tsunax._core import processes
-from tsunax._core.interrupts import Interrupted
 from tsunax._core.processes import LAST, number, stay_alone
 from tsunax.distributed import _jax_private, _peers
 from tsunax.errors import ProcessError, told
@@ -292,8 +291,9 @@ if hasattr(os, "register_at_fork"):
 def _at_exit() -> None:
     assert _peers_of_run is not None
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    # all processes end a run for a Ctrl-C, and the status of each is that of the signal
-    if error is None or isinstance(error, Interrupted) or not _peers_of_run.is_watched:
+    # A Ctrl-C to one process ends the run on all of them, and none has failed.
+    is_of_all = error is None or getattr(error, "signal", 0)
+    if is_of_all or not _peers_of_run.is_watched:
         try:
             return stop()
         except ProcessError as stop_error:
