@@ -156,9 +156,11 @@ def difference(what: str, got, expected) -> list[str]:
     """Nothing if the two are equal in every bit that JSON keeps, else a line that shows where."""
     if json.dumps(got) == json.dumps(expected):
         return []
+    if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
+        got, expected = ({str(i): x for i, x in enumerate(values)} for values in (got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
         names = [k for k in {**expected, **got} if json.dumps(got.get(k)) != json.dumps(expected.get(k))]
-        return [f"{what}: {k}: got {got.get(k)}, expected {expected.get(k)}"[:700] for k in names]
+        return [x for k in names for x in difference(f"{what}: {k}", got.get(k), expected.get(k))][:5]
     return [f"{what}: got {got}, expected {expected}"[:700]]
 
 
@@ -294,16 +296,16 @@ class Bucket:
 
 @contextlib.contextmanager
 def bucket(homes: list[str]):
-    """An emulator of a bucket, if one of the homes is there."""
+    """An emulator of a bucket, if one of the homes is there; it needs moto and obstore."""
     if "bucket" not in homes:
         yield None
         return
-    from tests.programs import bucket as emulator
+    from tests.programs import s3_bucket as emulator
 
-    command = [sys.executable, "-m", "tests.programs.bucket"]
+    command = [sys.executable, "-m", "tests.programs.s3_bucket"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
-            yield Bucket("gs://bucket", emulator.address(int(server.stdout.readline())))  # type: ignore[union-attr]
+            yield Bucket("s3://bucket", emulator.address(int(server.stdout.readline())))  # type: ignore[union-attr]
         finally:
             server.kill()
 
