@@ -69,7 +69,7 @@ class Case:
 
     def is_right(self, codes: list, log: list[dict], has_ended: bool) -> bool:
         """Whether these are the exit codes of the run; `has_ended`: it had nothing left to do."""
-        if self.signal == "USR1" or (self.signal == "USR2" and is_late(log)):
+        if self.signal == "USR1" or (self.signal == "USR2" and is_late(log) and codes[self.victim] == 0):
             return codes == [0] * self.processes
         if self.signal in ("USR2", "KILL"):
             return codes[self.victim] == -signal.SIGKILL
@@ -324,7 +324,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=420)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out the first cases of this seed")
-    parser.add_argument("--only", help="one case, as a bad run printed it")
+    parser.add_argument("--only", nargs="+", default=[], help="cases, as bad runs printed them")
     for name, choices in (("homes", HOMES), ("signals", SIGNALS), ("phases", PHASES), ("processes", (1, 2))):
         kind = type(choices[0])
         parser.add_argument(f"--{name}", nargs="+", type=kind, choices=choices, default=list(choices))
@@ -336,7 +336,7 @@ def main() -> int:
     args = parsed()
     chosen = cases(args.seed, args.homes, args.processes, args.signals, args.phases)
     todo = itertools.islice(chosen, args.skip, args.skip + args.count)
-    todo = [Case.of(args.only)] if args.only else list(todo)
+    todo = [Case.of(text) for text in args.only] or list(todo)
     by_phase: dict = collections.defaultdict(collections.Counter)
     counts: collections.Counter = collections.Counter()
     references: dict[tuple[str, int], Reference] = {}
