@@ -1447,16 +1447,48 @@ def test_signals_save(tmp_path, number):
 
 
 class Loader:
-    """Five batches in an epoch, and the loop does not know how many."""
+    """Five batches in an epoch, and the loop does not know how many; signals come with some batches."""
+
+    def __init__(self, *pressed, dies=0):
+        self.pressed, self.dies, self.count = pressed, dies, 0
 
     def __iter__(self):
         for i in range(0, 40, 8):
+            self.count += 1
+            if self.count in self.pressed:
+                signal.raise_signal(signal.SIGUSR1)
+            if self.count == self.dies:
+                raise OSError("killed")
             yield X[i : i + 8], Y[i : i + 8]
+
+
+def test_a_save_at_the_last_step_of_an_epoch_leaves_each_row_once(tmp_path):
+    """The row is whole only when the loop sees the end of the epoch, after the save."""
+
+    def run(folder, loader):
+        evaluate = lambda state: {"val/bias": float(state.params["out"]["bias"][0])}
+        options = {"log_every": 1, "fast_forward": True, "steps_per_call": 1, "evaluate": evaluate}
+        log = ts.loggers.csv(tmp_path / folder / "rows.csv")
+        with ts.Checkpoints(tmp_path / folder, every=900, keep_last=None) as saver:
+            state, history = fit(
+                STEP, ts.setup(RULE, init()), loader, steps=12, logger=log, checkpoint=saver, **options
+            )
+        rows = [line.split(",")[:5] for line in (tmp_path / folder / "rows.csv").read_text().splitlines()]
+        return state, history["val/bias"], rows, saver.steps()
+
+    expected, evaluations, rows, _ = run("whole", Loader())
+    with pytest.raises(DataError, match="killed"):
+        run("killed", Loader(5, dies=7))
+    for folder, loader, saved in (("saved", Loader(5, 9), [5, 9, 12]), ("killed", Loader(), [5, 12])):
+        state, found, logged, steps = run(folder, loader)
+        assert_trees_equal(state, expected)
+        np.testing.assert_array_equal(found, evaluations)
+        assert logged == rows and len(rows) == 13 and steps == saved
 
 
 @pytest.mark.parametrize("steps_per_call", [1, "auto"])
 def test_a_signal_that_saves_a_run_which_goes_on(tmp_path, steps_per_call):
-    """With an epoch that ends at the step of the save, and a death before the next save."""
+    """Also if it dies before the next save."""
 
     def run(folder, *pressed, dies=0):
         def press(run):
@@ -1576,6 +1608,23 @@ def test_a_late_timer_makes_a_boundary(monkeypatch):
     assert due == [(3, ["step", "clock"], [True, True])]
     assert [timer.restarts for timer in Clocked.timers] == [1, 1]
     assert not any(timer.is_due for timer in Clocked.timers)
+
+
+def test_a_save_has_the_rows_before_its_step_in_the_logs(tmp_path):
+    class Log:
+        steps, synced = (), ()
+
+        def __call__(self, row, step):
+            self.steps += (step,)
+
+        def sync(self):
+            self.synced += (self.steps,)
+
+    log = Log()
+    options = {"steps": 12, "log_every": 3, "steps_per_call": 1, "fast_forward": True}
+    with ts.Checkpoints(tmp_path, every=900) as saver:
+        fit(STEP, ts.setup(RULE, init()), Loader(5), logger=log, checkpoint=saver, **options)
+    assert log.synced == ((1, 3), (1, 3, 6, 9, 12))
 
 
 class Pressing(list):

@@ -145,8 +145,9 @@ class Rows(Part):
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
         is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
-        # After a save at any step the epoch may end at that step, and the row gets more numbers.
-        self.is_open = not is_end and (is_last_row or set(events) <= {*REQUESTED})
+        # After a save at any step the epoch may end at that step, and the row gets more numbers,
+        # also in a run that is resumed there.
+        self.is_open = not is_end and (is_last_row or set(events) <= {"start", *REQUESTED})
         if not self.is_open or self.step != run.step:
             self.flush()
 
