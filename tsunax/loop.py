@@ -338,7 +338,8 @@ def fit(
             with fitting.interrupt:
                 with fitting.parts_begun():
                     _train(fitting)
-                fitting.agree_on_late_signal()
+                if not fitting.signal:  # It may come while the end is evaluated and saved.
+                    fitting.poll(fitting.agreement.agree_at_end)
         except BaseException as error:
             with_state(error, run)
             raise

@@ -257,11 +257,6 @@ class Fit:
             run.history.mark("slowest", run.step, slowest)
         self.boundary(["end"])
 
-    def agree_on_late_signal(self) -> None:
-        """Agree on a signal that came while the end was evaluated and saved: all raise it."""
-        if not self.signal:
-            self.poll(self.agreement.agree_at_end)
-
     def boundary(self, events: list[str]) -> None:
         """Hold a boundary: call each part that is due there, in order. It serves the requests."""
         boundary_start, run = self.clock.lap("idle"), self.run
