@@ -169,6 +169,7 @@ class EndingRun:
 
         def hooked_save(state, step, place, history, *values):
             self.say("SAVE", step=step)
+            checkpoints.wait()  # as `save` does: an earlier save is over before the flag is set
             self.was_asked = any(name == "save" for _, name, _ in history["marks"])
             strike("save")
             return save(state, step, place, history, *values)
