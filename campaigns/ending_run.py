@@ -141,6 +141,7 @@ class EndingRun:
         self.log = os.open(self.folder / f"log{process}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.strike = Strike(job, process, self.say)
         self.path = job["bucket"] or self.folder / "run"
+        self.step_of_save = 0
         self.was_asked = False  # whether a signal had asked for the save under way, or an earlier one
 
     def say(self, word: str, **about) -> None:
@@ -159,7 +160,7 @@ class EndingRun:
                 strike("save")
                 result = method(*args, **kwargs)
                 if word:
-                    self.say(word)
+                    self.say(word, step=self.step_of_save)
                     if self.was_asked and self.job.get("dies"):
                         os.kill(os.getpid(), signal.SIGKILL)
                 strike("save")
@@ -169,7 +170,8 @@ class EndingRun:
 
         def hooked_save(state, step, place, history, *values):
             self.say("SAVE", step=step)
-            checkpoints.wait()  # as `save` does: an earlier save is over before the flag is set
+            checkpoints.wait()  # as `save` does: an earlier save is over
+            self.step_of_save = step
             self.was_asked = any(name == "save" for _, name, _ in history["marks"])
             strike("save")
             return save(state, step, place, history, *values)

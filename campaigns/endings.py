@@ -198,7 +198,7 @@ def lost_steps(case: Case, first: list[dict], second: list[dict]) -> list[str]:
         0
     ]
     if case.signal == "USR2" and case.victim == 0:  # process 1 may die before process 0 has committed the save
-        asked = [line["step"] for line in lines(first, "SAVE")][-1]
+        asked = lines(first, "SAVED")[-1]["step"]
         return difference("killed after a save that was asked for", began["step"], asked)
     if case.signal in ("USR2", "KILL"):
         reached = max((line["step"] for line in lines(first, "STEP")), default=0)
