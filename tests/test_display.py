@@ -368,3 +368,16 @@ def test_silence(capsys):
     bar.note("x")
     bar.close("y")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_outlives_the_terminal_that_shows_it(monkeypatch):
+    def broken(*given, **options):
+        raise OSError(5, "Input/output error")
+
+    bar = progress.Progress(progress._Lines(), total=10, start=0)
+    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(write=broken, flush=broken))
+    bar._next_draw_time = 0.0
+    bar.show(5, ROW)
+    bar.note("x")
+    bar.close("y")
+    assert isinstance(bar.view, progress._Silent)

@@ -176,11 +176,21 @@ def test_the_slowest_process_is_named(launch):
 def test_a_signal_to_one_saves_the_run_of_all(launch):
     first, second = answers(launch(2, "saved"))
     assert first == second
-    (step, marks, steps), (last_step, last_marks, last_steps) = first
+    (step, marks, steps), (last_step, last_marks, last_steps), has_same_bits = first
     # Signals at 5, at 12 to both, and at 20: each is served once, a call or more after it came.
     assert step == 32 and len(marks) in (3, 4) and steps == [*marks, 32]
     assert last_step == 48 and last_marks[: len(marks)] == marks and {*last_marks[len(marks) :]} == {48}
-    assert last_steps == [*steps, 48]
+    assert last_steps == [*steps, 48] and has_same_bits
+
+
+@pytest.mark.slow
+def test_a_timer_of_process_0_makes_a_boundary_of_all(launch):
+    first, second = answers(launch(2, "clocked"))
+    assert first == second
+    steps, which = zip(*first, strict=True)
+    # Two looks a step: at 9, at 30, and at 59 in the last step. All see it a call or more later, or at the end.
+    assert list(which) == [[True, False, False]] * 2 + [[False, False, True]]
+    assert 5 <= steps[0] < steps[1] <= 20 and steps[2] == 30
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import warnings
 import numpy as np
 import tsunax as ts
 from tsunax import distributed
+from tsunax.run import opening
 
 
 def problem(rows: int):
@@ -279,10 +280,49 @@ def saved() -> list:
             )  # fmt: skip
         marks = [step for step, name, _ in history.marks if name == "save"]
         found.append([int(state.step), marks, saver.steps()])
-    return found
+    data = ts.batches(arrays, 8, shuffle=True)
+    expected, _ = ts.fit(ts.train_step(losses[0]), make(), data, steps=48, progress=False)
+    local = lambda x: np.asarray(x.addressable_data(0))
+    return [*found, all(np.array_equal(local(x), local(expected.params[k])) for k, x in state.params.items())]
 
 
-WORK = fits, misused, stops, stops_again, uneven, too_late, endless, interrupted, saved
+class Timer:
+    """A timer that is late on one process only, at each look from some on until it is restarted."""
+
+    is_due = False
+
+    def __init__(self, process: int, *late: int) -> None:
+        self.is_here, self.late, self.looks = distributed.process_index() == process, [*late], 0
+
+    def is_late(self) -> bool:
+        self.looks += 1
+        return self.is_here and bool(self.late) and self.looks >= self.late[0]
+
+    def restart(self) -> None:
+        self.late = self.late[1:]
+
+
+def clocked() -> list:
+    """Timers: that of process 0 counts, and all hold a boundary after the same step."""
+    arrays, losses, make = problem(64)
+    data, real, due = ts.batches(arrays, 8, shuffle=True), opening._parts, []
+
+    class Clocked(ts.callbacks.Part):
+        timers = Timer(0, 9, 30), Timer(1, 20), Timer(0, 59)
+
+        def due(self, run, events):
+            return "clock" in events
+
+        def at(self, run, events):
+            due.append([run.step, [timer.is_due for timer in self.timers]])
+
+    opening._parts = lambda *given: ([*real(*given)[0], Clocked()], [])
+    options = {"steps_per_call": 1, "progress": False, "callbacks": ts.callbacks.every(1, lambda run: time.sleep(0.05))}
+    ts.fit(ts.train_step(losses[0]), make(), data, steps=30, **options)
+    return due
+
+
+WORK = fits, misused, stops, stops_again, uneven, too_late, endless, interrupted, saved, clocked
 
 
 def main(work: str) -> None:

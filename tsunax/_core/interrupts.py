@@ -73,9 +73,12 @@ class Interrupt:
             if time.monotonic() - self._pressed > REPEAT_SECONDS:
                 raise KeyboardInterrupt
             if self._pressed == math.inf:
-                text = "\nending after this call; Ctrl-C again stops at once"
                 with contextlib.suppress(RuntimeError):  # in the middle of another print
-                    print(text, file=sys.stderr, flush=True)
+                    print(
+                        "\nending after this call; Ctrl-C again stops at once",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             self._pressed = min(self._pressed, time.monotonic())
 
     def __exit__(self, *_: object) -> None:

@@ -48,10 +48,10 @@ class Peers:
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._numbers = collections.Counter[str]()  # the number of gatherings, by thread
         self._next = 0  # the event that this process reads next
-        self._round, self._value = 0, None  # the value of this round
+        self._round, self._value = 0, None  # the value that a process asks for in this round
         self._is_counting = self._has_sent_request = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
-        self._goals: collections.deque[tuple[list[int], int]] = collections.deque()
+        self._goals: collections.deque[tuple[list[int], Any]] = collections.deque()
         self._ended = ""
         self._threads: list[threading.Thread] = []
 

@@ -87,10 +87,9 @@ class Fit:
         self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
         self.interrupt: Interrupt = interrupt
         self.timers: list[Any] = [timer for part in parts for timer in part.timers]
-        self.keeps_time: bool = not agreement.spans or processes.current().is_first
+        self.is_led: bool = agreement.spans and not processes.current().is_first  # by process 0
         self.signal: int = 0  # the signal that ended the run: the same on all processes
-        # ("save", signal) and ("clock", index of a timer) on which all processes have agreed
-        self.requests: set[tuple[str, int]] = set()
+        self.requests: set[tuple[str, int]] = set()  # ("save", signal) and ("clock", timer's index)
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
@@ -151,8 +150,10 @@ class Fit:
 
     def poll(self, agree: Function) -> None:
         """Agree with all processes on what signals and timers ask for. Process 0 has the clock."""
-        own, timers = self.interrupt.requests, self.timers if self.keeps_time else ()
-        own.update(("clock", i) for i, timer in enumerate(timers) if timer.is_late())
+        own = self.interrupt.requests
+        for i, timer in enumerate(() if self.is_led else self.timers):
+            if timer.is_late() and ("clock", i) not in self.requests:
+                own.add(("clock", i))
         if requests := agree(own):
             own.difference_update(requests)
             self.signal = min((number for kind, number in requests if kind == "end"), default=0)
@@ -221,7 +222,7 @@ class Fit:
         is_large = count * chunk.bytes > WAITING_BYTES
         if count > 1 and (is_late or is_large):
             self.read(1)
-        self.poll(self.agreement.agree)  # a planned boundary after these calls serves it, too
+        self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""

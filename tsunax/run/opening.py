@@ -74,8 +74,17 @@ def begin(
     # Signals but Ctrl-C are taken if there is something to save, or to end on all processes.
     # Ctrl-C apart, signals need something to save, or several processes that have to end together.
     takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
-    signals = Interrupt(*filter(takes, options.signals))
-    fit = Fit(step, options, feed, run, in_order, begin_order, agreement, beginning, signals)
+    fit = Fit(
+        step,
+        options,
+        feed,
+        run,
+        in_order,
+        begin_order,
+        agreement,
+        beginning,
+        interrupt=Interrupt(*filter(takes, options.signals)),
+    )
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():

@@ -22,8 +22,6 @@ from typing import Any
 
 from tsunax._core import Function, trees
 
-REQUESTED = ("save", "clock")  # events that come at any step: no run repeats them
-
 
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.

@@ -14,7 +14,7 @@ from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
 from tsunax.run.history import Clock, History, check_row
 from tsunax.run.options import Goal, Options
-from tsunax.run.part import REQUESTED, Part, blamed
+from tsunax.run.part import Part, blamed
 from tsunax.state import TrainState, check_state
 
 # Names of rows that `fit` fills: no metric may have such a name.
@@ -147,7 +147,7 @@ class Rows(Part):
         is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
         # After a save at any step the epoch may end at that step, and the row gets more numbers,
         # also in a run that is resumed there.
-        self.is_open = not is_end and (is_last_row or set(events) <= {"start", *REQUESTED})
+        self.is_open = not is_end and (is_last_row or set(events) <= {"start", "save", "clock"})
         if not self.is_open or self.step != run.step:
             self.flush()
 
