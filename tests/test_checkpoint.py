@@ -1604,6 +1604,12 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
     assert counts["most steps repeated"] <= 4
 
 
+@pytest.mark.slow  # two minutes
+def test_runs_that_end_in_any_phase_lose_nothing(tmp_path):
+    counts = campaign(tmp_path, "endings", "--count", "10", "--homes", "files", "orbax", timeout=600)
+    assert counts["cases"] == counts["good"] == 10
+
+
 @pytest.mark.slow
 def test_the_seconds_of_killed_runs_are_those_of_what_led_to_their_end(tmp_path):
     counts = campaign(tmp_path, "kills", "--fit", "--most", "2", "--seeds", "0:4")

@@ -137,7 +137,17 @@ def test_what_processes_compare_of_a_function():
 
 @pytest.mark.slow
 def test_a_signal_that_comes_late_has_one_answer(launch):
-    assert answers(launch(2, "too_late")) == [[[8, 143], [8, 143], [8, 0]]] * 2
+    assert answers(launch(2, "too_late")) == [[[8, 143]] * 3 + [[8, 0]]] * 2
+
+
+@pytest.mark.medium
+def test_ctrl_c_to_one_is_the_exit_code_of_all(launch):
+    """No process calls another one failed."""
+    started = launch(2, "endless")
+    ready(started)
+    os.kill(started[1].process.pid, signal.SIGINT)
+    assert [one.wait(120) for one in started] == [-signal.SIGINT] * 2, [one.text[-2000:] for one in started]
+    assert "ends too" not in started[0].text + started[1].text
 
 
 @pytest.mark.slow

@@ -1407,6 +1407,43 @@ def test_a_signal_on_the_way_changes_no_bit(tmp_path):
     np.testing.assert_array_equal(found["val/loss"], history["val/loss"])
 
 
+def test_a_signal_where_a_callback_stops_the_run_leaves_its_end_to_the_next_run(tmp_path):
+    """The end has its evaluation, its callbacks and one row, with the numbers of one run written alike."""
+
+    def end(run):
+        if run.event == "evaluate":
+            run.log(**{"count/evaluations": 1})  # an int, which the history has as a float
+        if run.event == "end" and not run.interrupted:
+            return ts.adjust(run.state, learning_rate=0.05)
+
+    def train(folder, is_hurt=False):
+        def stop(run):
+            run.stop("enough")
+            if is_hurt:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        log = loggers.csv(tmp_path / f"{folder}.csv")
+        given = {"evaluate": lambda state: {"val/loss": 1.0 / int(state.step)}, "logger": log, "log_every": 3}
+        each = {"callbacks": [callbacks.every(6, stop), end], "evaluate_every": every}
+        return fit(tmp_path / folder, make(), 12, **given, **each)
+
+    def rows(folder):
+        columns = csv.DictReader((tmp_path / f"{folder}.csv").read_text().splitlines())
+        return [{k: x for k, x in row.items() if x and not k.endswith(("_id", "_per_second"))} for row in columns]
+
+    for every in (4, 6):
+        with pytest.raises(KeyboardInterrupt):
+            train(f"cut {every}", is_hurt=True)
+        cut, found = train(f"cut {every}")
+        state, history = train(f"whole {every}")
+        assert_trees_equal(cut, state)
+        np.testing.assert_array_equal(found["val/loss"], history["val/loss"])
+        assert rows(f"cut {every}") == rows(f"whole {every}")
+        with pytest.warns(UserWarning, match="enough; to train on"):
+            again, _ = train(f"cut {every}")
+        assert_trees_equal(again, state)
+
+
 # ------------------------------------------------------------------------------------------------------------ signals
 
 SIGNALLED = """

@@ -339,8 +339,11 @@ def fit(
         is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
         run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
         try:
-            with fitting.interrupt, fitting.parts_begun():
-                _train(fitting)
+            with fitting.interrupt:
+                with fitting.parts_begun():
+                    _train(fitting)
+                if not fitting.signal:  # It may come while the end is evaluated and saved.
+                    fitting.poll(fitting.agreement.agree_at_end)
         except BaseException as error:
             with_state(error, run)
             raise
@@ -362,7 +365,11 @@ def _raise_for_signal(fitting: Fit) -> None:
     if signal_number not in (0, signal.SIGINT):
         raise with_state(SystemExit(128 + signal_number), run)
     if signal_number and not in_notebook():
-        raise with_state(KeyboardInterrupt(f"at step {run.step}; `error.state` is the state"), run)
+        text = f"at step {run.step}; `error.state` is the state"
+        error = with_state(KeyboardInterrupt(text), run)
+        # So other processes do not call this one failed. A subclass would make the exit code 1.
+        error.signal = signal_number
+        raise error
 
 
 def _closed(fitting: Fit) -> None:

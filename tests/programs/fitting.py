@@ -185,8 +185,13 @@ def too_late() -> list:
         return ts.callbacks.every(1, callback)
 
     found: list = []
-    evaluate = lambda state: {"val/loss": ts.evaluate(ts.eval_step(losses[0]), state, data)["loss"]}
-    for when in (7, 8, 9):
+
+    def evaluate(state):
+        if when == "in the last evaluation" and int(state.step) == 8 and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"val/loss": ts.evaluate(ts.eval_step(losses[0]), state, data)["loss"]}
+
+    for when in (7, 8, "in the last evaluation", 9):
         try:
             state, _ = ts.fit(
                 ts.train_step(losses[0]), make(), data, steps=8, evaluate=evaluate, evaluate_every=5,
@@ -245,8 +250,8 @@ def stops_again() -> list:
     return found
 
 
-def interrupted() -> list:
-    """A signal to one of them: all end after the same step."""
+def endless() -> None:
+    """A run that prints when it is under way, and goes on until a signal ends it."""
     arrays, losses, make = problem(64)
     data = ts.batches(arrays, 8, shuffle=True)
 
@@ -255,15 +260,14 @@ def interrupted() -> list:
         if run.step == 8:
             print(f"READY {distributed.process_index()} {os.getpid()}", flush=True)
 
+    callback = ts.callbacks.every(4, slowly)
+    ts.fit(ts.train_step(losses[0]), make(), data, steps=10**6, callbacks=[callback], progress=False)
+
+
+def interrupted() -> list:
+    """A signal to one of them: all end after the same step."""
     try:
-        ts.fit(
-            ts.train_step(losses[0]),
-            make(),
-            data,
-            steps=10**6,
-            callbacks=[ts.callbacks.every(4, slowly)],
-            progress=False,
-        )
+        endless()
     except (KeyboardInterrupt, SystemExit) as error:
         return [int(error.state.step), type(error).__name__]
     return []
@@ -353,7 +357,9 @@ def clocked() -> list:
     return due
 
 
-WORK = fits, misused, stops, stops_again, dues, uneven, too_late, interrupted, saved, timed, clocked
+WORK = (
+    fits, misused, stops, stops_again, dues, uneven, too_late, endless, interrupted, saved, timed, clocked,
+)  # fmt: skip
 
 
 def main(work: str) -> None:

@@ -175,7 +175,8 @@ class Rows(Part):
     def at(self, run: Any, events: list[str]) -> None:
         is_end = "end" in events
         if is_end and run.stopped:
-            run.history.mark("stop", run.step, run.stopped)
+            reason = INTERRUPTED if run.interrupted else run.stopped
+            run.history.mark("stop", run.step, reason)
         is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
         # After a save at any step the epoch may end at that step, and the row gets more numbers,
         # also in a run that is resumed there.
@@ -262,7 +263,8 @@ class Rows(Part):
 
     def flush(self) -> None:
         """Give the newest row to the loggers."""
-        row, self.run.row = self.run.row, {}
+        # A number that a resumed run logs again comes from the history, which has floats.
+        row, self.run.row = {name: float(x) for name, x in self.run.row.items()}, {}
         self.flushed_step = self.step if row else self.flushed_step
         for logger in self.loggers if row and self.step != self.resumed_row else ():
             with self.clock("callbacks", logger), blamed("logger", logger, self.run, self.step):

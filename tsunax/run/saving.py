@@ -243,10 +243,11 @@ class Saving(Part):
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""
-        if run.stopped == INTERRUPTED:
-            return {}
         stop = [str(self.options.goal), self.options.names, run.stopped]
-        return {"has_ended": is_end} | ({"stop": stop} if run.stopped else {})
+        is_stopped = run.stopped not in ("", INTERRUPTED)
+        # A signal may come when a callback has stopped the run: the end has no evaluation yet.
+        has_ended = is_end and not run.interrupted
+        return {"has_ended": has_ended} | ({"stop": stop} if is_stopped else {})
 
     def _is_best(self, run: Run) -> bool:
         """Whether the value of `keep_best` at this step is among its best: no later save has it."""
