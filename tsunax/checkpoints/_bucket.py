@@ -34,7 +34,7 @@ def _os_errors() -> Iterator[None]:
             raise
         kind = FileNotFoundError if is_missing else _KINDS.get(type(error).__name__)
         text = str(error).partition("\n\nDebug source")[0]
-        if " 416 " in text:
+        if re.search(" 416 |Invalid range", text):
             raise ValueError("an object that ends too early") from None
         sentence = re.search(r"<Message>(.+?)</Message>", text, re.DOTALL)
         raise (kind or ConnectionError)(sentence[1] if sentence else text) from None

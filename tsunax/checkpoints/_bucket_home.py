@@ -127,6 +127,7 @@ class BucketHome(CheckpointHome):
         self._saves = self._listed()
         with self.deleting("of an earlier run"):
             self._remove(set(self._saves) - set(_whole(self._saves).values()))
+        self.metrics_by_step()  # now, not in the first save
 
     def _has_early_names(self, name: str) -> bool:
         files = [key.rpartition("/")[2] for key in self.path.keys(f"{name}/")]

@@ -12,8 +12,8 @@ the machine ended. A step that is replaced gets a hidden name before that rename
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
 
-`_orbax_home` is the home of checkpoints that orbax keeps, on a disk or in a bucket, with the same
-interface. Leaves are compared and verified by the callers, with the hashes of the manifest. One run
+`_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` that of our own
+files in a bucket, with the same interface. Leaves are compared and verified by the callers, with the hashes of the manifest. One run
 writes, and any number of processes read.
 """
 
