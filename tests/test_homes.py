@@ -22,6 +22,7 @@ import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
+from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
 from tsunax._core import durable_files, trees
 from tsunax.checkpoints import _background, _bucket, _bucket_home, _orbax, _orbax_home, _safetensors, leaves
 from tsunax.checkpoints.manifest import Manifest
@@ -492,7 +493,7 @@ def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     for address, extra in ("gs://bucket/run", "gcs"), ("s3://bucket/run", "s3"):
         error = error_of(lambda address=address: Checkpoints(address), MissingLibraryError)
-        assert re.search(rf"expected obstore. pip install '.+' \(the extra '{extra}' of tsunax\)$", error)
+        assert re.search(rf"expected obstore. pip install .+ \(the extra '{extra}' of tsunax\)$", error)
     assert not os.listdir(tmp_path)
 
 
@@ -687,6 +688,19 @@ def test_of_runs_that_start_at_the_same_moment_one_has_the_bucket(place, home):
     assert [lock.text for lock in locks].count((path / "tsunax.lock").read(400)[0].decode()) == 1
 
 
+@pytest.mark.medium
+def test_a_state_moves_between_processes_through_a_bucket(launch, gs):  # noqa: F811
+    """As on a disk: `test_saving::test_a_state_moves_between_processes`."""
+    seen = []
+    for n in (1, 2, 1):
+        for answer in answers(launch(n, "moves_bucket")):
+            assert set(answer) == {f"{a} to {b}" for a in seen for b in kinds(n)}
+            for case, got in answer.items():
+                assert got == [2, True, True, {"position": 7}], case
+        seen += [f"{n} {kind}" for kind in kinds(n) if f"{n} {kind}" not in seen]
+
+
+@pytest.mark.medium
 def test_a_bucket_that_is_not_there(s3):
     text = error_of(lambda: Checkpoints("s3://elsewhere/run"))
     assert text == (

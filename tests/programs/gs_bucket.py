@@ -1,4 +1,4 @@
-"""A bucket of Google's on the loopback, with its XML interface: objects, ranges, parts, lists, generations in conditions.
+"""A bucket of Google's on the loopback, with its XML interface: objects, ranges, parts, lists, conditions.
 
 `python -m tests.programs.gs_bucket [ms]` prints its port, and serves until it is ended; each answer takes `ms` longer.
 """

@@ -168,7 +168,7 @@ def streamed(arrays: Mapping[str, np.ndarray]) -> tuple[int, Iterator[Any]]:
         for name in names:
             content = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
             for start in range(0, content.size, _BYTES_AT_ONCE):
-                yield memoryview(content[start : start + _BYTES_AT_ONCE])
+                yield memoryview(content[start : start + _BYTES_AT_ONCE])  # type: ignore[arg-type]
 
     return 8 + len(text) + end, pieces()
 
