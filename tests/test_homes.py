@@ -519,22 +519,23 @@ def test_shutil_copies_are_checkpoints_too(tmp_path):
 
 
 class Network:
-    """The requests to a bucket, in order. They fail from some number on, as those of a process that was killed."""
+    """The requests to a bucket, in order. Some fail; all from some number on, as those of a process that was killed."""
 
     def __init__(self, store):
-        self.store, self.requests, self.last = store, [], None
+        self.store, self.requests, self.failing = store, [], range(0)
 
     def __getattr__(self, name):
         def request(*given, **options):
             self.requests.append((name, given, options))
-            if self.last is not None and len(self.requests) > self.last:
+            if len(self.requests) in self.failing:
                 raise ConnectionError("no route")
             return getattr(self.store, name)(*given, **options)
 
         return request
 
-    def fails_after(self, count: int | None) -> None:
-        self.last = None if count is None else len(self.requests) + count
+    def fails_after(self, count: int, requests: int = 10**9) -> None:
+        start = len(self.requests) + count + 1
+        self.failing = range(start, start + requests)
 
 
 @pytest.fixture
@@ -544,7 +545,7 @@ def memory(monkeypatch):
     of = lambda address, timeout: _bucket.BucketPath(address, network)
     monkeypatch.setattr(_bucket.BucketPath, "of", staticmethod(of))
     yield network
-    network.fails_after(None)
+    network.fails_after(0, 0)
     _background._LOCKED_DIRECTORIES.clear()
 
 
@@ -561,6 +562,7 @@ def test_a_save_lists_nothing_and_the_path_is_the_address(memory):
         checkpoints.wait()
         assert "list" not in {name for name, _, _ in memory.requests}
         assert len(memory.requests) <= 4 * 10
+        assert len(checkpoints.path.keys()) == 4
     assert everything_in(IN_MEMORY) == ["2", "tsunax.lock"]
 
 
@@ -578,11 +580,11 @@ def test_a_step_in_a_bucket_is_whole_or_absent_after_every_request(memory, repla
             warnings.simplefilter("ignore")  # of what could not be deleted
             checkpoints.save(new, data={"epoch": "new"})
             checkpoints.close()
-        is_dead = len(memory.requests) >= memory.last
-        memory.fails_after(None)
+        is_dead = len(memory.requests) >= memory.failing.start - 1
+        memory.fails_after(0, 0)
         for given in ({"read_only": True}, {}):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore" if is_dead else "error")  # of the lock
+                warnings.simplefilter("ignore" if is_dead and not given else "error")  # of the lock
                 with Checkpoints(**IN_MEMORY, **given) as reader:
                     found = reader.restore(make())
             assert_trees_equal(found.state, new if found.data == {"epoch": "new"} else old)
@@ -598,7 +600,7 @@ def test_a_run_that_died_in_its_first_save_to_a_bucket_starts_again(memory):
     memory.fails_after(2)
     checkpoints.save(make())
     assert "ConnectionError no route" in error_of(checkpoints.close, SaveError)
-    memory.fails_after(None)
+    memory.fails_after(0, 0)
     assert everything_in(IN_MEMORY) == ["0", "tsunax.lock"]
     assert Checkpoints(**IN_MEMORY, read_only=True).restore(make()).step is None
     with pytest.warns(UserWarning, match='was in use, by {"pid":'), Checkpoints(**IN_MEMORY) as checkpoints:
@@ -615,7 +617,7 @@ def test_a_network_that_fails_is_no_damage(memory):
     run_of(IN_MEMORY, three()[:2])
     for count in range(100):
         reader = Checkpoints(**IN_MEMORY, read_only=True)
-        memory.fails_after(count)
+        memory.fails_after(count, requests=1)
         try:
             assert reader.restore(make()).step == 1
             break
