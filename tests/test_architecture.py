@@ -34,7 +34,9 @@ TIERS = {
 TIER = {room: tier for tier, rooms in TIERS.items() for room in rooms.split()}
 
 # What costs seconds to import, or is an extra. Loaded by the function that needs it.
-LAZY = ("IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn").split()
+LAZY = (
+    "IPython flax pandas rich orbax grain matplotlib tensorboardX optuna ray torch safetensors sklearn obstore"
+).split()
 
 
 # --- (a) imports go down, never in a circle ---------------------------------------------------

@@ -53,20 +53,23 @@ USES = {
 WRITERS = [name for name in USES if name[:4] not in ("rest", "cont", "tuni")]
 
 
-BUCKETS = "Checkpoints", "fit(checkpoint=)", "restore orbax"  # they take gs://, see test_homes.py
+LIBRARIES = {
+    "Checkpoints": "obstore",
+    "fit(checkpoint=)": "obstore",
+    "restore orbax": "gcsfs",
+}  # of gs://, see test_homes.py
 
 
 @pytest.mark.parametrize("name", USES)
 def test_a_bucket_is_refused_and_never_becomes_a_local_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    if name in BUCKETS and importlib.util.find_spec("gcsfs") is None:
-        with pytest.raises(
-            MissingLibraryError, match=r"expected gcsfs. pip install 'etils\[epath-gcs\]' .the extra 'gcs'"
-        ):
+    library = LIBRARIES.get(name)
+    if library and importlib.util.find_spec(library) is None:
+        with pytest.raises(MissingLibraryError, match=rf"expected {library}. pip install '?{library}"):
             USES[name]("gs://bucket/a")
-    refused = ["file:///tmp/a", Path("s3://bucket/a"), *([] if name in BUCKETS else ["gs://bucket/a"])]
+    refused = ["file:///tmp/a", "az://bucket/a", Path("s3://bucket/a"), *([] if library else ["gs://bucket/a"])]
     for url in refused:
-        with pytest.raises(CheckpointError, match=r"got '(gs|file|s3):/.*', expected a local path.* mount other"):
+        with pytest.raises(CheckpointError, match=r"got '(gs|file|s3|az):/.*', expected a local path.* mount other"):
             USES[name](url)
     assert os.listdir(tmp_path) == []
 

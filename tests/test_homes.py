@@ -1,5 +1,9 @@
-"""Checkpoints in both homes: safetensors files, orbax on a disk, orbax in a bucket (an emulator on the loopback)."""
+"""Checkpoints in all homes: safetensors files on a disk and in buckets (emulators on the loopback), orbax on a disk."""
 
+import concurrent.futures
+import contextlib
+import importlib
+import json
 import os
 import re
 import shutil
@@ -13,36 +17,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
+from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
 from tsunax._core import durable_files, trees
-from tsunax.checkpoints import _orbax, _orbax_home, leaves
+from tsunax.checkpoints import _background, _bucket, _bucket_home, _orbax, _orbax_home, _safetensors, leaves
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.checkpoints.state_facts import facts_of
 from tsunax.errors import CheckpointError, HyperparameterError, MissingLibraryError, SaveError
 
-ORBAX = [pytest.param("orbax", marks=pytest.mark.medium), pytest.param("bucket", marks=pytest.mark.medium)]
-HOMES, ON_A_DISK = ["files", *ORBAX], ["files", ORBAX[0]]
+ORBAX, S3, GS = (pytest.param(name, marks=pytest.mark.medium) for name in ("orbax", "s3", "gs"))
+HOMES, ON_A_DISK, BUCKETS = ["files", ORBAX, S3, GS], ["files", ORBAX], ("s3", "gs")
+
+
+@contextlib.contextmanager
+def served(program: str):
+    """The environment of the clients of an emulator, as long as it serves."""
+    command = [sys.executable, "-m", f"tests.programs.{program}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        with pytest.MonkeyPatch.context() as patch:
+            module = importlib.import_module(f"tests.programs.{program}")
+            for name, value in module.address(int(server.stdout.readline())).items():
+                patch.setenv(name, value)
+            yield
+        server.kill()
 
 
 @pytest.fixture(scope="module")
-def bucket():
+def s3():
     """The address of an empty bucket."""
-    need("gcp_storage_emulator")
-    from tests.programs import bucket as program
+    need("obstore")
+    need("moto.server")
+    with served("s3_bucket"):
+        yield "s3://bucket"
 
-    command = [sys.executable, "-m", "tests.programs.bucket"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        given = program.address(int(server.stdout.readline()))
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in given.items():
-                patch.setenv(name, value)
-            need("gcsfs")  # reads the environment when it is imported
-            yield "gs://bucket"
-        server.kill()
+
+@pytest.fixture(scope="module")
+def gs():
+    need("obstore")
+    with served("gs_bucket"):
+        yield "gs://bucket"
 
 
 @pytest.fixture
@@ -50,9 +68,9 @@ def place(request, tmp_path):
     """A function: the arguments of `Checkpoints` for a directory of this name, in a home."""
 
     def of(home, name="run"):
-        if home == "bucket":
+        if home in BUCKETS:
             folder = re.sub(r"\W", "-", request.node.name)
-            return {"path": f"{request.getfixturevalue('bucket')}/{folder}/{name}", "timeout": 60.0}
+            return {"path": f"{request.getfixturevalue(home)}/{folder}/{name}", "timeout": 60.0}
         return {"path": tmp_path / name, "store": home, "timeout": 60.0}
 
     return of
@@ -74,10 +92,12 @@ def three():
 def everything_in(given) -> list[str]:
     """The names of a run's directory."""
     path = Checkpoints(**given, read_only=True).path
-    return sorted(entry.name for entry in path.iterdir())
+    if isinstance(path, Path):
+        return sorted(os.listdir(path))
+    return sorted({key.partition("/")[0] for key in path.keys()})  # noqa: SIM118
 
 
-@pytest.mark.parametrize("home", ["files", "orbax", ORBAX[1]])
+@pytest.mark.parametrize("home", ["files", "orbax", S3, GS])
 def test_every_kind_of_leaf_comes_back_with_its_bits_and_type(place, home):
     given = place(home)
     odd = {"u4": jnp.array([[1, 7]], jnp.uint4), "minus zeros": np.full((3, 2), -0.0), "zeros": np.zeros((2, 2))}
@@ -117,10 +137,9 @@ def test_orbax_moves_between_topologies(place, here, there):
     assert found["w"].sharding == spread(there)["w"].sharding
 
 
-@pytest.mark.parametrize("home", ["orbax", ORBAX[1]])
-def test_orbax_itself_loads_a_checkpoint(place, home):
+def test_orbax_itself_loads_a_checkpoint(place):
     ocp = need("orbax.checkpoint").v1
-    state, given = three()[-1], place(home)
+    state, given = three()[-1], place("orbax")
     run_of(given, [state])
     found = ocp.load(f"{given['path']}/2")
     assert_trees_equal(found["params"], jax.tree.map(np.asarray, state.params))
@@ -130,15 +149,30 @@ def test_orbax_itself_loads_a_checkpoint(place, home):
     assert_trees_equal(ts.exchange.restore(f"{given['path']}/2", format="orbax"), named)
 
 
+@pytest.mark.medium
+def test_exchange_reads_what_orbax_has_in_a_bucket():
+    need("gcp_storage_emulator")
+    with served("bucket"):
+        need("gcsfs")  # reads the environment when it is imported
+        params = {"a": {"w": np.arange(6.0).reshape(2, 3)}}
+        need("orbax.checkpoint").v1.save("gs://bucket/2", params)
+        found = ts.exchange.restore("gs://bucket/2", format="orbax")
+    assert_trees_equal(found, {"a/w": params["a"]["w"]})
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_a_damaged_newest_is_skipped_and_written_again(place, home):
     states, given = three(), place(home)
     run_of(given, states, keep_last=None)
-    folder = Checkpoints(**given, read_only=True).path / "2"
-    for file in (folder / ("arrays" if home == "files" else "state/d")).iterdir():
-        content = bytearray(file.read_bytes())
+    path = Checkpoints(**given, read_only=True).path
+    if home in BUCKETS:
+        files = [path / key for key in path.keys("2/") if "arrays" in key]
+    else:
+        files = (path / "2" / ("arrays" if home == "files" else "state/d")).iterdir()
+    for file in files:
+        content = bytearray(file.read(10**6)[0] if home in BUCKETS else file.read_bytes())
         content[-5] ^= 1
-        file.write_bytes(bytes(content))
+        (file.write if home in BUCKETS else file.write_bytes)(bytes(content))
     with Checkpoints(**given, keep_last=None) as checkpoints:
         with pytest.warns(UserWarning, match="step 2"):
             found = checkpoints.restore(make())
@@ -164,8 +198,7 @@ def test_what_is_kept_and_that_a_step_can_be_replaced(place, home):
         assert checkpoints.steps() == [1, 2]
         assert checkpoints.restore(make()).data == {"again": 1}
         assert error_of(lambda: checkpoints.save(states[0])).startswith("step at save(): got 0, expected ≥ 2")
-    lock = [] if home == "bucket" else ["tsunax.lock"]
-    assert everything_in(given) == ["1", "2" if home == "files" else "2.1", *lock]
+    assert everything_in(given) == ["1", "2.1" if home == "orbax" else "2", "tsunax.lock"]
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -202,9 +235,9 @@ def test_what_is_not_ours_is_never_deleted(place):
     assert ocp.load_checkpointables(given["path"] / "2")["state"]["a"].shape == (3,)
 
 
-@pytest.mark.parametrize("home", HOMES[1:])
-def test_what_a_killed_run_left_is_no_checkpoint_and_goes(place, home):
-    states, given = three(), place(home)
+@pytest.mark.medium
+def test_what_a_killed_run_left_is_no_checkpoint_and_goes(place):
+    states, given = three(), place("orbax")
     run_of(given, states[:2])
     path = Checkpoints(**given, read_only=True).path
     (path / "1.unfinished").write_bytes(b"")  # killed before it went, or while 1 was deleted
@@ -221,15 +254,16 @@ def test_what_a_killed_run_left_is_no_checkpoint_and_goes(place, home):
 @pytest.mark.parametrize("home", HOMES[1:])
 def test_nothing_appears_when_a_part_fails(place, home, monkeypatch):
     states, given = three(), place(home)
+    kind = _bucket_home.BucketHome if home in BUCKETS else _orbax_home.OrbaxHome
     run_of(given, states[:1])
     checkpoints = Checkpoints(**given)
 
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    for name in ("put_manifest", "write_blocks", "_finish"):
+    for name in ("put_manifest", "write_blocks", "commit"):
         with monkeypatch.context() as patch:
-            patch.setattr(_orbax_home.OrbaxHome, name, fails)
+            patch.setattr(kind, name, fails)
             checkpoints.save(states[1])
             text = error_of(checkpoints.wait, SaveError)
             assert text.startswith(f"save of step 1 at {checkpoints.path}/1: got OSError [Errno 28] No space left")
@@ -239,9 +273,9 @@ def test_nothing_appears_when_a_part_fails(place, home, monkeypatch):
     assert Checkpoints(**given, read_only=True).restore(make()).data == {"n": 1}
 
 
-@pytest.mark.parametrize("home", HOMES[1:])
-def test_an_old_one_goes_only_when_the_newer_reads_back(place, home, monkeypatch):
-    states, given = three(), place(home)
+@pytest.mark.medium
+def test_an_old_one_goes_only_when_the_newer_reads_back(place, monkeypatch):
+    states, given = three(), place("orbax")
     prove = _orbax_home.OrbaxHome._prove
 
     def damaged(self, folder, save):
@@ -259,32 +293,12 @@ def test_an_old_one_goes_only_when_the_newer_reads_back(place, home, monkeypatch
     checkpoints.close()
 
 
-@pytest.mark.medium
-def test_who_comes_last_has_the_bucket(bucket, place):
-    states, given = three(), place("bucket")
-    first = Checkpoints(**given)
-    first.save(states[0])
-    first.wait()
-    first._lock.text = (first.path / "tsunax.lock").read_text()
-    other = {"pid": 7, "host": "elsewhere", "run": "0123abcd"}
-    (first.path / "tsunax.lock").write_text(str(other))
-    first.save(states[1])
-    assert re.search("another run has gs://bucket.*elsewhere", error_of(first.wait, SaveError))
-    first.close()
-    with pytest.warns(UserWarning, match="was in use, by .*elsewhere.*refused at its next save"):
-        second = Checkpoints(**given)
-    assert second.steps() == [0]
-    second.save(states[1])
-    second.close()
-    assert everything_in(given) == ["0", "1"]
-
-
-def program(path) -> str:
+def program(path, store) -> str:
     return f"""
 import sys, time, numpy as np, tsunax as ts
 from tests.test_checkpoint import make, updated
 state = make()
-checkpoints = ts.Checkpoints({str(path)!r}, store="orbax")
+checkpoints = ts.Checkpoints({str(path)!r}, store={store!r})
 found = checkpoints.restore(state)
 state = found.state
 for _ in range(200):
@@ -299,7 +313,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(place, home):
     given, at = place(home), -1
     states = [make()]
     for kill in range(4):
-        command = [sys.executable, "-c", program(given["path"])]
+        command = [sys.executable, "-c", program(given["path"], "orbax" if home == "orbax" else "files")]
         environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
             steps = [int(run.stdout.readline()) for _ in range(3 + kill)]
@@ -461,9 +475,9 @@ def test_the_home_that_is_there_is_found_and_another_refused(tmp_path):
 def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     """No local folder is made that is called "gs:"."""
     monkeypatch.chdir(tmp_path)
-    works = "Checkpoints and fit(checkpoint=) save to gs://bucket/run; mount other buckets"
+    works = "Checkpoints and fit(checkpoint=) save to s3:// and gs://; mount other buckets"
     asked = [
-        lambda: Checkpoints("s3://bucket/run"),
+        lambda: Checkpoints("az://bucket/run"),
         lambda: Checkpoints("https://host/run"),
         lambda: Checkpoints(Path("gs://bucket/run")),  # a Path loses a slash
         lambda: ts.exchange.save("gs://bucket/a.safetensors", {"w": np.ones(2)}),
@@ -472,21 +486,23 @@ def test_addresses_that_are_no_directory(tmp_path, monkeypatch):
     ]
     for f in asked:
         assert works in error_of(f, CheckpointError)
-    assert "got 'files' in a bucket, expected 'orbax', or none" in error_of(
-        lambda: Checkpoints("gs://bucket/run", store="files")
+    assert "got 'orbax' in a bucket, expected 'files', or none" in error_of(
+        lambda: Checkpoints("gs://bucket/run", store="orbax")
     )
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    error = error_of(lambda: Checkpoints("gs://bucket/run"), MissingLibraryError)
-    assert error.endswith("expected gcsfs. pip install 'etils[epath-gcs]' (the extra 'gcs' of tsunax)")
+    for name in ("obstore", "obstore.store"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for address, extra in ("gs://bucket/run", "gcs"), ("s3://bucket/run", "s3"):
+        error = error_of(lambda address=address: Checkpoints(address), MissingLibraryError)
+        assert re.search(rf"expected obstore. pip install .+ \(the extra '{extra}' of tsunax\)$", error)
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.medium
-def test_fit_goes_on_in_a_bucket(bucket, place):
+@pytest.mark.parametrize("home", [S3, GS])
+def test_fit_goes_on_in_a_bucket(place, home):
     data = [{"x": np.full((4, 3), i, np.float32)} for i in range(6)]
     step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"] - 1) ** 2))
     state = lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.zeros((3, 2))})
-    path = f"{place('bucket')['path']}"
+    path = place(home)["path"]
     whole, _ = ts.fit(step, state(), data, epochs=2, progress=False)
     ts.fit(step, state(), data, epochs=1, checkpoint=path, progress=False)
     found, _ = ts.fit(step, state(), data, epochs=2, checkpoint=path, progress=False)
@@ -497,6 +513,219 @@ def test_shutil_copies_are_checkpoints_too(tmp_path):
     run_of({"path": tmp_path / "run", "store": "orbax"}, three())
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert Checkpoints(tmp_path / "copy", read_only=True).restore(make()).step == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ buckets
+
+
+class Network:
+    """The requests to a bucket, in order. Some fail; all from some number on, as those of a process that was killed."""
+
+    def __init__(self, store):
+        self.store, self.requests, self.failing = store, [], range(0)
+
+    def __getattr__(self, name):
+        def request(*given, **options):
+            self.requests.append((name, given, options))
+            if len(self.requests) in self.failing:
+                raise ConnectionError("no route")
+            return getattr(self.store, name)(*given, **options)
+
+        return request
+
+    def fails_after(self, count: int, requests: int = 10**9) -> None:
+        start = len(self.requests) + count + 1
+        self.failing = range(start, start + requests)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A bucket in this process, at all addresses."""
+    network = Network(need("obstore.store").MemoryStore())
+    of = lambda address, timeout: _bucket.BucketPath(address, network)
+    monkeypatch.setattr(_bucket.BucketPath, "of", staticmethod(of))
+    yield network
+    network.fails_after(0, 0)
+    _background._LOCKED_DIRECTORIES.clear()
+
+
+IN_MEMORY = {"path": "s3://bucket/run", "timeout": 60.0}
+
+
+def test_a_save_lists_nothing_and_the_path_is_the_address(memory):
+    with Checkpoints(**IN_MEMORY, keep_last=1) as checkpoints:
+        assert [str(checkpoints.path), str(checkpoints.path / "4")] == ["s3://bucket/run", "s3://bucket/run/4"]
+        del memory.requests[:]
+        for state in three():
+            checkpoints.save(state)
+        checkpoints.save(state, data="again")
+        checkpoints.wait()
+        assert "list" not in {name for name, _, _ in memory.requests}
+        assert len(memory.requests) <= 4 * 10
+        assert len(checkpoints.path.keys()) == 4
+    assert everything_in(IN_MEMORY) == ["2", "tsunax.lock"]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_step_in_a_bucket_is_whole_or_absent_after_every_request(memory, replaces):
+    old, new = three()[:2]
+    new = old if replaces else new
+    outcomes = set()
+    for count in range(100):
+        memory.store.delete([x["path"] for page in memory.store.list() for x in page])
+        run_of(IN_MEMORY, [old])
+        checkpoints = Checkpoints(**IN_MEMORY, keep_last=1)
+        memory.fails_after(count)
+        with warnings.catch_warnings(), contextlib.suppress(SaveError):
+            warnings.simplefilter("ignore")  # of what could not be deleted
+            checkpoints.save(new, data={"epoch": "new"})
+            checkpoints.close()
+        is_dead = len(memory.requests) >= memory.failing.start - 1
+        memory.fails_after(0, 0)
+        for given in ({"read_only": True}, {}):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if is_dead and not given else "error")  # of the lock
+                with Checkpoints(**IN_MEMORY, **given) as reader:
+                    found = reader.restore(make())
+            assert_trees_equal(found.state, new if found.data == {"epoch": "new"} else old)
+            outcomes.add(found.data["epoch"])
+        if not is_dead:
+            break
+    assert outcomes == {0, "new"} and 6 < count < 20
+    assert everything_in(IN_MEMORY) == [str(found.step), "tsunax.lock"]
+
+
+def test_a_run_that_died_in_its_first_save_to_a_bucket_starts_again(memory):
+    checkpoints = Checkpoints(**IN_MEMORY)
+    memory.fails_after(2)
+    checkpoints.save(make())
+    assert "ConnectionError no route" in error_of(checkpoints.close, SaveError)
+    memory.fails_after(0, 0)
+    assert everything_in(IN_MEMORY) == ["0", "tsunax.lock"]
+    assert Checkpoints(**IN_MEMORY, read_only=True).restore(make()).step is None
+    with pytest.warns(UserWarning, match='was in use, by {"pid":'), Checkpoints(**IN_MEMORY) as checkpoints:
+        assert checkpoints.restore(make()).step is None
+        assert everything_in(IN_MEMORY) == ["tsunax.lock"]
+    memory.store.put("logs/rows.csv", b"x")
+    assert Checkpoints(**IN_MEMORY, read_only=True).restore(make()).step is None
+    memory.store.put("4/state/x", b"x")
+    with pytest.raises(CheckpointError, match="got '4', expected at least one step"):
+        Checkpoints(**IN_MEMORY, read_only=True).restore(make())
+
+
+def test_a_network_that_fails_is_no_damage(memory):
+    run_of(IN_MEMORY, three()[:2])
+    for count in range(100):
+        reader = Checkpoints(**IN_MEMORY, read_only=True)
+        memory.fails_after(count, requests=1)
+        try:
+            assert reader.restore(make()).step == 1
+            break
+        except ConnectionError as error:
+            assert "no route" in str(error)
+    assert 3 < count < 20
+
+
+@pytest.mark.parametrize("part", ["0.safetensors", "manifest.json", "manifest.sha256"])
+@pytest.mark.parametrize("damage", ["bit", "half", "empty", "other", "absent"])
+def test_a_damaged_object_costs_one_checkpoint(memory, part, damage):
+    states = three()[:2]
+    run_of(IN_MEMORY, states)
+    (path,) = [x["path"] for page in memory.store.list("1/") for x in page if x["path"].endswith(part)]
+    content = memory.store.get(path).bytes().to_bytes()
+    middle = len(content) // 2
+    changed = {"bit": content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "half": content[:middle]}
+    memory.store.put(path, {**changed, "empty": b"", "other": b"x" * len(content), "absent": b""}[damage])
+    if damage == "absent":
+        memory.store.delete(path)
+    with warnings.catch_warnings(record=True) as heard, Checkpoints(**IN_MEMORY, read_only=True) as reader:
+        warnings.simplefilter("always")
+        found = reader.restore(make())
+    assert_trees_equal(found.state, states[0])
+    is_unfinished = (part, damage) == ("manifest.json", "absent")
+    assert ["checkpoint skipped" in str(x.message) for x in heard] == [True] * (not is_unfinished)
+
+
+@pytest.mark.parametrize("lost", ["deleted", "taken"])
+def test_the_earlier_of_two_runs_in_a_bucket_is_refused_at_its_next_save(memory, lost):
+    states = three()
+    first = Checkpoints(**IN_MEMORY)
+    first.save(states[0])
+    first.wait()
+    _background._LOCKED_DIRECTORIES.clear()  # as in another process
+    if lost == "deleted":
+        memory.store.delete("tsunax.lock")
+        second = Checkpoints(**IN_MEMORY)
+    else:
+        with pytest.warns(UserWarning, match=r"was in use, by .*\"pid\".*refused at its next save"):
+            second = Checkpoints(**IN_MEMORY)
+        assert second.run_id == first.run_id
+    run_id = second.run_id
+    first.save(states[1])
+    assert re.search(f"another run has s3://bucket/run now: .*{run_id}", error_of(first.wait, SaveError))
+    first.close()
+    assert second.steps() == [0]
+    second.save(states[1])
+    second.close()
+    assert everything_in(IN_MEMORY) == ["0", "1", "tsunax.lock"]
+    assert json.loads(memory.store.get("tsunax.lock").bytes().to_bytes()) == {"run_id": run_id}
+
+
+@pytest.mark.parametrize("home", [S3, GS])
+def test_of_runs_that_start_at_the_same_moment_one_has_the_bucket(place, home):
+    path = Checkpoints(**place(home), read_only=True).path
+
+    def start(_):
+        with warnings.catch_warnings(), contextlib.suppress(CheckpointError, FileExistsError):
+            warnings.simplefilter("ignore")
+            return _bucket_home.BucketLock(path, is_first=True)
+
+    def create(_):
+        with contextlib.suppress(FileExistsError):
+            return (path / "object").write(b"x", "create") is None
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        assert sum(filter(None, pool.map(create, range(64)))) == 1
+        locks = list(filter(None, pool.map(start, range(64))))
+    assert [lock.text for lock in locks].count((path / "tsunax.lock").read(400)[0].decode()) == 1
+
+
+@pytest.mark.medium
+def test_a_state_moves_between_processes_through_a_bucket(launch, gs):  # noqa: F811
+    """As on a disk: `test_saving::test_a_state_moves_between_processes`."""
+    seen = []
+    for n in (1, 2, 1):
+        for answer in answers(launch(n, "moves_bucket")):
+            assert set(answer) == {f"{a} to {b}" for a in seen for b in kinds(n)}
+            for case, got in answer.items():
+                assert got == [2, True, True, {"position": 7}], case
+        seen += [f"{n} {kind}" for kind in kinds(n) if f"{n} {kind}" not in seen]
+
+
+@pytest.mark.medium
+def test_a_bucket_that_is_not_there(s3):
+    text = error_of(lambda: Checkpoints("s3://elsewhere/run"))
+    assert text == (
+        "path at s3://elsewhere/run: got FileNotFoundError The specified bucket does not exist, "
+        "expected a directory that can be written."
+    )
+
+
+def test_an_object_of_arrays_is_safetensors_and_is_read_in_parts(memory, monkeypatch):
+    rng = np.random.default_rng(0)
+    tree = {f"small{i}": np.full((2,), i, np.int16) for i in range(2000)} | {"w": rng.normal(size=(4000, 1000))}
+    with Checkpoints(**IN_MEMORY) as checkpoints:
+        checkpoints.save(tree, step=1)  # 32 MB: sent in parts
+    (name,) = [x["path"] for page in memory.store.list("1/") for x in page if "arrays" in x["path"]]
+    loaded = safetensors.numpy.load(memory.store.get(name).bytes().to_bytes())
+    assert_trees_equal({name: loaded[name] for name in tree}, tree)
+    monkeypatch.setattr(_bucket, "_HEADS", 1)  # the header is longer than the first request
+    del memory.requests[:]
+    stored = _bucket.stored_in([_bucket.BucketPath("s3://bucket/run", memory, name)])
+    ((_, entry),) = stored["w"]
+    np.testing.assert_array_equal(_safetensors.read(entry, ((7, 9), (10, 20))), tree["w"][7:9, 10:20])
+    ranges = [options for name, _, options in memory.requests if name == "get_range"]
+    assert len(memory.requests) == 3 and sum(x["end"] - x["start"] for x in ranges) < 300_000
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ MADE = {
     "WrongTypeError: goal at fit()": lambda _: fit(),
     "RowError: metric at early_stopping()": lambda _: fit(epochs=1, callbacks=ts.callbacks.early_stopping("val/loss")),
     "CheckpointError: checkpoint of another state": restored,
-    "CheckpointError: path at Checkpoints()": lambda _: ts.Checkpoints("s3://bucket/run"),
+    "CheckpointError: path at Checkpoints()": lambda _: ts.Checkpoints("az://bucket/run"),
     "DeviceError: device at device": lambda _: ts.device("gpu"),
     "DeviceError: mesh": lambda _: ts.mesh(data=16),
     "MissingLibraryError: tensorboardX at tensorboard()": lambda _: ts.loggers.tensorboard("runs"),

@@ -73,14 +73,19 @@ def moves_orbax(folder: Path) -> dict:
     return moves(folder, "orbax")
 
 
-def moves(folder: Path, store: str = "files") -> dict:
+def moves_bucket(folder: Path) -> dict:
+    return moves(folder, "files", "gs://bucket")
+
+
+def moves(folder: Path, store: str = "files", bucket: str = "") -> dict:
     """Restore whatever others saved, onto every mesh that there is here; save from each mesh."""
     import jax
 
     expected, found = trained(), {}
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         for name, mesh in meshes().items():
-            restored = ts.Checkpoints(path, read_only=True).restore(ts.shard(blank(), mesh))
+            place = f"{bucket}/{path.name}" if bucket else path
+            restored = ts.Checkpoints(place, read_only=True).restore(ts.shard(blank(), mesh))
             home = jax.tree.leaves(ts.shard(expected, mesh))
             placed = all(
                 x.sharding.is_equivalent_to(y.sharding, x.ndim)
@@ -89,7 +94,10 @@ def moves(folder: Path, store: str = "files") -> dict:
             found[f"{path.name} to {name}"] = [restored.step, same(restored.state, expected), placed, restored.data]
     distributed.barrier("read")
     for name, mesh in meshes().items():
-        with ts.Checkpoints(folder / f"{distributed.process_count()} {name}", store=store) as checkpoints:
+        path = folder / f"{distributed.process_count()} {name}"
+        if bucket:
+            path.mkdir(exist_ok=True)  # for the list of what is there
+        with ts.Checkpoints(f"{bucket}/{path.name}" if bucket else path, store=store) as checkpoints:
             checkpoints.save(ts.shard(expected, mesh), data={"position": 7}, history={"loss": np.arange(3.0)})
     return found
 
@@ -264,7 +272,7 @@ def other_rule():
 
 def main(work: str, folder: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (continues, holds, moves, moves_orbax, shares)}[work](Path(folder))
+    found = {f.__name__: f for f in (continues, holds, moves, moves_bucket, moves_orbax, shares)}[work](Path(folder))
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

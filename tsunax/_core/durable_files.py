@@ -34,7 +34,7 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
         raise CheckpointError(name, where, trees.describe(path), expected)
     expanded = os.path.expanduser(text)
     if _URL.match(text) or (text.startswith("~") and expanded == text):
-        fix = "Checkpoints and fit(checkpoint=) save to gs://bucket/run; mount other buckets."
+        fix = "Checkpoints and fit(checkpoint=) save to s3:// and gs://; mount other buckets."
         raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
     return expanded
 

@@ -68,12 +68,17 @@ def parse_name(block: str) -> tuple[str, Bounds | None]:
     return name, tuple((int(a), int(b)) for a, b in pairs)
 
 
-def write_arrays(file: Path, blocks: Blocks) -> None:
-    """Blocks by name, on the disk when this returns. Dtypes that the format lacks are bytes."""
+def plain_arrays(blocks: Blocks) -> Blocks:
+    """The blocks as a file has them: dtypes that the format lacks are bytes."""
     flat = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     bytes_of = lambda x: flat(x).reshape(*x.shape, x.itemsize)
     plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else bytes_of(x)
-    _safetensors.write(file, {name: plain(x) for name, x in blocks.items()}, {})
+    return {name: plain(x) for name, x in blocks.items()}
+
+
+def write_arrays(file: Path, blocks: Blocks) -> None:
+    """Blocks by name, on the disk when this returns."""
+    _safetensors.write(file, plain_arrays(blocks), {})
 
 
 def hashes_of(
@@ -118,6 +123,8 @@ def damage_of_arrays() -> Iterator[None]:
     """A context for reading arrays, in which failures of files and contents become Damaged."""
     try:
         yield
+    except ConnectionError:  # of a bucket: the bytes may be good
+        raise
     except (OSError, ValueError) as error:
         raise Damaged(f"arrays: {told(error)}") from None
 
@@ -155,6 +162,10 @@ def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[A
     pieces = {bounds: read(bounds) for bounds in parts}
     total = sum(checksums.block_hash(x, bounds, leaf.shape) for bounds, x in pieces.items())
     return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
+
+
+def read_block(block: str, leaf: Leaf, stored: list) -> np.ndarray:
+    return _part_of(leaf, parse_name(block)[1] or whole(leaf.shape), stored)
 
 
 def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:

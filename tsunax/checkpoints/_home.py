@@ -12,11 +12,12 @@ the machine ended. A step that is replaced gets a hidden name before that rename
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
 
-`_orbax_home` is the home of checkpoints that orbax keeps, on a disk or in a bucket, with the same
-interface. Leaves are compared and verified by the callers, with the hashes of the manifest. One run
-writes, and any number of processes read.
+`_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` that of our own
+files in a bucket, with the same interface. Leaves are compared and verified by the callers, with
+the hashes of the manifest. One run writes, and any number of processes read.
 """
 
+import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import contextlib
 import os
 import re
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tsunax._core import Function, durable_files, processes
-from tsunax.checkpoints import _blocks, _safetensors
+from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
@@ -36,14 +37,15 @@ from tsunax.errors import CheckpointError, told
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
 ARRAYS = "arrays"
 OUR_NAMES = (MANIFEST, SUM, ARRAYS)  # in the directory of a step, if orbax did not write it
+BUCKETS = ("s3://", "gs://")  # addresses of `_bucket_home`
 MANIFEST_FOLDER = "tsunax"  # in the directory of a step, if orbax wrote it
 # Directories of a step: orbax's home writes a step that is there already to "4.1".
 STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 # A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
 # and small files of scripts, such as their settings. No such name can be a lost checkpoint.
-_EARLY_NAMES = re.compile(
-    r"\.|tsunax\.lock$|control$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log|unfinished"
-    r"|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
+EARLY_NAMES = re.compile(
+    r"\.|tsunax\.lock$|control$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log"
+    r"|unfinished|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
 )
 
 
@@ -76,6 +78,7 @@ class CheckpointHome:
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
+    threads: int = min(8, os.cpu_count() or 1)  # that read
 
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path: Any = path
@@ -102,14 +105,19 @@ class CheckpointHome:
 
         `place(i, value)` is called once a value is verified, and returns its replacement.
         """
-        arrays = self.path / str(step) / ARRAYS
-        if any(leaf.dtype for leaf in requested) and not durable_files.is_real_directory(arrays):
-            raise Damaged("arrays: missing")
-        files = [arrays / f"{i}.safetensors" for i in range(len(manifest.parts))]
+        if (folder := self.directory_of(step)) is None:
+            raise Damaged("not a directory")
+        has_arrays = any(leaf.dtype for leaf in requested)
         with _blocks.damage_of_arrays():
-            stored = _blocks.stored_in(files)
+            stored = self.stored_in(folder, range(len(manifest.parts))) if has_arrays else {}
         read_leaf = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-        return _blocks.read_all(read_leaf, requested, needed, place, min(8, os.cpu_count() or 1))
+        return _blocks.read_all(read_leaf, requested, needed, place, self.threads)
+
+    def stored_in(self, folder: Path, processes: Iterable[int]) -> dict[str, list]:
+        """The blocks of each leaf in the files of some processes, as `_blocks.stored_in`."""
+        if not durable_files.is_real_directory(folder / ARRAYS):
+            raise Damaged("arrays: missing")
+        return _blocks.stored_in(folder / ARRAYS / f"{i}.safetensors" for i in processes)
 
     def begin(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
@@ -130,9 +138,9 @@ class CheckpointHome:
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         """Read back the files of this process, here or in `commit`. Raises Damaged."""
         if hashes:
-            entries = _safetensors.contents(self.path / name / ARRAYS / f"{process}.safetensors")
-            read = lambda block, leaf: _blocks.read_entry(entries[block], leaf)
-            _blocks.check_same(saved, hashes, read)
+            stored = self.stored_in(self.path / name, [process])
+            read = lambda block, leaf: _blocks.read_block(block, leaf, stored[leaf.name])
+            _blocks.check_same(saved, hashes, read, self.threads)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process has, and give the checkpoint its name."""
@@ -210,14 +218,14 @@ class CheckpointHome:
         """The names in the directory that no run leaves there before its first checkpoint."""
         names = self.names(self.path)
         is_expected = lambda x: (
-            _EARLY_NAMES.match(x) or x + UNFINISHED in names or self._has_early_names(x)
+            EARLY_NAMES.match(x) or x + UNFINISHED in names or self._has_early_names(x)
         )
         return [x for x in names if not is_expected(x)]
 
     def _has_early_names(self, name: str) -> bool:
         """Whether it is a directory in which all files have such names, and there is one."""
         files = [x for _, _, names in os.walk(self.path / name) for x in names]
-        return bool(files) and all(map(_EARLY_NAMES.match, files))
+        return bool(files) and all(map(EARLY_NAMES.match, files))
 
     def check_is_no_checkpoint(self) -> None:
         """Raise CheckpointError within a checkpoint of either home, before a lock is written."""
@@ -238,6 +246,8 @@ class CheckpointHome:
             body = self.load(folder / self.manifest_folder / MANIFEST, LIMIT)
         except FileNotFoundError:
             raise Damaged("no manifest") from None
+        except ConnectionError:  # of a bucket: the bytes may be good
+            raise
         except (OSError, ValueError) as error:
             raise Damaged(f"manifest: {told(error)}") from None
         if expected != sum_of(body):
@@ -260,11 +270,17 @@ class CheckpointHome:
 
     def manifests(self) -> dict[int, Manifest]:
         """The manifests of complete steps; read again if a writer deletes the newest meanwhile."""
+
+        def good_manifest(step: int) -> Manifest | None:
+            with contextlib.suppress(Damaged, TooNew):
+                return self.manifest(step)
+            return None
+
         while True:
-            steps, manifests = self.steps(), {}
-            for step in steps:
-                with contextlib.suppress(Damaged, TooNew):
-                    manifests[step] = self.manifest(step)
+            steps = self.steps()
+            with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
+                answers = zip(steps, pool.map(good_manifest, steps), strict=True)
+            manifests = {step: manifest for step, manifest in answers if manifest is not None}
             if all(step in manifests or self.directory_of(step) for step in steps[-1:]):
                 return manifests
 
@@ -309,8 +325,8 @@ class CheckpointHome:
     def put_manifest(self, name: str, whole: Manifest) -> None:
         body, folder = whole.dump(), self.path / name / self.manifest_folder
         Manifest.parse(body)  # not one that is too long, for example
-        self.write_file(folder / MANIFEST, body)
         self.write_file(folder / SUM, sum_of(body))
+        self.write_file(folder / MANIFEST, body)  # last: in a bucket it makes the step
 
     def prepare(self) -> Any:
         """Make the run's directory; returns its identity. Raises OSError."""

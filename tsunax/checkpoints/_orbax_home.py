@@ -1,4 +1,4 @@
-"""The home of checkpoints that orbax keeps, on a disk or in a bucket: a directory for each step.
+"""The home of checkpoints that orbax keeps on a disk: a directory for each step.
 
     tsunax.lock
     4/_CHECKPOINT_METADATA, ...               orbax's own layout, so that its tools load it
@@ -10,20 +10,16 @@
 orbax commits the arrays together with the manifest, an item of its tree that waits in its
 background for the hashes. The file "6.unfinished" is made before the directory, and deleted when
 all of it has been read back (if older ones go for it) and synced: in one instant on any file
-system, and no directory is renamed, which buckets cannot do. A step that is there already is
-written to "4.1". Slices are read by TensorStore.
+system, and no directory is renamed, which a mounted bucket cannot do. A step that is there already
+is written to "4.1". Slices are read by TensorStore.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import importlib
-import json
 import math
-import os
-import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -32,18 +28,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax import errors
 from tsunax._core import Function, durable_files, processes, trees
-from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _orbax
 from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
-from tsunax.checkpoints._home import (
-    MANIFEST_FOLDER,
-    STEP_NAME,
-    UNFINISHED,
-    CheckpointHome,
-    names_in,
-)
+from tsunax.checkpoints._home import MANIFEST_FOLDER, STEP_NAME, UNFINISHED, CheckpointHome
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.checkpoints.manifest import Manifest
@@ -58,7 +46,7 @@ OUR_NAMES = {
     "orbax.checkpoint",
 }
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
-_PARALLEL_READS = 32  # reads: a bucket answers late
+_PARALLEL_READS = 32  # reads: a mounted bucket answers late
 
 
 class _Save:
@@ -86,14 +74,13 @@ class OrbaxHome(CheckpointHome):
 
     def __init__(self, path: Path, timeout: float = 600.0):
         super().__init__(path, timeout)
-        self.is_local = isinstance(path, Path)  # no bucket's
         self._saves: dict[str, _Save] = {}
 
     def _directories(self) -> dict[int, list[str]]:
         """The directories of each step, the newest last; no links, and none that is unfinished."""
         names, names_of_step = set(self.names(self.path)), {}
         for name in names:
-            if self.is_local and not durable_files.is_real_directory(self.path / name):
+            if not durable_files.is_real_directory(self.path / name):
                 continue
             if (match := STEP_NAME.fullmatch(name)) and name + UNFINISHED not in names:
                 names_of_step.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
@@ -110,7 +97,7 @@ class OrbaxHome(CheckpointHome):
 
     def manifest(self, step: int) -> Manifest:
         folder = self.directory_of(step)
-        if self.is_local and folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
+        if folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
             raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
         return super().manifest(step)
 
@@ -123,7 +110,7 @@ class OrbaxHome(CheckpointHome):
         with tempfile.TemporaryDirectory() as scratch:
             with _blocks.damage_of_arrays():
                 # before anything blocks, or takes memory that no file needs
-                if self.is_local and declared > (1 << 20) + 2 * durable_files.check_regular(folder):
+                if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
                     raise Damaged(f"{declared} bytes declared, far more than its files have")
                 open_array = _opener(folder / STATE, manifest.leaves)
                 files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
@@ -208,15 +195,13 @@ class OrbaxHome(CheckpointHome):
         self._finish(save)
         if save.hashes:
             self._prove(folder, save)
-        if self.is_local:
-            durable_files.sync_tree(folder)
+        durable_files.sync_tree(folder)
         del self._saves[name]
         if whole is not None:
             self.metrics_by_step()
             old = self._directories().get(whole.step, [])
             (self.path / (name + UNFINISHED)).unlink()
-            if self.is_local:
-                durable_files.sync(self.path)
+            durable_files.sync(self.path)
             self.metrics_by_step()[whole.step] = whole.metrics
             with self.deleting(whole.step):
                 self._delete([] if whole.step in self.bad else old)
@@ -276,10 +261,7 @@ class OrbaxHome(CheckpointHome):
         mark, folder = self.path / (name + UNFINISHED), self.path / name
         if not mark.exists():
             self._mark(name)
-        if self.is_local:
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.exists():
-            folder.rmtree()  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             mark.unlink()
 
@@ -307,10 +289,7 @@ def _opener(
 ) -> Callable[[Leaf], Callable[[Bounds], np.ndarray]]:
     """A function that opens arrays of orbax, of which slices are read then."""
     ts = importlib.import_module("tensorstore")
-    text = str(folder)
-    bucket, _, path = text.removeprefix("gs://").partition("/")
-    base = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
-    base = base if text.startswith("gs://") else {"driver": "file", "path": f"{text}/"}
+    base = {"driver": "file", "path": f"{folder}/"}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
     keys = _keys_of(leaf.name for leaf in saved_leaves if _is_of_orbax(leaf))
 
@@ -333,73 +312,3 @@ def _opener(
         return lambda bounds: answer(array[tuple(slice(*x) for x in bounds)].read(), leaf)
 
     return open_array
-
-
-class BucketHome(OrbaxHome):
-    """orbax checkpoints in a bucket, `gs://...`, without locks: the latest run may write."""
-
-    @staticmethod
-    def of_path(text: str, timeout: float) -> "BucketHome":
-        library("gcsfs", "Checkpoints()", extra="gcs")
-        return BucketHome(importlib.import_module("etils.epath").Path(text), timeout)
-
-    @staticmethod
-    def load(path: Any, limit: int) -> bytes:
-        with _os_errors():
-            if (size := path.stat().length) > limit:
-                raise ValueError(f"{size} bytes, more than {limit}")
-            return path.read_bytes()
-
-    @staticmethod
-    def write_file(path: Any, content: bytes) -> None:
-        with _os_errors():
-            path.write_bytes(content)
-
-    def names(self, path: Any) -> list[str]:
-        """The names that are there now, not those in the cache of the library for buckets."""
-        backend = importlib.import_module("etils.epath.backend")
-        backend.fsspec_backend.fs(str(path)).invalidate_cache()
-        return names_in(path)
-
-    def prepare(self) -> str:
-        self.path.mkdir(parents=True, exist_ok=True)
-        return str(self.path)
-
-    def lock(self, is_first: bool) -> Any:
-        return _Mark(self, is_first)
-
-
-@contextlib.contextmanager
-def _os_errors():
-    """A context that raises exceptions of libraries for buckets as OSError."""
-    try:
-        yield
-    except (OSError, ValueError):
-        raise
-    except Exception as error:
-        raise OSError(told(error)) from error
-
-
-class _Mark:
-    """An object in a bucket that names the last run that opened the directory."""
-
-    def __init__(self, home: BucketHome, is_first: bool):
-        self.home, self.pid, self.text, self.run_id = home, os.getpid(), "", str(home.path)
-        self.file, self.origin = home.path / durable_files.LOCK, ("", "")
-        if is_first:
-            if earlier_run := home.lock_text():
-                text = f"{home.path} was in use, by {earlier_run:.200}"
-                errors.warn(f"{text}: that run, if it goes on, is refused at its next save.")
-            about = {"pid": self.pid, "host": socket.gethostname(), "run": secrets.token_hex(4)}
-            self.text = json.dumps(about)
-            home.write_file(self.file, self.text.encode())
-
-    def renew(self, _) -> None:
-        if self.text and (current_text := self.home.lock_text()) != self.text:
-            raise FileExistsError(
-                f"another run has {self.home.path} now: {current_text or 'unnamed':.200}"
-            )
-
-    def release(self) -> None:
-        if self.text and os.getpid() == self.pid and self.home.lock_text() == self.text:
-            self.file.unlink()

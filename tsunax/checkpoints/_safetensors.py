@@ -5,14 +5,16 @@ The bytes are read here: the library has no NumPy array of float8, a file that i
 mapped ends the process, and a shard is rarely needed whole.
 """
 
+import dataclasses
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +36,13 @@ INDEX = ".index.json"
 _BYTES_AT_ONCE = 16 << 20  # bytes per read: more costs memory, less costs time
 
 
+def _fill(path: Path, start: int, target: memoryview) -> int:
+    """Read the bytes from `start` on into `target`; returns how many there are."""
+    with durable_files.opened(path) as file:
+        file.seek(start)
+        return file.readinto(target)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An array in a file; `start` counts from the beginning of the file."""
@@ -42,6 +51,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
+    fill: Callable[[Path, int, memoryview], int] = _fill  # of objects in a bucket it is another
 
 
 def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
@@ -113,7 +123,7 @@ def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
     """An array, or the part of it within (start, stop) of each axis, and little more is read."""
     dtype = np.dtype(entry.dtype)
     if not entry.shape:
-        return read(Entry(entry.file, entry.dtype, (1,), entry.start)).reshape(())
+        return read(dataclasses.replace(entry, shape=(1,))).reshape(())
     bounds = bounds or tuple((0, n) for n in entry.shape)
     (first_row, last_row), *inner_bounds = bounds
     out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -122,20 +132,44 @@ def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
     inner_slices = tuple(slice(*bound) for bound in inner_bounds)
     row_size = math.prod(entry.shape[1:])
     rows_at_once = max(1, _BYTES_AT_ONCE // (row_size * dtype.itemsize))
-    with durable_files.opened(entry.file) as file:
-        file.seek(entry.start + first_row * row_size * dtype.itemsize)
-        for row_index in range(0, last_row - first_row, rows_at_once):
-            target = out[row_index : row_index + rows_at_once]
-            is_whole = target.shape[1:] == entry.shape[1:]
-            rows = target if is_whole else np.empty((len(target), *entry.shape[1:]), dtype)
-            raw = rows.reshape(-1).view(np.uint8)
-            if file.readinto(memoryview(raw)) != raw.size:  # type: ignore[arg-type]
-                raise Damaged(f"{entry.file.name}: cut while it was read")
-            if entry.dtype == "bool" and raw.max() > 1:
-                raise Damaged(f"{entry.file.name}: a bool that is neither 0 nor 1")
-            if not is_whole:
-                target[...] = rows[(slice(None), *inner_slices)]
+    start = entry.start + first_row * row_size * dtype.itemsize
+    for row_index in range(0, last_row - first_row, rows_at_once):
+        target = out[row_index : row_index + rows_at_once]
+        is_whole = target.shape[1:] == entry.shape[1:]
+        rows = target if is_whole else np.empty((len(target), *entry.shape[1:]), dtype)
+        raw = rows.reshape(-1).view(np.uint8)
+        if entry.fill(entry.file, start, memoryview(raw)) != raw.size:  # type: ignore[arg-type]
+            raise Damaged(f"{entry.file.name}: cut while it was read")
+        start += raw.size
+        if entry.dtype == "bool" and raw.max() > 1:
+            raise Damaged(f"{entry.file.name}: a bool that is neither 0 nor 1")
+        if not is_whole:
+            target[...] = rows[(slice(None), *inner_slices)]
     return out
+
+
+def streamed(arrays: Mapping[str, np.ndarray]) -> tuple[int, Iterator[Any]]:
+    """The bytes of a file with these arrays, and their number, without a copy of all of them."""
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # aligned by that
+    code_of = {name: code for code, name in DTYPE_OF.items()}
+    header, end = {}, 0
+    for name in names:
+        x, start = arrays[name], end
+        end += x.nbytes
+        header[name] = {
+            "dtype": code_of[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little") + text
+        for name in names:
+            content = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+            for start in range(0, content.size, _BYTES_AT_ONCE):
+                yield memoryview(content[start : start + _BYTES_AT_ONCE])  # type: ignore[arg-type]
+
+    return 8 + len(text) + end, pieces()
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -> None:

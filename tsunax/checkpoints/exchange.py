@@ -229,7 +229,7 @@ def _pairs_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _from_orbax(path: StrPath) -> _Source:
     if is_bucket := str(path).startswith("gs://"):
-        library("gcsfs", "restore()", extra="gcs")
+        library("gcsfs", "restore()")
     folder = str(path) if is_bucket else _as_path(path)
     description, size = _orbax.description(folder)
     named_leaves = trees.leaves_with_names(description)

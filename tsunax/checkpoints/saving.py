@@ -18,7 +18,7 @@ from typing import Any
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 from tsunax.checkpoints import _background, _matching, _reading, _writing
-from tsunax.checkpoints._home import CheckpointHome, store_of
+from tsunax.checkpoints._home import BUCKETS, CheckpointHome, store_of
 from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import (
@@ -84,7 +84,7 @@ class Checkpoints:
 
     Args:
       path: the directory; made if it is not there. Relative ones are made absolute once. Or
-        "gs://bucket/run", with the extra `gcs`.
+        "s3://bucket/run", "gs://bucket/run", with the extra `s3` or `gcs`.
       every: how often `fit` saves, and `due` is True: a number of steps, "2 epochs" (in `fit`), a
         duration as "30 s", "10 minutes", "2 h" or a `timedelta`, or a tuple of these for whichever
         comes first. By default `fit` saves after every epoch and every ten minutes, and `due` is
@@ -93,8 +93,8 @@ class Checkpoints:
       keep_best: `Best("val/accuracy", mode="max")`: the best are kept, too.
       keep_every: keep every step that this divides.
       read_only: only restore. Needs no write access and takes no lock, also while a run writes.
-      store: "files", safetensors; or "orbax", orbax's own layout, which its tools load. By default
-        orbax in a bucket (`gs://bucket/run`), on a disk files, or as what is there was saved.
+      store: "files", safetensors; or "orbax", orbax's own layout, which its tools load, on a disk.
+        By default files, or as what is there was saved.
       timeout: seconds after which a save or a restore that has not ended counts as failed.
 
     With several processes (`distributed`), each makes a `Checkpoints` of the same directory on a
@@ -140,7 +140,7 @@ class Checkpoints:
             got = trees.describe(keep_best)
             raise WrongTypeError("keep_best", "Checkpoints()", got, "Best(metric, mode='min')")
         self.home: CheckpointHome = _home_of(path, store, timeout)
-        self.path: Any = self.home.path  # a Path, or etils' of a bucket
+        self.path: Any = self.home.path  # a Path, or the address of a bucket with `/`
         self.every: When | None = every
         self._timer: Timer = Timer(self.cadence.seconds)
         self.keep_last: int | None = keep_last
@@ -393,13 +393,13 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None:
         checks.check_choice(store, where, "store", ("files", "orbax"))
-    # Orbax's home is imported for a bucket, or a directory that orbax stores.
-    if isinstance(path, str | os.PathLike) and str(path).startswith("gs://"):
-        if store == "files":
-            raise CheckpointError("store", where, "'files' in a bucket", "'orbax', or none")
-        from tsunax.checkpoints._orbax_home import BucketHome
+    # The homes in a bucket, and of orbax, are imported for those who use them.
+    if isinstance(path, str | os.PathLike) and str(path).startswith(BUCKETS):
+        if store == "orbax":
+            raise CheckpointError("store", where, "'orbax' in a bucket", "'files', or none")
+        from tsunax.checkpoints._bucket_home import BucketHome, BucketPath
 
-        return BucketHome.of_path(str(path), timeout)
+        return BucketHome(BucketPath.of(str(path), timeout), timeout)
     folder = durable_files.folder_of(path, "path", where)
     existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
