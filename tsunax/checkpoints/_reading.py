@@ -204,8 +204,8 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
     if calls > saved_calls:
         warn(f"{text}: the state given goes on, from where the data is now.")
         return dataclasses.replace(restored, state=state, data=None)
-    if changed_leaves := changed_leaves(run, checkpoint_step, state):
-        warn(f"{text}, and differs from it: {trees.listed(changed_leaves, 4)}. It goes on.")
+    if different := changed_leaves(run, checkpoint_step, state):
+        warn(f"{text}, and differs from it: {trees.listed(different, 4)}. It goes on.")
     return dataclasses.replace(restored, state=state)
 
 

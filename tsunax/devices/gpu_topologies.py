@@ -12,8 +12,9 @@ from tsunax._core.libraries import library
 from tsunax.errors import DeviceError, told
 
 # The facts that the compiler reads about a card: its CUDA compute capability, its streaming
-# multiprocessors; for each of these its float32 units, its limit of threads and its bytes of shared memory (also the
-# limit for a block); the bytes of L2, bytes a second, bytes of memory, and GHz.
+# multiprocessors; for each of these its float32 units, its limit of threads and its bytes of
+# shared memory (also the limit for a block); the bytes of L2, bytes a second, bytes of memory,
+# and GHz.
 H100: Final = {
     "description": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "processors": 132, "units": 128,
     "threads": 2048, "shared": 233_472, "shared_per_block": 232_448, "cache": 52_428_800,
