@@ -299,7 +299,7 @@ def _at_exit() -> None:
         except ProcessError as stop_error:
             error = stop_error
     sys.stdout.flush()
-    _peers_of_run.fail(told(error))
+    _peers_of_run.fail(told(error))  # type: ignore[arg-type]
     os._exit(1)
 
 
