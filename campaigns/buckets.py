@@ -10,12 +10,14 @@ python -m campaigns.buckets --kills 50 --bucket s3   # needs moto[s3,server], to
 import argparse
 import collections
 import importlib
+import itertools
 import os
 import random
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import ExitStack
 
 import tsunax as ts
 
@@ -63,16 +65,16 @@ def kill(path: str, rng: random.Random, counts: collections.Counter, digests: di
     command = [sys.executable, "-c", PROGRAM, path, str(request)]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    for _ in range(STEPS if request else rng.randint(2, 6)):
-        words = run.stdout.readline().split()  # type: ignore[union-attr]
-        if not words:
-            break
-        last, counts["saves"] = int(words[0]), counts["saves"] + 1
-        counts["other bits"] += digests.setdefault(last, words[1]) != words[1]
+    lines = iter(run.stdout.readline, "")  # type: ignore[union-attr]
+    seen = list(itertools.islice(lines, STEPS if request else rng.randint(2, 6)))
     if not request:
         time.sleep(rng.uniform(0, 0.3))
     run.kill()
     run.wait()
+    for words in map(str.split, [*seen, *lines]):
+        if len(words) == 2:  # the process may have died within a line
+            last, counts["saves"] = int(words[0]), counts["saves"] + 1
+            counts["other bits"] += digests.setdefault(last, words[1]) != words[1]
     counts["kills before a request" if request else "kills at a time"] += 1
     return last
 
@@ -115,7 +117,11 @@ def main() -> None:
     counts: collections.Counter = collections.Counter()
     rng, digests, at = random.Random(args.seed), {}, 0
     command = [sys.executable, "-m", program.__name__]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server,
+        ExitStack() as stack,
+    ):
+        stack.callback(server.kill)
         os.environ.update(program.address(int(server.stdout.readline())))  # type: ignore[union-attr]
         path, like = f"{args.bucket}://bucket/run", training_run.make(600)[0]
         for _ in range(args.kills):
@@ -132,7 +138,6 @@ def main() -> None:
         for _ in range(args.damages):
             damage(path, like, rng, counts, digests)
         print(f"  {dict(counts)}", flush=True)
-        server.kill()
     record(HERE / "results" / "counts.jsonl", {"what": "buckets", "bucket": args.bucket, "seed": args.seed}, counts)
 
 

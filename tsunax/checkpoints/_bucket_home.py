@@ -52,6 +52,7 @@ def _whole(saves: Saves) -> dict[int, str]:
 class BucketHome(CheckpointHome):
     write_file = staticmethod(BucketPath.write)
     threads = _bucket.PARALLEL_REQUESTS
+    proof_threads = 8
 
     def __init__(self, path: Any, timeout: float = 600.0):
         super().__init__(path, timeout)

@@ -78,7 +78,8 @@ class CheckpointHome:
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
-    threads: int = min(8, os.cpu_count() or 1)  # that read
+    threads: int = min(8, os.cpu_count() or 1)  # of a restore: each has a leaf in memory
+    proof_threads: int = 0  # that read back what was written; 0: as many as hash it
 
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path: Any = path
@@ -140,7 +141,7 @@ class CheckpointHome:
         if hashes:
             stored = self.stored_in(self.path / name, [process])
             read = lambda block, leaf: _blocks.read_block(block, leaf, stored[leaf.name])
-            _blocks.check_same(saved, hashes, read, self.threads)
+            _blocks.check_same(saved, hashes, read, self.proof_threads)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process has, and give the checkpoint its name."""
