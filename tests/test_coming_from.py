@@ -886,6 +886,7 @@ BOTH_SIDES |= {  # the losses of Flux, several of them in some rows
 }
 # Rows that say where a thing is, when something happens, or that nothing is needed: there are no numbers to compare.
 WITHOUT_NUMBERS = {
+    "`ModelCheckpoint(every_n_train_steps=500)`, `train_time_interval=timedelta(minutes=10)`",
     "fields of a subclass: `batch_stats`, `dropout_rng`",
     "`max_epochs`, `max_steps`",
     "`check_val_every_n_epoch=5`, `val_check_interval=100`",

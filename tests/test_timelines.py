@@ -381,13 +381,14 @@ class Sender(ts.callbacks.Part):
     every = 1
 
     def __init__(self, folder, commands):
-        self.folder, self.commands, self.answers = folder, dict(commands), []
+        self.folder, self.commands, self.answers, self.threads = folder, dict(commands), [], []
 
     def at(self, run, events):
         if run.step in self.commands:
             verb, values, where = self.commands.pop(run.step)
             thread = threading.Thread(target=lambda: self.answers.append(ask(self.folder, verb, values, where)))
             thread.start()
+            self.threads.append(thread)
             while thread.is_alive() and not list((self.folder / "control").glob("*.json")):
                 time.sleep(1e-3)
 
@@ -411,6 +412,8 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
     prints, history = a_run(
         folder, step, toys.state, data(), callbacks=[sender], evaluate=evaluate, evaluate_every=100, steps=100, every=50
     )
+    for thread in sender.threads:
+        thread.join()
     assert max(prints) in (21, 22) and len(sender.answers) == len(commands)
     refused = [x for x in sender.answers if x.startswith("refused")]
     assert len(refused) == 1 and "rate" in refused[0]

@@ -291,9 +291,13 @@ def wrong_call(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if wrong := [x for x in keywords if not takes_any and x not in signature.parameters]:
         return WrongTypeError(unknown("argument", where, wrong[0], names))
+    if len(names) > MOST_NAMES:
+        by_place = [x for x in names if signature.parameters[x].kind is not _NAMED[1]]
+        names = [*by_place, "all others by name"]
     return WrongTypeError("arguments", where, str(error), ", ".join(names), fix)
 
 
+MOST_NAMES = 16  # that an error lists: `fit` has more
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 

@@ -13,6 +13,10 @@ import optax
 
 from tsunax._core import Scalar
 
+__all__ = [
+    "flux_adagrad", "flux_adamw", "flux_amsgrad", "flux_momentum", "flux_oadam", "flux_rprop",
+]  # fmt: skip
+
 
 def flux_momentum(learning_rate: optax.ScalarOrSchedule, momentum=0.9, nesterov=False):
     """`Momentum` and `Nesterov` of Optimisers.jl, with the rate inside the velocity.

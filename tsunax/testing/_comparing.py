@@ -128,9 +128,10 @@ def compared(
     if difference := trees.first_difference(got, expected, root):
         raise CheckError(f"tree of {where}: {difference}.")
     pairs = zip(trees.leaves_at(root, got), jax.tree.leaves(expected), strict=True)
-    size_of = (sizes or {}).get
-    distances = [(name, *_distance(x, y, tolerance == 0, size_of(name))) for (name, x), y in pairs]
-    name, worst, text = max(distances, key=lambda x: x[1], default=("", 0.0, ""))
+    size_of, distances = (sizes or {}).get, [("", 0.0, "")]  # first, because 0 wins over NaN
+    for (name, x), y in pairs:
+        distances.append((name, *_distance(x, y, tolerance == 0, size_of(name))))
+    name, worst, text = max(distances, key=lambda x: x[1])
     if worst > tolerance:
         expected = "the same bits" if tolerance == 0 else f"at most {tolerance:.2g}"
         raise CheckError(f"leaf {name}", where, text, expected)
