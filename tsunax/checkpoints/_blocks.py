@@ -123,7 +123,7 @@ def damage_of_arrays() -> Iterator[None]:
     """A context for reading arrays, in which failures of files and contents become Damaged."""
     try:
         yield
-    except ConnectionError:  # of a bucket: the bytes may be good
+    except ConnectionError:  # a bucket does not answer: the bytes may be good
         raise
     except (OSError, ValueError) as error:
         raise Damaged(f"arrays: {told(error)}") from None

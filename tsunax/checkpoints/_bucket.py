@@ -17,7 +17,7 @@ from typing import Any
 from tsunax._core.libraries import library
 from tsunax.checkpoints import _blocks, _safetensors
 
-PARALLEL_REQUESTS = 16  # a bucket answers late; each of them may take 16 MB of memory
+PARALLEL_REQUESTS = 16  # a bucket answers late; each request may take 16 MB of memory
 _PART = 8 << 20  # bytes in a request of an upload: a smaller object is sent at once
 _HEADS = 16 << 20  # bytes from the beginnings of all files: small checkpoints need no other request
 _KINDS = {"AlreadyExistsError": FileExistsError, "PreconditionError": FileExistsError}
@@ -46,7 +46,7 @@ class BucketPath:
 
     directory: str  # the URL of the run
     store: Any = dataclasses.field(repr=False, compare=False)  # obstore's, of the run
-    key: str = ""  # of the object, within the directory
+    key: str = ""  # the path of the object, within the directory
 
     @staticmethod
     def of(address: str, timeout: float) -> "BucketPath":
@@ -66,7 +66,7 @@ class BucketPath:
         return dataclasses.replace(self, key=f"{self.key}/{name}".strip("/"))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The keys in the directory that begin so: a request for each 1,000 of them."""
+        """The keys in the directory that begin so: a request for each 1,000 keys."""
         with _os_errors():
             return sorted(x["path"] for page in self.store.list(prefix or None) for x in page)
 
@@ -98,7 +98,7 @@ class BucketPath:
             self.store.put(self.key, pieces, chunk_size=part, max_concurrency=PARALLEL_REQUESTS)
 
     def unlink(self, *names: str) -> None:
-        """Delete the object, or those of these names below; some of them may be missing."""
+        """Delete the object, or the objects of these names below; names may be missing."""
         with contextlib.suppress(FileNotFoundError), _os_errors():
             self.store.delete([f"{self.key}/{name}" for name in names] or [self.key])
 

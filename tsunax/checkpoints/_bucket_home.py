@@ -56,14 +56,14 @@ class BucketHome(CheckpointHome):
 
     def __init__(self, path: Any, timeout: float = 600.0):
         super().__init__(path, timeout)
-        self._saves: Saves = {}  # of a writer, since it opened the bucket
+        self._saves: Saves = {}  # a writer lists them when it opens the bucket
 
     @staticmethod
     def load(path: BucketPath, limit: int) -> bytes:
         return path.read(limit)[0]
 
     def names(self, path: BucketPath) -> list[str]:
-        """The names in the directory, less those of saves."""
+        """The names in the directory, except the names of saves."""
         keys = [key for key in path.keys("") if not _OBJECT.fullmatch(key)]
         return sorted({key.partition("/")[0] for key in keys})
 
@@ -135,7 +135,7 @@ class BucketHome(CheckpointHome):
         return bool(files) and all(map(EARLY_NAMES.match, files))
 
     def check_is_no_checkpoint(self) -> None:
-        """Nothing: a lock within a checkpoint is an object beside others, and keeps none."""
+        """Nothing: a lock within a checkpoint is one more object, and keeps no run out."""
 
     def prepare(self) -> str:
         return str(self.path)

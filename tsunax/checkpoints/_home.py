@@ -12,8 +12,8 @@ the machine ended. A step that is replaced gets a hidden name before that rename
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
 
-`_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` that of our own
-files in a bucket, with the same interface. Leaves are compared and verified by the callers, with
+`_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` the home of
+our files in a bucket, with the same interface. Leaves are compared and verified by the callers, with
 the hashes of the manifest. One run writes, and any number of processes read.
 """
 
@@ -78,8 +78,8 @@ class CheckpointHome:
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
-    threads: int = min(8, os.cpu_count() or 1)  # of a restore: each has a leaf in memory
-    proof_threads: int = 0  # that read back what was written; 0: as many as hash it
+    threads: int = min(8, os.cpu_count() or 1)  # they restore, each with a leaf in memory
+    proof_threads: int = 0  # they read a save back; 0: as many as hash it
 
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path: Any = path
@@ -247,7 +247,7 @@ class CheckpointHome:
             body = self.load(folder / self.manifest_folder / MANIFEST, LIMIT)
         except FileNotFoundError:
             raise Damaged("no manifest") from None
-        except ConnectionError:  # of a bucket: the bytes may be good
+        except ConnectionError:  # a bucket does not answer: the bytes may be good
             raise
         except (OSError, ValueError) as error:
             raise Damaged(f"manifest: {told(error)}") from None
@@ -341,7 +341,7 @@ class CheckpointHome:
         """Write, read and delete a small file. Raises if the directory allows no such thing."""
         file, content = self.path / f".tsunax-probe-{process}", b"A save can write here.\n"
         with contextlib.suppress(FileNotFoundError):
-            file.unlink()  # of a run that was killed at this point
+            file.unlink()  # a run was killed at this point
         self.write_file(file, content)
         if self.load(file, len(content)) != content:
             raise OSError("a small file came back with other bytes")

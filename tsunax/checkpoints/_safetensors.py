@@ -51,7 +51,9 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    fill: Callable[[Path, int, memoryview], int] = _fill  # of objects in a bucket it is another
+    fill: Callable[[Path, int, memoryview], int] = (
+        _fill  # objects in a bucket have another function
+    )
 
 
 def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
@@ -149,7 +151,7 @@ def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
 
 
 def streamed(arrays: Mapping[str, np.ndarray]) -> tuple[int, Iterator[Any]]:
-    """The bytes of a file with these arrays, and their number, without a copy of all of them."""
+    """The bytes of a file with these arrays, and their number, without a copy of all arrays."""
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # aligned by that
     code_of = {name: code for code, name in DTYPE_OF.items()}
     header, end = {}, 0

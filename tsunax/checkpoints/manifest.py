@@ -222,10 +222,10 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
         kind = "$jax" if isinstance(x, jax.Array) else "$array"
         return {kind: keep(path, np.array(x, copy=True))}
-    raise WrongTypeError("value", _shown(path), trees.describe(x), _SAVED_TYPES)
+    raise WrongTypeError("value", place_text(path), trees.describe(x), _SAVED_TYPES)
 
 
-def _shown(path: tuple) -> str:
+def place_text(path: tuple) -> str:
     return path[0] + "".join(f"[{key!r}]" for key in path[1:])
 
 
@@ -286,7 +286,7 @@ def check_types(x: Any, y: Any, *path) -> None:
     """
     if type(x) is not type(y) and not isinstance(y, dict | list | str | bytes | np.ndarray):
         got = f"{type(x).__name__}, which comes back as {type(y).__name__}"
-        raise WrongTypeError("value", _shown(path), got, _SAVED_TYPES)
+        raise WrongTypeError("value", place_text(path), got, _SAVED_TYPES)
     items = enumerate(x) if isinstance(y, list | tuple) else ()
     for key, value in x.items() if isinstance(x, Mapping) else items:
         check_types(value, y[key], *path, key)

@@ -291,9 +291,9 @@ if hasattr(os, "register_at_fork"):
 def _at_exit() -> None:
     assert _peers_of_run is not None
     error: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    # A Ctrl-C to one process ends the run on all of them, and none has failed.
-    is_of_all = error is None or getattr(error, "signal", 0)
-    if is_of_all or not _peers_of_run.is_watched:
+    # A Ctrl-C to one process ends the run on all processes, and none has failed.
+    is_no_failure = error is None or getattr(error, "signal", 0)
+    if is_no_failure or not _peers_of_run.is_watched:
         try:
             return stop()
         except ProcessError as stop_error:

@@ -154,7 +154,7 @@ class Saving(Part):
         self.edits: EditLog = restart.edit_log()
 
     def _prepare(self, run: Run, feed: Feed) -> None:
-        """Raise now what the first save would raise; warn of data that cannot be set to a place."""
+        """Raise the errors of the first save now; warn of data that cannot be set to a place."""
         with self.options.clock("data"):
             place, is_resumable = feed.try_place()
         with self.options.clock("checkpoint"):
