@@ -367,7 +367,7 @@ def _raise_for_signal(fitting: Fit) -> None:
     if signal_number and not in_notebook():
         text = f"at step {run.step}; `error.state` is the state"
         error = with_state(KeyboardInterrupt(text), run)
-        # So other processes know that this process has not failed. A subclass has the exit code 1.
+        # Other processes see that this process has not failed. A subclass has the exit code 1.
         error.signal = signal_number
         raise error
 

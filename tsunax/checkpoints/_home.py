@@ -13,8 +13,8 @@ after it; `tidy` puts the step back if the rename did not come. A step that is d
 name, and then loses its manifest first.
 
 `_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` the home of
-our files in a bucket, with the same interface. Leaves are compared and verified by the callers, with
-the hashes of the manifest. One run writes, and any number of processes read.
+our files in a bucket, with the same interface. Leaves are compared and verified by the callers,
+with the hashes of the manifest. One run writes, and any number of processes read.
 """
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded

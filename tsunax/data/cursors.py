@@ -275,7 +275,7 @@ class Source:
         if self._is_data:
             return self.data.get_state()
         data_state = self._call(GETTERS)[1]
-        # Some loaders return the dict that they change later. A value without a copy cannot be saved.
+        # Some loaders change the returned dict later. A value without a copy cannot be saved.
         with contextlib.suppress(Exception):
             data_state = copy.deepcopy(data_state)
         return {"epoch": self.epoch, "position": self.position, "data": data_state}

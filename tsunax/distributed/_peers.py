@@ -189,7 +189,7 @@ class Peers:
     # --------------------------------------------------------------------------------------- ending
 
     def fail(self, text: str, stay: bool = False) -> None:
-        """End all other processes, which print the reason. Unless it stays, this process is to exit."""
+        """End all other processes, which print the reason. Without `stay`, this process exits."""
         self._is_failing = True
         if stay:
             self._closing.set()

@@ -140,8 +140,8 @@ class Feed:
     def try_place(self) -> tuple[dict[str, Any], bool]:
         """A place as a save will have it, and whether the data can be set to it.
 
-        The place of a foreign loader is read after its next batch, which the next call takes: before
-        it, its iterator may not exist, and its state may lack values that it has later.
+        The place of a foreign loader is read after its next batch, which the next call takes.
+        Before that its iterator may not exist, and its state may lack values that it has later.
         """
         data = innermost(self.source.data)
         if isinstance(data, Data | NoData) or type(data) in (list, tuple):

@@ -16,7 +16,6 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,11 +30,11 @@ from tsunax.run import fused_loop, info_columns
 from tsunax.run.calling import Caller
 from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
 from tsunax.run.feed import Feed
-from tsunax.run.history import Clock, History
+from tsunax.run.history import Clock
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Run, WitnessedCall, with_state
+from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Beginning, Run, with_state
 from tsunax.state import own
 from tsunax.step import StepInfo
 
@@ -45,20 +44,6 @@ WAITING_BYTES = 64 << 20
 # The length of a call under "auto": too short to notice, and far beyond its fixed cost of 0.3 ms.
 CALL_SECONDS = 0.05
 RECENT_READS = 16  # rates are measured over this many reads
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """The position and the values that a run starts from."""
-
-    history: History
-    memory: dict[str, Any]  # the memory of each callback
-    is_resumed: bool = False  # at the step of a checkpoint
-    is_of_checkpoint: bool = False  # with the state of a checkpoint
-    # whether the checkpoint, or the state in its place, was saved at the end of a run
-    has_ended: bool = True
-    has_open_row: bool = False  # whether it was saved before loggers had its row
-    stopped: str = ""  # why the run stopped there
 
 
 class Fit:
@@ -155,9 +140,7 @@ class Fit:
         """Agree with all processes on requests of signals and timers. Process 0 has the clock."""
         requests_here, timers = self.interrupt.requests, () if self.is_led else self.timers
         late_timers = {("clock", i) for i, timer in enumerate(timers) if timer.is_late()}
-        requests_here.update(
-            late_timers - self.requests
-        )  # a timer is late until its boundary was held
+        requests_here.update(late_timers - self.requests)  # they are late until their boundary
         if requests := agree(requests_here):
             requests_here.difference_update(requests)
             self.signal = min((number for kind, number in requests if kind == "end"), default=0)
@@ -229,24 +212,12 @@ class Fit:
         if count > 1 and (is_late or is_large):
             self.read(1)
         if self.run.witnesses:
-            self.call_witnesses(chunk)
+            from tsunax.run.witnessing import call_witnesses
+
+            self.read(0)
+            state, self.witnessed_state = self.witnessed_state, None
+            call_witnesses(self.run, self.loop, state, chunk, self.caller.extra)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
-
-    def call_witnesses(self, chunk: Chunk) -> None:
-        """Call the witnesses of the call that was dispatched, when its numbers are read."""
-        self.read(0)
-        run, old_state, extra = self.run, self.witnessed_state, self.caller.extra
-
-        def repeat() -> PyTree:
-            state = jax.tree.map(own, old_state)
-            if chunk.n is None:
-                return self.loop.call_step(state, chunk.feed.batch, extra)[0]
-            return self.loop(state, chunk.feed, chunk.n, extra)[0]
-
-        call = WitnessedCall(old_state, run.state, chunk.feed.batch_at(0), repeat)
-        witnesses, run.witnesses, self.witnessed_state = run.witnesses, [], None
-        for witness in witnesses:
-            witness(run, call)
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""

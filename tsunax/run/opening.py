@@ -16,12 +16,12 @@ from tsunax.data.positions import innermost
 from tsunax.program import TrainStep
 from tsunax.run.chunks import NO_LIMIT, Limits
 from tsunax.run.feed import Feed
-from tsunax.run.fitting import Beginning, Fit
+from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options
 from tsunax.run.part import Part
-from tsunax.run.run import Run
+from tsunax.run.run import Beginning, Run
 from tsunax.state import TrainState, check_values, own
 from tsunax.states import training_states
 
@@ -72,19 +72,9 @@ def begin(
     in_order = (*parts, run.rows, *display, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
     begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
-    # Ctrl-C apart, signals need something to save, or several processes that have to end together.
-    takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
-    fit = Fit(
-        step,
-        options,
-        feed,
-        run,
-        in_order,
-        begin_order,
-        agreement,
-        beginning,
-        interrupt=Interrupt(*filter(takes, options.signals)),
-    )
+    interrupt = _interrupt(options, saver, agreement)
+    order = in_order, begin_order
+    fit = Fit(step, options, feed, run, *order, agreement, beginning, interrupt=interrupt)
     fit.compare()
     if restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -92,6 +82,12 @@ def begin(
             restart.warn_of_edits(start)
         run.note(f"resumed from {restart.saver.path}, step {start}")
     return fit
+
+
+def _interrupt(options: Options, saver: Any, agreement: processes.Unanimous) -> Interrupt:
+    """The signals of the run. Ctrl-C apart, they need a checkpoint, or several processes."""
+    takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
+    return Interrupt(*filter(takes, options.signals))
 
 
 def _parts(

@@ -54,13 +54,17 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class WitnessedCall:
-    """One call of a run, with the states around it. The state before stays as it is."""
+class Beginning:
+    """The position and the values that a run starts from."""
 
-    old_state: PyTree
-    new_state: PyTree
-    batch: PyTree
-    repeat: Callable[[], PyTree]  # makes the call once more, and returns its state
+    history: History
+    memory: dict[str, Any]  # the memory of each callback
+    is_resumed: bool = False  # at the step of a checkpoint
+    is_of_checkpoint: bool = False  # with the state of a checkpoint
+    # whether the checkpoint, or the state in its place, was saved at the end of a run
+    has_ended: bool = True
+    has_open_row: bool = False  # whether it was saved before loggers had its row
+    stopped: str = ""  # why the run stopped there
 
 
 class Run:

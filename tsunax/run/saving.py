@@ -19,12 +19,11 @@ from tsunax.checkpoints.edits import FILE, EditLog, edit_of
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed
-from tsunax.run.fitting import Beginning
 from tsunax.run.history import History
 from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import Part
-from tsunax.run.run import INTERRUPTED, Run
+from tsunax.run.run import INTERRUPTED, Beginning, Run
 from tsunax.states import COUNTED
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from tsunax._core import PyTree, checks, trees
 from tsunax.errors import StateError, warn
 from tsunax.run.part import Part
-from tsunax.run.run import Run, WitnessedCall
+from tsunax.run.run import Run
+from tsunax.run.witnessing import WitnessedCall
 
 
 @dataclass(frozen=True)
