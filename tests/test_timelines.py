@@ -292,7 +292,8 @@ def test_an_edit_that_nobody_makes_again_survives_a_kill(tmp_path):
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
         a_run(folder, step, toys.state, data(), callbacks=[change, ts.callbacks.every(1, killed)])
-    prints, _ = a_run(folder, step, toys.state, data())
+    with pytest.warns(UserWarning, match="applied again, because a killed run had it"):
+        prints, _ = a_run(folder, step, toys.state, data())
     assert prints == {k: x for k, x in expected.items() if k > 8}
     line = timeline(folder, step, toys.state, data())
     assert [edit.step for edit in line.edits] == [11]

@@ -96,7 +96,8 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
         if x is y:
             continue
         size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
-        if size > MOST_BYTES or trees.is_key(x):
+        is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
+        if size > MOST_BYTES or trees.is_key(x) or is_spread:
             return Edit(step, calls, source, None, _layout(new_tree))
         if y is None or not _has_same_bits(x, y):
             values[key] = np.asarray(x)
@@ -113,8 +114,9 @@ class EditLog:
     applied again when it comes to them.
     """
 
-    def __init__(self, path: Path | None, saved: Any, calls: int) -> None:
+    def __init__(self, path: Path | None, saved: Any, calls: int, *, writes: bool = True) -> None:
         self._path = path  # None: there is no file, and the state is saved after each edit
+        self._writes = writes  # the first of several processes
         self.edits: list[Edit] = parse_edits(saved)
         written = [] if path is None else edits_in(path)
         self.pending: list[Edit] = [edit for edit in written if edit.calls > calls]
@@ -125,7 +127,7 @@ class EditLog:
         self.edits.append(edit)
         if self._path is None or edit.values is None:
             return False
-        if (line := edit.dump()) not in self._written:
+        if self._writes and (line := edit.dump()) not in self._written:
             with open(self._path, "ab") as file:
                 file.write(line.encode() + b"\n")
                 file.flush()

@@ -82,10 +82,10 @@ class Restart:
 
     def edit_log(self) -> EditLog:
         """The edits that the restored state has, and the later edits on the disk."""
-        is_local = isinstance(self.saver.path, Path) and not self.saver.process
-        path = self.saver.path / FILE if is_local else None
+        path = self.saver.path / FILE if isinstance(self.saver.path, Path) else None
         calls = most_calls(self.restored.state) if isinstance(self.restored.state, COUNTED) else 0
-        return EditLog(path, self.saved_script.get("edits"), calls)
+        saved = self.saved_script.get("edits")
+        return EditLog(path, saved, calls, writes=not self.saver.process)
 
     def parts_of_fit(self) -> tuple[History | None, dict[str, Any]]:
         """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
@@ -234,10 +234,15 @@ class Saving(Part):
             source = ", ".join(run.changed_by)
             edit = edit_of(run.unchanged_state, run.state, run.step, calls, source)
             is_recorded = edit is None or self.edits.add(edit)
-        for edit in due:  # again after a resume: callbacks need not make it again
-            run.state = edit.applied(run.state, self.like)
-            run.changed_by.append(edit.source)
-            is_recorded = self.edits.add(edit) and is_recorded
+        for edit in due:  # A resume comes to an edit that no checkpoint had.
+            state = edit.applied(run.state, self.like)
+            if edit_of(run.state, state, run.step, calls, edit.source) is not None:
+                run.replace_state(state, edit.source)
+                is_recorded = self.edits.add(edit) and is_recorded
+                place = f"step {run.step} in {self.saver.path / FILE}"
+                warn(
+                    f"fit(): applied again, because a killed run had it: {edit.source} at {place}."
+                )
         return not is_recorded
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
