@@ -117,10 +117,7 @@ class Source:
         where = f"batch {self.position} of epoch {self.epoch}"
         try:
             if self._batches is None:
-                # Datasets of Hugging Face restore a position in the epoch of this number only.
-                if callable(set_epoch := getattr(self.data, "set_epoch", None)):
-                    set_epoch(self.epoch)
-                self._batches = iter(self.data)
+                self._begin_epoch()
             batch = _next(self._batches) if k is None else self._batches.take(k)
             # an IndexError ends the iterator of a Sequence, also if `__getitem__` has a bug
             is_sequence = batch is END and type(self.data).__iter__ is Sequence.__iter__
@@ -143,6 +140,18 @@ class Source:
         is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
         return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
+    def _begin_epoch(self) -> None:
+        # Datasets of Hugging Face restore a position in the epoch of this number only.
+        if callable(set_epoch := getattr(self.data, "set_epoch", None)):
+            set_epoch(self.epoch)
+        self._batches = iter(self.data)
+
+    def _owned(self, batch: Any, position: int) -> Any:
+        """The batch in memory of its own: data may use the memory of a batch again."""
+        if self._is_data or batch is END or isinstance(batch, TsunaxError):
+            return batch
+        return owned(batch, "batch", f"batch {position} of epoch {self.epoch}")
+
     def _end_epoch(self) -> None:
         if self.position == 0:
             got = f"no batch at all, {self._count_read} in earlier epochs"
@@ -157,9 +166,7 @@ class Source:
         Raises DataError for an exception of the data (its cause), a None, or an empty epoch.
         """
         batch = self._next()
-        if batch is None or self._is_data:
-            return batch
-        return owned(batch, "batch", f"batch {self.position - 1} of epoch {self.epoch}")
+        return None if batch is None else self._owned(batch, self.position - 1)
 
     def _next(self) -> Any:
         """The next batch, in memory that the data may use again."""
@@ -211,7 +218,7 @@ class Source:
                 batch = error
             ends_stack = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
             if ends_stack or self._pulls_whole:
-                self._excess = batch, place, self._pulls_whole
+                self._excess = self._owned(batch, self.position), place, self._pulls_whole
             else:
                 chunk.add(batch)
                 self._count(1)
@@ -257,11 +264,13 @@ class Source:
         """Read the next batch, which `next` then returns; returns the position after that batch."""
         if self._excess is None:
             place, batch = self.state(), self._pull()
-            self._excess = batch, place, self._pulls_whole
+            self._excess = self._owned(batch, self.position), place, self._pulls_whole
         return self._read_position()
 
     def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
-        for owner, name in itertools.product((self.data, self._batches), names):
+        has = lambda owner, names: any(callable(getattr(owner, x, None)) for x in names)
+        owners = [x for x in (self.data, self._batches) if has(x, GETTERS) and has(x, SETTERS)]
+        for owner, name in itertools.product(owners[:1], names):
             if callable(method := getattr(owner, name, None)):
                 return True, method(*args)
         return False, None
@@ -298,7 +307,7 @@ class Source:
         place, data_state = f"epoch {self.epoch}, position {self.position}", state["data"]
         has_state = data_state is not None
         if has_state and not any(hasattr(self.data, name) for name in SETTERS):
-            self._batches = iter(self.data)
+            self._begin_epoch()
         if has_state and self._call(SETTERS, data_state)[0]:
             return
         must_read = self.position or (self.epoch and not self.restartable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tsunax import guard
 from tsunax._core import PyTree, Step, checks, processes
 from tsunax._core.interrupts import SAVING, Interrupt
 from tsunax.data.positions import innermost
+from tsunax.errors import warn
 from tsunax.program import TrainStep
 from tsunax.run.chunks import NO_LIMIT, Limits
 from tsunax.run.feed import Feed
@@ -52,6 +54,8 @@ def begin(
         beginning = restart.beginning(history, memory, start, options)
     agreement = processes.current().agreement("fit()", state, innermost(data))
     parts, saving = _parts(options, restart, memory, agreement)
+    if data is None:
+        _warn_of_epochs(options, restart)
     feed = _feed(step, state, data, options, start, [*parts, *saving])
     if restart is not None and restart.restored.data is not None:
         with options.clock("data"):
@@ -82,6 +86,16 @@ def begin(
             restart.warn_of_edits(start)
         run.note(f"resumed from {restart.saver.path}, step {start}")
     return fit
+
+
+def _warn_of_epochs(options: Options, restart: Any) -> None:
+    """Warn of tasks that wait for the end of an epoch in a run that has no epochs."""
+    cadences = dict(zip(options.names, options.cadences, strict=False))
+    if restart is not None and restart.saver.every is not None:
+        cadences["Checkpoints(every=)"] = restart.saver.cadence
+    for name, cadence in cadences.items():
+        if cadence.epochs and not (cadence.steps or cadence.seconds < math.inf):
+            warn(f"fit(): {name} counts epochs, and a run without data has none.")
 
 
 def _interrupt(options: Options, saver: Any, agreement: processes.Unanimous) -> Interrupt:

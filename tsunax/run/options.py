@@ -80,6 +80,7 @@ class Options:
         checks.check_choice(self.resume, where, "resume", ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise WrongTypeError("resume", where, "'must' without checkpoint=", "a path")
+        self.signals = tuple(self.signals)
         for name in self.signals:
             checks.check_choice(name, where, "signals", SIGNALS)
         from tsunax.run.watchdog import watchdog

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from tsunax._core import processes
+from tsunax._core import checks, processes
 from tsunax._core.cadence import seconds_in
 from tsunax.errors import HyperparameterError, told, warn
 from tsunax.run.history import Clock
@@ -57,7 +57,8 @@ WAITING_FOR_DEVICE = (
 
 def seconds_of(value: Any, where: str, name: str) -> float:
     """The seconds of a duration: a number, a `timedelta`, or a text as "5 minutes"."""
-    seconds = seconds_in(value) if isinstance(value, str | timedelta) else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    seconds = seconds_in(value) if isinstance(value, str | timedelta) else is_number and value
     if not 0 < seconds < 1e6:
         expected = "seconds > 0, a timedelta, or a text as '5 minutes' or '2 h'"
         raise HyperparameterError(name, where, repr(value), expected)
@@ -99,6 +100,8 @@ class watchdog:
     def __post_init__(self) -> None:
         if self.after is not None:
             seconds_of(self.after, "watchdog()", "after")
+        if self.tell is not None:
+            checks.check_takes("tell", "watchdog()", self.tell, "f(event, text, row)", "", "", {})
 
 
 @dataclass(eq=False)
@@ -138,7 +141,7 @@ class Watch(Part):
         for event, text, row in iter(run.events.get, None):
             try:
                 tell(event, text, row)
-            except Exception as error:
+            except BaseException as error:  # the thread has to tell of further events
                 with contextlib.suppress(Warning):  # it is an error under `python -W error`
                     warn(f"watchdog(): tell of {event!r} raised {told(error)}")
 
