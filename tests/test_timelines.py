@@ -278,26 +278,109 @@ def test_edits_are_part_of_the_line(tmp_path, name):
     assert sorted({*prints} - {*same}) == [edit.step for edit in line.edits]
 
 
-def test_an_edit_that_nobody_makes_again_survives_a_kill(tmp_path):
-    """An edit between two saves is on the disk before the next call; a resume applies it at its step."""
-    step, prints = ts.train_step(toys.loss_fn), {}
+def test_a_callback_makes_its_edit_again_after_a_kill(tmp_path):
+    """A kill between an edit and the next save: the line has the edit once, of the run that went on."""
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
 
     def killed(run):
         if run.step == 13:
             raise KeyboardInterrupt
 
-    data = lambda: ts.batches(toys.X, 8)
-    change = one_off((11,), EDITS["a number"])
-    expected, _ = a_run(tmp_path / "whole", step, toys.state, data(), callbacks=[one_off((11,), EDITS["a number"])])
+    edit = lambda: ts.callbacks.adjust_at(11, learning_rate=0.03)
+    expected, _ = a_run(tmp_path / "whole", step, toys.state, data(), callbacks=[edit()])
     folder = tmp_path / "a"
     with pytest.raises(KeyboardInterrupt):
-        a_run(folder, step, toys.state, data(), callbacks=[change, ts.callbacks.every(1, killed)])
-    with pytest.warns(UserWarning, match="applied again, because a killed run had it"):
-        prints, _ = a_run(folder, step, toys.state, data())
+        a_run(folder, step, toys.state, data(), callbacks=[edit(), ts.callbacks.every(1, killed)])
+    prints, _ = a_run(folder, step, toys.state, data(), callbacks=[edit()])
     assert prints == {k: x for k, x in expected.items() if k > 8}
     line = timeline(folder, step, toys.state, data())
     assert [edit.step for edit in line.edits] == [11]
-    assert fingerprint(line.at(STEPS)) == expected[STEPS]
+    assert {k: fingerprint(line.at(k)) for k in (10, 12, 20)} == {k: expected[k] for k in (10, 12, 20)}
+
+
+def test_a_line_of_accumulated_steps_has_edits_at_their_calls(tmp_path):
+    """Edits at the ends of epochs, which fall between the calls of a step; audits of such checkpoints."""
+    make = lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)})
+    step, data, states = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8), {}
+
+    def adjusted(run):
+        state = ts.adjust(run.state, learning_rate=0.1 / (1 + run.epoch))
+        states[int(state.calls)] = fingerprint(state)
+        return state
+
+    with ts.Checkpoints(tmp_path / "a", every="epoch", keep_last=None) as checkpoints:
+        callbacks = [ts.callbacks.every("epoch", adjusted)]
+        ts.fit(step, make(), data(), epochs=6, checkpoint=checkpoints, callbacks=callbacks, progress=False)
+    line = timeline(tmp_path / "a", step, make, data())
+    assert {calls: fingerprint(line.at(calls=calls)) for calls in states} == states
+    first, *rest = line.steps
+    assert [line.audit(first, last) for last in rest] == [[] for _ in rest]
+
+
+def test_a_run_that_goes_on_with_another_rate_has_a_line(tmp_path):
+    make = lambda rate: lambda: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)})
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    first, _ = a_run(tmp_path / "a", step, make(0.1), data(), steps=16)
+    with pytest.warns(UserWarning, match="edited in the script"):
+        second, _ = a_run(tmp_path / "a", step, make(0.02), data(), steps=32)
+    line = timeline(tmp_path / "a", step, make(0.02), data())
+    prints = first | second
+    same = {k: fingerprint(line.at(k)) == prints[k] for k in (8, 15, 17, 24, 30)}
+    assert all(same.values()), same
+    with pytest.raises(StateError, match="numbers that the script has edited"):
+        line.at(3)
+
+
+def test_the_calls_before_an_exception_are_part_of_the_line_or_refused(tmp_path):
+    step, data, prints = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8), {}
+
+    def fails(run):
+        if run.step == 13:
+            raise ValueError("once")
+
+    checkpoints = ts.Checkpoints(tmp_path / "a", every=8, keep_last=None)
+    options = {"steps": STEPS, "checkpoint": checkpoints, "progress": False}
+    callbacks = [one_off((11,), EDITS["a number"]), ts.callbacks.every(1, fails)]
+    with pytest.raises(ValueError, match="once") as caught:
+        ts.fit(step, toys.state(), data, callbacks=callbacks, **options)
+    with checkpoints, pytest.warns(UserWarning, match="the state given goes on"):
+        ts.fit(step, caught.value.state, data, callbacks=[recorded(prints)], **options)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
+    with pytest.raises(StateError, match="the state given to fit"):
+        line.at(12)
+    assert fingerprint(line.at(20)) == prints[20]
+
+
+def test_arguments_that_a_callback_replaced_are_refused(tmp_path):
+    loss_fn = lambda params, x, scale: scale * toys.loss_fn(params, x)
+    step, data, extra = ts.train_step(loss_fn), lambda: ts.batches(toys.X, 8), {"scale": 1.0}
+
+    def halved(run):
+        if run.step == 11:
+            extra["scale"] = 0.5
+
+    callbacks = [ts.callbacks.every(1, halved)]
+    prints, _ = a_run(tmp_path / "a", step, toys.state, data(), callbacks=callbacks, extra=extra)
+    line = timeline(tmp_path / "a", step, toys.state, data(), extra={"scale": 1.0})
+    assert fingerprint(line.at(10)) == prints[10] and fingerprint(line.at(16)) == prints[16]
+    with pytest.raises(StateError, match="a callback replaced extra at step 11"):
+        line.at(13)
+
+
+def test_a_state_that_the_script_cuts_has_exact_edits_or_saves(tmp_path):
+    make = lambda: ts.adjust(
+        ts.setup(ts.rules.adamw(0.1), {"w": jnp.ones(8), "b": jnp.zeros(())}), "w", learning_rate=0.05
+    )
+    loss_fn = lambda params, x: toys.loss_fn(params, x) + params["b"] ** 2
+    step, data = ts.train_step(loss_fn), lambda: ts.batches(toys.X, 8)
+    cut = one_off((11,), lambda s: ts.adjust(s, "b", weight_decay=0.3))
+    prints, _ = a_run(tmp_path / "a", step, make, data(), callbacks=[cut])
+    line = timeline(tmp_path / "a", step, make, data())
+    for k in (5, 10, 12, 20):
+        try:
+            assert fingerprint(line.at(k)) == prints[k]
+        except ts.errors.TsunaxError as error:
+            assert k > 10, error
 
 
 def test_a_change_of_large_leaves_is_saved_and_not_replayed(tmp_path):
@@ -309,7 +392,7 @@ def test_a_change_of_large_leaves_is_saved_and_not_replayed(tmp_path):
     assert line.steps == [8, 11, 16, 24]
     assert fingerprint(line.at(12)) == prints[12]
     (tmp_path / "a" / "11").rename(tmp_path / "gone")
-    with pytest.raises(StateError, match="a change of large leaves at step 11"):
+    with pytest.raises(StateError, match="a change that has no record at step 11"):
         line.at(12)
 
 
@@ -444,6 +527,12 @@ def test_a_command_for_another_start_is_refused(tmp_path):
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path)
     assert inbox.names() == []
+
+
+@pytest.mark.parametrize("arguments", ["adjust a=1 --where w", "--where w adjust a=1", "adjust --where w a=1"])
+def test_the_options_of_a_command_have_any_place(tmp_path, capsys, arguments):
+    assert command_line.main([*arguments.split(), str(tmp_path)]) == 1
+    assert "a run under way" in capsys.readouterr().out
 
 
 def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):

@@ -99,6 +99,13 @@ def write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that readers see with all of its content, or not at all."""
+    hidden = path.with_name(f".{path.name}.new")
+    write(hidden, content)
+    os.replace(hidden, path)
+
+
 def sync(path: Path) -> None:
     fd = os.open(path, _flags("RDONLY", "NOFOLLOW"))
     try:

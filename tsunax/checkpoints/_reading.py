@@ -41,6 +41,7 @@ class Restored:
     callbacks: Any = None
     step: int | None = None
     script: Any = None
+    is_edited: bool = False  # whether numbers are the script's, and not the saved ones
 
 
 def newest(
@@ -174,7 +175,8 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         arrays = dict(enumerate(itertools.islice(values, len(part.arrays))))
         user_values |= {key: _manifest.decode(x, arrays) for key, x in part.values.items()}
     names = ("data", "history", "callbacks", "script")
-    return Restored(state, step=step, **{key: user_values.get(key) for key in names})
+    values_by_name = {key: user_values.get(key) for key in names}
+    return Restored(state, step=step, is_edited=bool(plan.edited), **values_by_name)
 
 
 def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:

@@ -7,25 +7,22 @@ has no such record: the state after it has to be saved.
 
 import base64
 import json
-import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, durable_files, placement, trees
+from tsunax._core import PyTree, placement, trees
 from tsunax.checkpoints import _matching, leaves, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Tree
-from tsunax.errors import told
+from tsunax.errors import TsunaxError
 
 # Bytes of all changed leaves of an edit. Larger ones make checkpoints larger, which keep all edits.
 MOST_BYTES = 1 << 16
-FILE = "edits.jsonl"  # in the directory of a run
 MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 100,000 edits take 30 MB
 
 
@@ -63,6 +60,15 @@ class Edit:
         ]
         return jax.tree.structure(laid_out).unflatten(new_leaves)
 
+    def is_exact(self, old: PyTree, new: PyTree, like: PyTree) -> bool:
+        """Whether the edit makes `new` of `old`. It does not if the script has cut `like`."""
+        try:
+            applied = self.applied(old, like)
+        except (LookupError, TypeError, ValueError, TsunaxError):
+            return False
+        is_same_tree = jax.tree.structure(applied) == jax.tree.structure(new)
+        return is_same_tree and edit_of(applied, new, 0, 0, "") is None
+
     def dump(self) -> str:
         """The edit as one line of JSON."""
         rows = None
@@ -83,7 +89,7 @@ class Edit:
             }  # fmt: skip
             layouts = {tuple(path): (cuts, bool(frozen)) for path, cuts, frozen in layout}
             return cls(int(step), int(calls), str(source), values, layouts)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise Damaged(f"edit: {type(error).__name__} {str(error)[:80]}") from None
 
 
@@ -95,59 +101,27 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
         y = old_leaves.get(key)
         if x is y:
             continue
-        size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
         is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
+        if not is_spread and y is not None and _has_same_bits(x, y):
+            continue
+        size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
         if size > MOST_BYTES or trees.is_key(x) or is_spread:
             return Edit(step, calls, source, None, _layout(new_tree))
-        if y is None or not _has_same_bits(x, y):
-            values[key] = np.asarray(x)
+        values[key] = np.asarray(x)
     layout = _layout(new_tree)
     if not values and layout == _layout(old_tree):
         return None
     return Edit(step, calls, source, values, layout)
 
 
-class EditLog:
-    """The edits of a run: all in each checkpoint; those since then in a file, synced one by one.
-
-    `pending` are the edits of the file that the state of a resumed run does not have: they are
-    applied again when it comes to them.
-    """
-
-    def __init__(self, path: Path | None, saved: Any, calls: int, *, writes: bool = True) -> None:
-        self._path = path  # None: there is no file, and the state is saved after each edit
-        self._writes = writes  # the first of several processes
-        self.edits: list[Edit] = parse_edits(saved)
-        written = [] if path is None else edits_in(path)
-        self.pending: list[Edit] = [edit for edit in written if edit.calls > calls]
-        self._written: set[str] = {edit.dump() for edit in self.pending}
-
-    def add(self, edit: Edit) -> bool:
-        """Add an edit, on the disk when this returns; False if its state has to be saved for it."""
-        self.edits.append(edit)
-        if self._path is None or edit.values is None:
-            return False
-        if self._writes and (line := edit.dump()) not in self._written:
-            with open(self._path, "ab") as file:
-                file.write(line.encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        return True
-
-    def due(self, calls: int) -> list[Edit]:
-        """The pending edits of this boundary; edits of earlier calls are dropped."""
-        due = [edit for edit in self.pending if edit.calls == calls]
-        self.pending = [edit for edit in self.pending if edit.calls > calls]
-        return due
-
-    def plain(self) -> str:
-        """All edits as one text, for a manifest."""
-        lines = "\n".join(edit.dump() for edit in self.edits)
-        return base64.b64encode(zlib.compress(lines.encode())).decode()
+def dump_edits(edits: Sequence[Edit]) -> str:
+    """Edits as one text, for a manifest."""
+    lines = "\n".join(edit.dump() for edit in edits)
+    return base64.b64encode(zlib.compress(lines.encode())).decode()
 
 
 def parse_edits(text: Any) -> list[Edit]:
-    """The edits of `EditLog.plain()`; none for a checkpoint without. Raises Damaged."""
+    """The inverse of `dump_edits`; none for a checkpoint without edits. Raises Damaged."""
     if not isinstance(text, str):
         return []
     try:
@@ -156,17 +130,6 @@ def parse_edits(text: Any) -> list[Edit]:
     except (ValueError, zlib.error) as error:
         raise Damaged(f"edits: {error}") from None
     return [*map(Edit.parse, filter(None, lines.split("\n")))]
-
-
-def edits_in(path: Path) -> list[Edit]:
-    """The edits in a file; the line that a killed process did not finish counts for nothing."""
-    try:
-        lines = durable_files.read(path, MOST_TEXT).decode().split("\n")[:-1]
-        return [*map(Edit.parse, lines)]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path.name}: {told(error)}") from None
 
 
 def _placed(value: np.ndarray, old: Any) -> Any:
@@ -200,5 +163,7 @@ def _layout(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
 
 
 def _has_same_bits(x: Any, y: Any) -> bool:
+    if trees.is_key(x) and trees.is_key(y):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
     x, y = np.asarray(x), np.asarray(y)
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()

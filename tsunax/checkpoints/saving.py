@@ -7,6 +7,7 @@ Each of several processes writes a part, and reads the parts that it needs. The 
 lists the steps and commits.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -352,6 +353,14 @@ class Checkpoints:
             self, checkpoint_step, request.plan, request.skips_optimizer
         )
         return _reading.newest(self, like, step, resume, options, read)
+
+    def as_saved(self, step: int, like: PyTree) -> Restored:
+        """A checkpoint with all of its numbers, also if the script has edited them since then."""
+        request = _matching.RestoreRequest(like)
+        plan_of = lambda manifest, folder: dataclasses.replace(
+            request.plan(manifest, folder), merges={}, edited=[]
+        )
+        return _reading.read(self, step, plan_of)
 
     def contents(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""

@@ -66,14 +66,14 @@ class Inbox(Timer):
             if command["verb"] not in VERBS or not isinstance(command.get("values", {}), dict):
                 return {"refused": "no such command"}
             return command
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return {"refused": f"no command: {told(error)}"}
 
     def answer(self, name: str, text: str) -> None:
         """Write the answer to a command, and delete the command."""
         with contextlib.suppress(OSError):
             path = (self.folder / name).with_suffix(".answer")
-            durable_files.write(path, text.encode())
+            durable_files.write_whole(path, text.encode())
             os.unlink(self.folder / name)
 
 
@@ -118,7 +118,10 @@ class Control(Part):
             if verb in ("adjust", "freeze", "thaw"):
                 change = {"adjust": adjust, "freeze": freeze, "thaw": thaw}[verb]
                 pattern = [] if where is None else [where]
+                if verb == "adjust" and not values:
+                    return "refused: adjust needs NAME=NUMBER"
                 run.replace_state(change(run.state, *pattern, **values), f"command {text}")
+                events.append("save")
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"
         if verb == "status":

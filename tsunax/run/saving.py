@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import FILE, EditLog, edit_of
+from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed
@@ -80,12 +80,14 @@ class Restart:
         is_local = isinstance(self.saver.path, Path)
         return self.saver.path / "control" if is_local else None
 
-    def edit_log(self) -> EditLog:
-        """The edits that the restored state has, and the later edits on the disk."""
-        path = self.saver.path / FILE if isinstance(self.saver.path, Path) else None
-        calls = most_calls(self.restored.state) if isinstance(self.restored.state, COUNTED) else 0
-        saved = self.saved_script.get("edits")
-        return EditLog(path, saved, calls, writes=not self.saver.process)
+    def foreign_edit(self) -> tuple[str, int] | None:
+        """A change of the state since the checkpoint, by no callback: its source, and its call."""
+        if self.is_in_hand:
+            clocks = self.saver.contents(self.step or 0).state
+            return "the state given to fit", max(int(np.max(x[..., 1])) for x in clocks) + 1
+        if self.restored.is_edited and isinstance(self.restored.state, COUNTED):
+            return "numbers that the script has edited", most_calls(self.restored.state)
+        return None
 
     def parts_of_fit(self) -> tuple[History | None, dict[str, Any]]:
         """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
@@ -150,7 +152,13 @@ class Saving(Part):
         self.is_resumed: bool = restart.is_used
         self.saved: Any = None  # the step, the epoch and the position of the last save
         self.like: PyTree = restart.like
-        self.edits: EditLog = restart.edit_log()
+        self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
+        # A change of the state before this run, which is no callback's: its source, and its call.
+        self.foreign_edit: tuple[str, int] | None = restart.foreign_edit()
+        is_edited = restart.restored.is_edited or bool(saved_script.get("is_script_edited"))
+        self.script |= {"is_script_edited": is_edited}
+        self.extra: dict[str, Any] = dict(options.extra)
+        self.extra_changed_at: int | None = saved_script.get("extra_changed_at")
 
     def _prepare(self, run: Run, feed: Feed) -> None:
         """Raise the errors of the first save now; warn of data that cannot be set to a place."""
@@ -185,7 +193,7 @@ class Saving(Part):
         is_requested = "save" in events or super().due(run, events)
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
-        must_save = self._record_edits(run)
+        must_save = self._record_edits(run, events)
         # the end is saved again, because evaluation and callbacks add to the save at this step
         place = run.place()
         key = run.step, place["epoch"], place["position"]
@@ -198,7 +206,12 @@ class Saving(Part):
                 verdict = getattr(run.info, "verdict", None)
                 is_fresh = verdict is None or bool(np.all(verdict == 0)) or np.ndim(verdict) > 0
                 is_looped = self.options.steps_per_call is not None
-                end |= {"is_fresh": is_fresh, "is_looped": is_looped, "edits": self.edits.plain()}
+                end |= {
+                    "is_fresh": is_fresh,
+                    "is_looped": is_looped,
+                    "edits": dump_edits(self.edits),
+                }
+                end |= {"extra_changed_at": self.extra_changed_at}
                 saver._save(
                     run.state,
                     run.step,
@@ -220,30 +233,30 @@ class Saving(Part):
             with self.options.clock("checkpoint"):
                 self.saver.wait()
 
-    def next_step(self, step: int) -> float:
-        steps = [edit.step for edit in self.edits.pending if edit.step > step]
-        return min([super().next_step(step), *steps])
-
-    def _record_edits(self, run: Run) -> bool:
+    def _record_edits(self, run: Run, events: list[str]) -> bool:
         """Record the changes of callbacks. Returns whether the state has to be saved for one."""
+        if self.extra_changed_at is None and any(
+            x is not self.extra.get(name) for name, x in self.options.extra.items()
+        ):
+            self.extra_changed_at = run.step
         if not isinstance(run.state, COUNTED):
             return False
-        calls, is_recorded = most_calls(run.state), True
-        due = self.edits.due(calls)
-        if run.changed_by:
-            source = ", ".join(run.changed_by)
-            edit = edit_of(run.unchanged_state, run.state, run.step, calls, source)
-            is_recorded = edit is None or self.edits.add(edit)
-        for edit in due:  # A resume comes to an edit that no checkpoint had.
-            state = edit.applied(run.state, self.like)
-            if edit_of(run.state, state, run.step, calls, edit.source) is not None:
-                run.replace_state(state, edit.source)
-                is_recorded = self.edits.add(edit) and is_recorded
-                place = f"step {run.step} in {self.saver.path / FILE}"
-                warn(
-                    f"fit(): applied again, because a killed run had it: {edit.source} at {place}."
-                )
-        return not is_recorded
+        calls, must_save = most_calls(run.state), False
+        if self.foreign_edit is not None and "start" in events:
+            source, first_call = self.foreign_edit
+            self.edits.append(Edit(run.step, min(first_call, calls), source, None, {}))
+            must_save = True
+        if not run.changed_by:
+            return must_save
+        source, old_state = ", ".join(run.changed_by), run.unchanged_state
+        edit = edit_of(old_state, run.state, run.step, calls, source)
+        if edit is None:
+            return must_save
+        if edit.values is not None and not edit.is_exact(old_state, run.state, self.like):
+            edit = dataclasses.replace(edit, values=None)
+        self.edits.append(edit)
+        # Nobody repeats a command, so its edit has to be on the disk before the next call.
+        return must_save or edit.values is None or "save" in events
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import StrPath, Where
-from tsunax.checkpoints.edits import EditLog, edit_of
+from tsunax.checkpoints.edits import dump_edits, edit_of
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, StateError
 from tsunax.hyper import adjust
@@ -22,15 +22,14 @@ def branched(
     step = moment.step
     memory = _memory(saved, step)
     state = adjust(moment.state, where, **numbers) if numbers else moment.state
-    log = EditLog(None, None, 0)
-    log.edits = [edit for edit in saved.edits() if edit.calls <= moment.calls]
+    edits = saved.edits()[: moment.edit_count]
     if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
-        log.add(edit)
-    saved_script = saved.script(saved.steps[-1]) if saved.steps else {}
+        edits.append(edit)
+    saved_script = {} if saved.newest is None else saved.script(saved.newest)
     facts = {name: x for name, x in saved_script.items() if name in ("calls", "states", "settings")}
     parent = {"path": str(saved.checkpoints.path), "step": step}
     parent["edits"] = [f"{name}={x}" for name, x in numbers.items()]
-    facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": log.plain()}
+    facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": dump_edits(edits)}
     with Checkpoints(into, keep_last=None) as new:
         if steps := new.home.steps():
             raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the directory of a run")
     parser.add_argument("--where", help="a pattern of params, for adjust, freeze and thaw")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the answer")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         if options.verb == "log":
             print(log(options.run))
@@ -58,7 +58,7 @@ def ask(
         raise CheckpointError("command", verb, f"{len(content)} bytes", f"at most {MOST_BYTES}")
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
     path, answer = run / FOLDER / name, (run / FOLDER / name).with_suffix(".answer")
-    durable_files.write(path, content)
+    durable_files.write_whole(path, content)
     end = time.monotonic() + wait
     while time.monotonic() < end:
         if answer.exists():
@@ -87,7 +87,8 @@ def log(folder: Path) -> str:
     """The runs in a directory and below as a tree: parents, edits, newest step and best numbers."""
     runs = {path.parent.resolve(): SavedRun(Checkpoints(path.parent, read_only=True))
             for path in sorted(folder.rglob(durable_files.LOCK))}  # fmt: skip
-    scripts = {path: run.script(run.steps[-1]) for path, run in runs.items() if run.steps}
+    newest = {path: run.newest for path, run in runs.items()}
+    scripts = {path: runs[path].script(step) for path, step in newest.items() if step is not None}
     parents = {path: script.get("parent") or {} for path, script in scripts.items()}
     rows = [["run", "step", "edits", "newest numbers"]]
 
@@ -99,7 +100,7 @@ def log(folder: Path) -> str:
         origin = f" from step {parent['step']}" if parent else ""
         edits = ", ".join(parent.get("edits", [])) or str(len(run.edits()) or "")
         title = "  " * depth + str(path.relative_to(folder.resolve())) + origin
-        rows.append([title, str(run.steps[-1]), edits, ", ".join(tables.summary(numbers))])
+        rows.append([title, str(newest[path]), edits, ", ".join(tables.summary(numbers))])
         for child in scripts:
             if parents[child] and Path(parents[child]["path"]) == path:
                 add(child, depth + 1)

@@ -3,19 +3,19 @@
 A manifest has a hash of each leaf, so two checkpoints of a step are compared without their arrays.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tsunax._core import Figure, tables
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.edits import FILE, Edit, edits_in, parse_edits
+from tsunax.checkpoints.edits import Edit, parse_edits
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.run.history import History
@@ -46,21 +46,37 @@ class SavedRun:
         script = self.values(step).script
         return script if isinstance(script, dict) else {}
 
-    def edits(self) -> list[Edit]:
-        """The edits in the newest checkpoint, and the edits since then."""
-        saved = parse_edits(self.script(self.steps[-1]).get("edits")) if self.steps else []
-        path = self.checkpoints.path
-        written = edits_in(path / FILE) if isinstance(path, Path) else []
-        last_call = saved[-1].calls if saved else -1
-        return saved + [edit for edit in written if edit.calls > last_call]
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that can be read; None for none."""
+        for step in reversed(self.steps):
+            with contextlib.suppress(leaves.Damaged):
+                self.values(step)
+                return step
+        return None
+
+    def edits(self, step: int | None = None) -> list[Edit]:
+        """The edits that a checkpoint has: the newest one, or the checkpoint of a step."""
+        step = self.newest if step is None else step
+        return [] if step is None else parse_edits(self.script(step).get("edits"))
+
+    def calls(self, step: int) -> int:
+        """The calls of the state in a checkpoint."""
+        return max(int(np.max(clock[..., 1])) for clock in self.values(step).state)
+
+    def forget(self) -> None:
+        """Read manifests again, because a run may go on meanwhile."""
+        self._values.clear()
 
     def history(self) -> History:
-        saved = self.values(self.steps[-1]).history if self.steps else None
+        newest = self.newest
+        saved = None if newest is None else self.values(newest).history
         return History() if saved is None else History.of(saved)
 
     def is_looped(self) -> bool:
         """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""
-        return not self.steps or bool(self.script(self.steps[-1]).get("is_looped", True))
+        newest = self.newest
+        return newest is None or bool(self.script(newest).get("is_looped", True))
 
     def is_fresh(self, step: int) -> bool:
         """Whether a checkpoint was saved right after the call that first made its step."""
@@ -72,7 +88,8 @@ class SavedRun:
         different = {step: changed_leaves(self.manifest(step), second.manifest(step))
                      for step in common}  # fmt: skip
         first = next((step for step in common if different[step]), None)
-        newest = [run.script(run.steps[-1]) if run.steps else {} for run in (self, second)]
+        steps = [(run, run.newest) for run in (self, second)]
+        newest = [{} if step is None else run.script(step) for run, step in steps]
         settings = [script.get("settings", {}) for script in newest]
         names = dict.fromkeys(itertools.chain(*settings))
         text_of = lambda i, name: str(settings[i].get(name, ""))

@@ -9,7 +9,8 @@ A state of the line is read from the newest checkpoint before it, or made from t
 then the calls of the run are made again, with the same bits.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,12 @@ import numpy as np
 from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit
+from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.batching import Batches
 from tsunax.data.positions import innermost
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
+from tsunax.states import COUNTED
 from tsunax.timelines.branching import branched
 from tsunax.timelines.comparing import Comparison, SavedRun
 from tsunax.timelines.explaining import Explanation, explained
@@ -64,6 +67,12 @@ def timeline(
     checkpoints = run if is_opened else Checkpoints(run, read_only=True)
     saved = SavedRun(checkpoints)
     first = jax.eval_shape(state) if callable(state) else state
+    if first is not None and not isinstance(first, COUNTED):
+        expected = "a TrainState or States, whose calls are counted"
+        raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
+    if isinstance(data, Iterator):
+        expected = "data that can be set to a position"
+        raise WrongTypeError("data", "timeline()", trees.describe(data), expected)
     script = Script(step, data, extra or {}, saved.edits(), saved.is_looped(), first)
     return Timeline(saved, script, state, max_replay)
 
@@ -89,6 +98,7 @@ class Timeline:
     @property
     def edits(self) -> list[Edit]:
         """Changes of the state between two calls, by callbacks and commands: a list of `Edit`s."""
+        self._look()
         return list(self._script.edits)
 
     def at(self, step: int | None = None, *, calls: int | None = None) -> PyTree:
@@ -105,6 +115,7 @@ class Timeline:
 
         Rows are known for `ts.batches`, also behind `ts.prefetch`. Raises as `at`.
         """
+        self._look()
         call = self._call(step, calls)
         return StepBatch(call.batch, rows_of(self._script.data, call.start.place, call.batch))
 
@@ -133,6 +144,7 @@ class Timeline:
 
     def explain(self, step: int | None = None, *, calls: int | None = None) -> Explanation:
         """Why a step went as it did: a value that prints, and has `plot()`. See `Explanation`."""
+        self._look()
         call = self._call(step, calls)
         rows = rows_of(self._script.data, call.start.place, call.batch)
         first = max(0, call.start.step - 10)
@@ -144,8 +156,21 @@ class Timeline:
 
         [] attests that the script makes the saved bits of `last` from the bits of `first`.
         """
-        start = self._restored(first)
-        end = self._advanced(start, step=last, calls=None)
+        self._look()
+        for step in (first, last):
+            if step not in self.steps:
+                raise CheckpointError("step", "audit()", step, f"one of {self.steps}")
+        start, calls = self._restored(first), self.saved.calls(last)
+        if calls < start.calls:
+            raise StateError("steps", "audit()", f"{first} and {last}", "the earlier one first")
+        line, self._script = (
+            self._script,
+            dataclasses.replace(self._script, edits=self.saved.edits(last)),
+        )
+        try:
+            end = self._advanced(start, None, calls)
+        finally:
+            self._script = line
         return self.saved.checkpoints.changed_leaves(last, end.state)
 
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
@@ -167,6 +192,8 @@ class Timeline:
         scripts are replayed from the checkpoint before, for the exact step.
         """
         line = run if isinstance(run, Timeline) else timeline(run)
+        self._look()
+        line._look()
         comparison = self.saved.compared(line.saved)
         high = comparison.differs_at
         if high is None or self._script.step is None or line._script.step is None:
@@ -188,10 +215,16 @@ class Timeline:
     # ------------------------------------------------------------------------------------ moments
 
     def _newest_step(self, where: str) -> int:
-        if not self.steps:
+        if (newest := self.saved.newest) is None:
             path = str(self.saved.checkpoints.path)
             raise CheckpointError("steps", where, f"none in {path}", "a checkpoint of the run")
-        return self.steps[-1]
+        return newest
+
+    def _look(self) -> None:
+        """Read the newest checkpoint again: the run may have gone on."""
+        self.saved.forget()
+        edits, is_looped = self.saved.edits(), self.saved.is_looped()
+        self._script = dataclasses.replace(self._script, edits=edits, is_looped=is_looped)
 
     def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
         """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
@@ -200,10 +233,27 @@ class Timeline:
             raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
         name = "calls" if step is None else "step"
         count = checks.check_count(calls if step is None else step, "timeline", name, 0)
+        if near is None:
+            self._look()
+        newest = self._newest_step("timeline")
+        limit = self.saved.calls(newest) if step is None else newest
+        if count > limit:
+            raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
         start = self._start(count, is_of_calls=step is None)
         if near is not None and near.calls > start.calls:
             start = near
-        return self._advanced(start, step, calls)
+        moment = self._script.edited(self._advanced(start, step, calls))
+        self._check_extra(start, moment)
+        return moment
+
+    def _check_extra(self, start: Moment, end: Moment) -> None:
+        """Raise StateError if a callback had replaced the step's arguments before a call."""
+        changed_at = self.saved.script(self._newest_step("timeline")).get("extra_changed_at")
+        if changed_at is not None and end.calls > start.calls and end.step > changed_at:
+            got = f"a replay to step {end.step}, but a callback replaced extra at step {changed_at}"
+            raise StateError(
+                "extra", "timeline", got, f"a checkpoint, or a step up to {changed_at}"
+            )
 
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
@@ -218,25 +268,40 @@ class Timeline:
     def _start(self, count: int, is_of_calls: bool) -> Moment:
         """The newest checkpoint that is not beyond the moment, or the first state."""
         for saved_step in reversed(self.steps):
-            if saved_step > count:
+            if saved_step > count or not self._is_on_line(saved_step):
                 continue
             moment = self._restored(saved_step)
             # At the step itself later calls may have been rejected before it was saved.
-            is_early = moment.calls <= count if is_of_calls else saved_step < count
-            if is_early or (saved_step == count and self.saved.is_fresh(saved_step)):
+            is_fresh = saved_step < count or self.saved.is_fresh(saved_step)
+            if moment.calls <= count if is_of_calls else is_fresh:
                 return moment
         self._check_script("state")
-        return self._script.edited(moment_of_start(self._first_state))
+        first = moment_of_start(self._first_state)
+        is_edited = self.saved.script(self._newest_step("timeline")).get("is_script_edited")
+        if (first.calls and count > first.calls) or is_edited:
+            edited = "numbers that the script has edited since the run began"
+            got = edited if is_edited else f"a state after {first.calls} calls"
+            raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
+        return self._script.edited(first)
+
+    def _is_on_line(self, saved_step: int) -> bool:
+        """Whether a checkpoint can be read, and the run went on from there."""
+        try:
+            edits = self.saved.edits(saved_step)
+        except Damaged:
+            return False
+        line = self._script.edits[: len(edits)]
+        return [edit.dump() for edit in edits] == [edit.dump() for edit in line]
 
     def _restored(self, saved_step: int) -> Moment:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
-        restored = self.saved.checkpoints.restore(like, step=saved_step)
+        restored = self.saved.checkpoints.as_saved(saved_step, like)
         if not self._has_compared:
             self._has_compared = True
             self._warn_of_edits(like, restored.script)
-        return Moment(restored.state, restored.data)
+        return Moment(restored.state, restored.data, len(self.saved.edits(saved_step)))
 
     def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
         script = self._script

@@ -32,6 +32,7 @@ class Moment:
 
     state: PyTree
     place: Mapping[str, Any] | None  # see `Feed.place`; None for the beginning of the data
+    edit_count: int = 0  # edits of the line that the state has
 
     @property
     def step(self) -> int:
@@ -66,26 +67,28 @@ class Script:
 
     def advanced(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls, made as `fit` makes them, with the run's edits."""
+        start = self.edited(start)
         end = start.calls + calls
         while True:
-            next_edit = min([x.calls for x in self.edits if start.calls < x.calls < end] + [end])
-            call = self._repeat(start, next_edit - start.calls)
+            following = self.edits[start.edit_count : start.edit_count + 1]
+            stop = min([edit.calls for edit in following] + [end])
+            call = self._repeat(start, stop - start.calls)
             call = dataclasses.replace(call, end=self.edited(call.end))
-            if next_edit == end:
+            if stop == end:
                 return call
             start = call.end
 
     def edited(self, moment: Moment) -> Moment:
         """The moment after the edits at its boundary. StateError for one that was not recorded."""
-        state = moment.state
-        for edit in self.edits:
-            if edit.calls == moment.calls:
-                if edit.values is None:
-                    got = f"a change of large leaves at step {edit.step}, by {edit.source}"
-                    fix = "Its state is in a checkpoint, if that is kept: keep_last=None."
-                    raise StateError("replay", "timeline", got, "edits that are recorded", fix)
-                state = edit.applied(state, self.like)
-        return dataclasses.replace(moment, state=state)
+        state, count = moment.state, moment.edit_count
+        while count < len(self.edits) and self.edits[count].calls <= moment.calls:
+            edit = self.edits[count]
+            if edit.values is None or edit.calls < moment.calls:
+                got = f"a change that has no record at step {edit.step}, by {edit.source}"
+                fix = "Its state is in a checkpoint, if that is kept: keep_last=None."
+                raise StateError("replay", "timeline", got, "edits that are recorded", fix)
+            state, count = edit.applied(state, self.like), count + 1
+        return dataclasses.replace(moment, state=state, edit_count=count)
 
     def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""
@@ -111,7 +114,8 @@ class Script:
                     is_stacked = isinstance(infos, Infos)
                     info = infos.stacked(trainee.state, chunk.steps - 1) if is_stacked else infos
             feed.sync()
-            return ReplayedCall(start, Moment(trainee.state, feed.place()), batch, info)
+            end = Moment(trainee.state, feed.place(), start.edit_count)
+            return ReplayedCall(start, end, batch, info)
         finally:
             feed.return_data()
 
