@@ -402,7 +402,6 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     where = "Checkpoints()"
     if store is not None:
         checks.check_choice(store, where, "store", ("files", "orbax"))
-    # The homes in a bucket, and of orbax, are imported for those who use them.
     if isinstance(path, str | os.PathLike) and str(path).startswith(BUCKETS):
         if store == "orbax":
             raise CheckpointError("store", where, "'orbax' in a bucket", "'files', or none")

@@ -117,7 +117,7 @@ class Source:
         where = f"batch {self.position} of epoch {self.epoch}"
         try:
             if self._batches is None:
-                self._begin_epoch()
+                self._batches = self._epoch_iterator()
             batch = _next(self._batches) if k is None else self._batches.take(k)
             # an IndexError ends the iterator of a Sequence, also if `__getitem__` has a bug
             is_sequence = batch is END and type(self.data).__iter__ is Sequence.__iter__
@@ -140,14 +140,14 @@ class Source:
         is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
         return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
-    def _begin_epoch(self) -> None:
+    def _epoch_iterator(self) -> Any:
         # Datasets of Hugging Face restore a position in the epoch of this number only.
         if callable(set_epoch := getattr(self.data, "set_epoch", None)):
             set_epoch(self.epoch)
-        self._batches = iter(self.data)
+        return iter(self.data)
 
     def _owned(self, batch: Any, position: int) -> Any:
-        """The batch in memory of its own: data may use the memory of a batch again."""
+        """The batch in separate memory: data may use the memory of a batch again."""
         if self._is_data or batch is END or isinstance(batch, TsunaxError):
             return batch
         return owned(batch, "batch", f"batch {position} of epoch {self.epoch}")
@@ -307,7 +307,7 @@ class Source:
         place, data_state = f"epoch {self.epoch}, position {self.position}", state["data"]
         has_state = data_state is not None
         if has_state and not any(hasattr(self.data, name) for name in SETTERS):
-            self._begin_epoch()
+            self._batches = self._epoch_iterator()
         if has_state and self._call(SETTERS, data_state)[0]:
             return
         must_read = self.position or (self.epoch and not self.restartable)

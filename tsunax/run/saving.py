@@ -255,7 +255,7 @@ class Saving(Part):
         if edit.values is not None and not edit.is_exact(old_state, run.state, self.like):
             edit = dataclasses.replace(edit, values=None)
         self.edits.append(edit)
-        # Nobody repeats a command, so its edit has to be on the disk before the next call.
+        # No run repeats a command, so its edit has to be on the disk before the next call.
         return must_save or edit.values is None or "save" in events
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:

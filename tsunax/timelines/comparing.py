@@ -65,7 +65,7 @@ class SavedRun:
         return max(int(np.max(clock[..., 1])) for clock in self.values(step).state)
 
     def forget(self) -> None:
-        """Read manifests again, because a run may go on meanwhile."""
+        """Read manifests again, because a run may save meanwhile."""
         self._values.clear()
 
     def history(self) -> History:

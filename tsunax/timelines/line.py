@@ -221,7 +221,7 @@ class Timeline:
         return newest
 
     def _look(self) -> None:
-        """Read the newest checkpoint again: the run may have gone on."""
+        """Read the newest checkpoint again, because a run may save meanwhile."""
         self.saved.forget()
         edits, is_looped = self.saved.edits(), self.saved.is_looped()
         self._script = dataclasses.replace(self._script, edits=edits, is_looped=is_looped)
@@ -285,7 +285,7 @@ class Timeline:
         return self._script.edited(first)
 
     def _is_on_line(self, saved_step: int) -> bool:
-        """Whether a checkpoint can be read, and the run went on from there."""
+        """Whether a checkpoint can be read, and its edits are the first edits of the line."""
         try:
             edits = self.saved.edits(saved_step)
         except Damaged:
