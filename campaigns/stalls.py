@@ -102,7 +102,7 @@ def run(kind: str, folder: str, **options: Any) -> ts.loop.History:
     with ts.Checkpoints(folder) as checkpoints:
         write = checkpoints.home.write
         checkpoints.home.write = lambda *args, **how: time.sleep(SECONDS) or write(*args, **how)
-        return fit(**options, checkpoint=checkpoints)[1]
+        return fit(**options, checkpoint=checkpoints, fast_forward=True)[1]
 
 
 def stalls(kind: str, after: Any = AFTER) -> list[str]:
