@@ -341,7 +341,11 @@ def test_a_signal_to_a_run_inside_a_trial_ends_the_sweep(tmp_path):
     def objective(rate, trial):
         limit_cpu = lambda run: signal.raise_signal(signal.SIGXCPU) if trial else None
         state = ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
-        options = {"callbacks": ts.callbacks.every(2, limit_cpu), "checkpoint": tmp_path / str(trial), "progress": False}
+        options = {
+            "callbacks": ts.callbacks.every(2, limit_cpu),
+            "checkpoint": tmp_path / str(trial),
+            "progress": False,
+        }
         return ts.fit(step, state, data, steps=8, log_every=2, **options)[1]["loss"][-1]
 
     with pytest.raises(SystemExit) as caught:
