@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tsunax.checkpoints import edits
+from tsunax.checkpoints.leaves import Damaged
 from tsunax.errors import CheckpointError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
 from tsunax.run import control
@@ -365,6 +367,9 @@ def test_arguments_that_a_callback_replaced_are_refused(tmp_path):
     assert fingerprint(line.at(10)) == prints[10] and fingerprint(line.at(16)) == prints[16]
     with pytest.raises(StateError, match="a callback replaced extra at step 11"):
         line.at(13)
+    line.branch(16, tmp_path / "b")
+    with pytest.raises(StateError, match="a callback replaced extra at step 11"):
+        timeline(tmp_path / "b", step, toys.state, data(), extra={"scale": 1.0}).at(13)
 
 
 def test_a_state_that_the_script_cuts_has_exact_edits_or_saves(tmp_path):
@@ -544,3 +549,12 @@ def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == ["run", "a", "b"]
     assert "from step 8" in lines[2] and "learning_rate=0.001" in lines[2]
     assert command_line.main(["stop", str(tmp_path / "a")]) == 1
+
+
+def test_edits_that_are_too_long_are_damage(monkeypatch):
+    text = edits.dump_edits([edits.Edit(k, k, "x", None, {}) for k in range(9)])
+    assert len(edits.parse_edits(text)) == 9
+    lines = [edit.dump() for edit in edits.parse_edits(text)]
+    monkeypatch.setattr(edits, "MOST_TEXT", len("\n".join(lines[:4])))  # cut between two edits
+    with pytest.raises(Damaged, match="more than"):
+        edits.parse_edits(text)

@@ -129,6 +129,8 @@ def parse_edits(text: Any) -> list[Edit]:
         lines = unpacker.decompress(base64.b64decode(text), MOST_TEXT).decode()
     except (ValueError, zlib.error) as error:
         raise Damaged(f"edits: {error}") from None
+    if unpacker.unconsumed_tail:
+        raise Damaged(f"edits: more than {MOST_TEXT} bytes")
     return [*map(Edit.parse, filter(None, lines.split("\n")))]
 
 

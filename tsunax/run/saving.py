@@ -150,6 +150,9 @@ class Saving(Part):
             script = script | {"parent": saved_script["parent"]}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
+        # whether the call before this run made its step, unknown for a state in hand
+        self.was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
+        self.was_fresh = self.was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
         self.like: PyTree = restart.like
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
@@ -205,6 +208,7 @@ class Saving(Part):
                 end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
                 verdict = getattr(run.info, "verdict", None)
                 is_fresh = verdict is None or bool(np.all(verdict == 0)) or np.ndim(verdict) > 0
+                is_fresh = self.was_fresh if run.info is None else is_fresh
                 is_looped = self.options.steps_per_call is not None
                 end |= {
                     "is_fresh": is_fresh,

@@ -14,6 +14,9 @@ from tsunax.run.info_columns import ADJUSTED
 from tsunax.timelines.comparing import SavedRun
 from tsunax.timelines.replaying import Moment
 
+# Facts of a script that hold for branches, because their replays begin at the same first state.
+KEPT_FACTS = ("calls", "states", "settings", "is_looped", "is_script_edited", "extra_changed_at")
+
 
 def branched(
     saved: SavedRun, moment: Moment, into: StrPath, where: Where, numbers: dict[str, Any]
@@ -26,7 +29,7 @@ def branched(
     if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
         edits.append(edit)
     saved_script = {} if saved.newest is None else saved.script(saved.newest)
-    facts = {name: x for name, x in saved_script.items() if name in ("calls", "states", "settings")}
+    facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
     parent = {"path": str(saved.checkpoints.path), "step": step}
     parent["edits"] = [f"{name}={x}" for name, x in numbers.items()]
     facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": dump_edits(edits)}

@@ -1,7 +1,7 @@
 """Talk to a run: `python -m tsunax VERB [NAME=NUMBER ...] RUN`, verb first.
 
-python -m tsunax log runs                 the runs below a directory, from files
-python -m tsunax status runs/a            of the run under way, which obeys all other verbs
+python -m tsunax log runs             the runs below a directory, from files
+python -m tsunax status runs/a        the newest numbers of a run under way
 python -m tsunax adjust learning_rate=1e-4 --where "head/**" runs/a
 python -m tsunax save | stop | evaluate | freeze | thaw runs/a
 """
