@@ -114,7 +114,7 @@ class CheckpointHome:
         read_leaf = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
         return _blocks.read_all(read_leaf, requested, needed, place, self.threads)
 
-    def stored_in(self, folder: Path, processes: Iterable[int]) -> dict[str, list]:
+    def stored_in(self, folder: Path, processes: Iterable[int]) -> dict[str, list[Any]]:
         """The blocks of each leaf in the files of some processes, as `_blocks.stored_in`."""
         if not durable_files.is_real_directory(folder / ARRAYS):
             raise Damaged("arrays: missing")

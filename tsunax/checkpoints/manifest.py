@@ -182,7 +182,7 @@ def _parsed(body) -> Manifest:
     return Manifest(body["step"], described, states, parts, metrics)
 
 
-def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
+def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: Any) -> Any:
     """A user's value as JSON; its arrays are given to `keep(path, array)`, which returns a number.
 
     Raises WrongTypeError for types that cannot be saved.
@@ -225,7 +225,7 @@ def encode(x: Any, keep: Callable[[tuple, np.ndarray], Any], *path) -> Any:
     raise WrongTypeError("value", place_text(path), trees.describe(x), _SAVED_TYPES)
 
 
-def place_text(path: tuple) -> str:
+def place_text(path: tuple[Any, ...]) -> str:
     return path[0] + "".join(f"[{key!r}]" for key in path[1:])
 
 
@@ -279,7 +279,7 @@ def _typed(items: list[tuple[str, Any]], arrays: dict[int, np.ndarray], inner: A
     raise ValueError("an unknown type")
 
 
-def check_types(x: Any, y: Any, *path) -> None:
+def check_types(x: Any, y: Any, *path: Any) -> None:
     """Raise WrongTypeError for a value in `x` that comes back as another type, in `y`.
 
     Dicts, lists and strings of other classes come back as plain ones, which are equal to them.

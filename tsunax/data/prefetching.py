@@ -68,7 +68,8 @@ class Prefetched(Data):
 
     def __init__(self, data: Iterable[PyTree], device: Device, size: int) -> None:
         self._source, self._device, self._size = as_source(data), device, size
-        self._place, self.data = _placer(device), self._source.data
+        self.data: Any = self._source.data
+        self._place = _placer(device)
         self._state: dict[str, Any] | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the loop under way
 

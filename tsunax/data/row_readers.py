@@ -70,7 +70,7 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
     )
 
 
-def as_column(path: tuple, leaf: Any) -> Any:
+def as_column(path: tuple[Any, ...], leaf: Any) -> Any:
     """The leaf as `read` can read it: records are one leaf. Raises DataError for tables."""
     if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
         place = trees.access_str("arrays", path)

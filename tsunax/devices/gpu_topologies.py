@@ -15,7 +15,7 @@ from tsunax.errors import DeviceError, told
 # multiprocessors; for each of these its float32 units, its limit of threads and its bytes of
 # shared memory (also the limit for a block); the bytes of L2, bytes a second, bytes of memory,
 # and GHz.
-H100: Final = {
+H100: Final[dict[str, Any]] = {
     "description": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "processors": 132, "units": 128,
     "threads": 2048, "shared": 233_472, "shared_per_block": 232_448, "cache": 52_428_800,
     "bandwidth": 3_352_320_000_000, "memory": 84_942_979_072, "clock": 1.98,

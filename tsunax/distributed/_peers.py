@@ -43,7 +43,8 @@ class Peers:
         self.count: int = count
         self.patience: float = LONG * TICKS
         self.timeout: float = timeout
-        self._store, self.is_watched, self._is_failing = Store(client, run), False, False
+        self.is_watched: bool = False
+        self._store, self._is_failing = Store(client, run), False
         self._hellos: list[dict] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
         self._changed, self._closing = threading.Condition(), threading.Event()

@@ -125,8 +125,9 @@ def as_float(value: Scalar, complement: Scalar) -> Scalar:
     return from_complement if value.dtype.type(from_complement) == value else float(value)
 
 
-# Whether an object is the state of a live rule (`live_rules.LiveState`).
-is_live = lambda x: getattr(type(x), "is_live", False)
+def is_live(x: Any) -> bool:
+    """Whether an object is the state of a live rule (`live_rules.LiveState`)."""
+    return getattr(type(x), "is_live", False)
 
 
 # An evicted entry costs time only, because these objects compare by value.

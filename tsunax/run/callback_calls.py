@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from tsunax._core import Function, checks, trees
-from tsunax._core.cadence import Cadence, Timer
+from tsunax._core.cadence import Cadence, Timer, When
 from tsunax.errors import StateError, WrongTypeError, warn
 from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
@@ -24,7 +24,7 @@ class CallbackCalls(Part):
         self.timer_of_callback: list[Timer] = [Timer(x.seconds) for x in options.cadences]
         self.timers = [timer for timer in self.timer_of_callback if timer.seconds < math.inf]
         bare_interval = (options.log_every, "epoch") if any(map(is_bare, options.callbacks)) else ()
-        self.every = (*map(interval_of, options.callbacks), bare_interval)
+        self.every: When = (*map(interval_of, options.callbacks), bare_interval)
 
     def next_step(self, step: int) -> float:
         places = (place for place in self.options.places if place > step)

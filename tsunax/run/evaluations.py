@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsunax._core import processes, tables
+from tsunax._core.cadence import When
 from tsunax.errors import RowError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import check_row
@@ -24,7 +25,7 @@ class Evaluations(Part):
         self.options: Options = options
         self.watched: dict[str, str] = watched
         self.agreement: processes.Unanimous = agreement
-        self.every = options.evaluate_every
+        self.every: When = options.evaluate_every
 
     def begin(self, run: Run) -> None:
         """Raise RowError before step 1 for an awaited name that `evaluate` does not return."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, processes
+from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
@@ -141,7 +142,8 @@ class Saving(Part):
         self.saver: Checkpoints = restart.saver
         self.memory: dict[str, Any] = memory
         # By default a run without epochs, or with long ones, loses ten minutes.
-        self.every = ("epoch", "10 minutes") if self.saver.every is None else self.saver.every
+        every = self.saver.every
+        self.every: When = ("epoch", "10 minutes") if every is None else every
         script, saved_script = restart.script, restart.saved_script
         if restart.is_in_hand:
             # the run began with another state, which the script makes when it is started again
@@ -151,8 +153,8 @@ class Saving(Part):
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
         # whether the call before this run made its step, unknown for a state in hand
-        self.was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
-        self.was_fresh = self.was_fresh and not restart.is_in_hand
+        was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
+        self.was_fresh: bool = was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
         self.like: PyTree = restart.like
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
