@@ -384,3 +384,27 @@ def test_moments_stay_in_host_memory_when_a_run_migrates():
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(new.opt_state) if x.size > 1000}
         assert kinds == {"pinned_host"}
         new, _ = ts.train_step(lambda params, x: jnp.mean((x @ params["a"]) ** 2))(new, np.ones((8, 64), np.float32))
+
+
+@pytest.mark.parametrize("rule", [optax.adam(0.1), ts.rules.adam(0.1)], ids=["optax", "live"])
+def test_a_running_optimizer_of_nnx_goes_on_with_its_moments(rule):
+    network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(network, optax.adam(0.1), wrt=nnx.Param)
+    x = jnp.ones((4, 2))
+
+    def train():
+        grads = nnx.grad(lambda network: jnp.mean(network(x) ** 2))(network)
+        optimizer.update(network, grads)
+
+    for _ in range(3):
+        train()
+    model = ts.models.nnx(network)
+    state = ts.setup(rule, model.params)
+    opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), jax.tree.leaves(optimizer.opt_state))
+    state = state.replace(opt_state=opt_state, step=3)
+    state, _ = ts.train_step(lambda params, x: jnp.mean(model.apply(params, x)[0] ** 2))(state, x)
+    train()
+    assert state.step == 4
+    np.testing.assert_allclose(state.params["kernel"], network.kernel[...], rtol=1e-6, atol=1e-7)
+    fresh = ts.setup(rule, model.params)
+    assert not np.allclose(fresh.opt_state[0].mu["kernel"], state.opt_state[0].mu["kernel"])
