@@ -408,3 +408,16 @@ def test_a_running_optimizer_of_nnx_goes_on_with_its_moments(rule):
     np.testing.assert_allclose(state.params["kernel"], network.kernel[...], rtol=1e-6, atol=1e-7)
     fresh = ts.setup(rule, model.params)
     assert not np.allclose(fresh.opt_state[0].mu["kernel"], state.opt_state[0].mu["kernel"])
+
+
+def test_leaves_that_a_run_stops_to_train_are_left_out_of_the_program():
+    params = {"encoder": jnp.ones((64, 64)), "head": jnp.ones((64, 8))}
+    x, rule = jnp.ones((32, 64)), ts.rules.adam(0.1)
+    step = ts.train_step(lambda p, x: jnp.mean((jnp.tanh(x @ p["encoder"]) @ p["head"]) ** 2), donate=False)
+    state, _ = step(ts.setup(rule, params), x)
+    stopped, _ = migrate(state, rule, trainable="head")
+    frozen = ts.freeze(state, "encoder")
+    flops = lambda state: ts.describe(step, state, x).flops
+    fewer = ts.setup(rule, params, trainable="head")
+    assert flops(stopped) == flops(fewer) < 0.6 * flops(frozen)
+    assert_trees_equal(step(stopped, x)[0].params, step(frozen, x)[0].params)
