@@ -46,7 +46,7 @@ def place_as_it_is(
     Rows that do not divide are replicated if `whole`, and raise DataError if not.
     """
     sharding = shardings.replicated
-    if not row_axes(state, sharding.mesh):  # of a population each member has all rows
+    if not row_axes(state, sharding.mesh):  # each member of a population has all rows
         return placement.replicate((batch, extra), sharding)
     mask = {name: x for name, x in extra.items() if name == "mask"}
     other_arguments = {name: x for name, x in extra.items() if name != "mask"}

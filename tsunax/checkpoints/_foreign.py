@@ -29,7 +29,7 @@ _MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xD
 _EXTENSIONS = {*range(0xC7, 0xCA), *range(0xD4, 0xD9)}
 _MAX_HEAD = 1000  # bytes of an array's shape and dtype: NumPy reads a name in quadratic time
 
-# What the first bytes of the files that are read here look like.
+# The first bytes of the files that are read here.
 SAFETENSORS, JSON = rb".{8}\{", rb"\s*[{\[]"
 MSGPACK = rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9]"
 _KINDS = {
