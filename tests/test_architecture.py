@@ -195,8 +195,8 @@ def askers(package: Path) -> dict[str, list[str]]:
 # Who may ask. Others say what they need to `_step/members.py`: `refuse_population`, `row_axes`, `over_members`, ... The
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
-    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing program run.evaluation run.feed "
-    "run.rejections".split()
+    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.state_facts program "
+    "run.evaluation run.feed run.rejections".split()
 )
 
 

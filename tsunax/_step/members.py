@@ -47,11 +47,6 @@ def member_axes(state: Any, mesh: Any) -> tuple[str, ...] | None:
     return None if n is None else mesh.axis_names
 
 
-def per_member(state: TrainState, x: jax.Array | np.ndarray) -> jax.Array:
-    """`x`, repeated for each member of a population; for a single state `x` itself."""
-    return jax.numpy.broadcast_to(x, (*state.clock.shape[:-1], *x.shape))
-
-
 def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) -> np.ndarray:
     """A flag for each member of a population: all, or the members at indices or of a mask.
 

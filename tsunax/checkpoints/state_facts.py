@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, PyTree, placement, stable_text, trees
-from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
-from tsunax._step.members import per_member
+from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
 from tsunax.rules.live_rules import Cut
@@ -90,7 +90,8 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
                 numbers = dataclasses.replace(numbers, values=values)  # type: ignore[type-var]
     words = state.frozen
     if frozen and words is None:
-        words = per_member(state, frozen_words([False] * len(jax.tree.leaves(trained))))
+        members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained))
+        words = jnp.zeros((*members, -(-n // 32)), jnp.uint32)
         if not trees.is_traced(state.clock) and state.clock.committed:
             words = placement.replicate(words, state.clock.sharding)
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
