@@ -11,7 +11,7 @@ encoder/kernel`, not by place.
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,8 @@ def migrate(
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, notes)
     warn_if_not_finite(fresh, where)
-    return fresh, Report(**{kind: tuple(names) for kind, names in notes.items()})
+    report = Report(**{kind: tuple(names) for kind, names in notes.items()})
+    return cast(_State, fresh), report
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
