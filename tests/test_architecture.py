@@ -195,9 +195,8 @@ def askers(package: Path) -> dict[str, list[str]]:
 # Who may ask. Others say what they need to `_step/members.py`: `refuse_population`, `row_axes`, `over_members`, ... The
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
-    "_state.state_setup _state.state_text _step.finite_state _step.on_mesh _step.retrace_reasons _step.row_probe "
-    "checkpoints._writing checkpoints.exchange checkpoints.state_facts devices.meshes program run.evaluation "
-    "run.feed run.rejections state".split()
+    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.state_facts program "
+    "run.evaluation run.feed run.rejections".split()
 )
 
 

@@ -131,7 +131,7 @@ def test_a_mean_that_was_forgotten_is_an_error():
             jax.pmap(step, axis_name=name, devices=jax.devices()[:N])(states, cut)
     with pytest.raises(StateError, match=r"axis_name at eval_step.*none inside of the axes"):
         mapped(ts.eval_step(loss_fn))(setup(), batch)
-    with pytest.raises(StateError, match="got 'data', expected an axis around it"):
+    with pytest.raises(NameError, match="unbound axis name: data"):
         ts.train_step(loss_fn, axis_name="data")(setup(), batch)
 
 

@@ -575,6 +575,19 @@ def test_names_that_are_not_there_are_refused_with_those_that_are():
         ts.adjust(ts.setup(optax.sgd(0.1), PARAMS), learning_rate=0.1)
 
 
+def test_a_partition_clips_by_group_where_a_cut_does_not():
+    """So `adjust` of a subtree cannot be a partition with a rule for each group."""
+    params = {"body": jnp.ones(4), "head": jnp.full(4, 3.0)}
+    make = lambda: rules.chain(rules.add_decayed_weights(0.01), rules.clip_by_global_norm(1.0), rules.sgd(0.1))
+    whole = ts.setup(make(), params)
+    cut = ts.adjust(whole, "head", learning_rate=0.1)
+    apart = ts.setup(rules.partition({"head": make(), "**": make()}), params)
+    grads = {"body": jnp.arange(4.0), "head": 2 * jnp.arange(4.0)}
+    after = {name: ts.update(s, grads)[0].params for name, s in {"whole": whole, "cut": cut, "apart": apart}.items()}
+    assert_trees_equal(after["cut"], after["whole"])
+    assert float(jnp.abs(after["apart"]["body"] - after["whole"]["body"]).max()) > 0.01
+
+
 @pytest.mark.medium
 def test_a_hundred_adjusts_compile_no_step_and_a_cut_compiles_one():
     state = train(ts.setup(rules.adam(0.01, eps=1e-3), PARAMS))

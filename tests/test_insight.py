@@ -353,7 +353,7 @@ def test_populations_and_what_of_them_is_frozen():
     fresh = ts.train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2))
     alone = describe(fresh, one, x).flops
     assert describe(fresh, runs, x).flops == 3 * alone
-    assert describe(fresh, one, x).recompiles[-1] == "step: the number of members is another one"
+    assert describe(fresh, one, x).recompiles[-1].startswith("step: state.clock is int32[")
 
 
 # ---------------------------------------------------------------------------------------------------- why it recompiled

@@ -263,9 +263,10 @@ def test_describe_find_batch_size_migrate_and_replay_take_a_run():
     assert [leaf.path for leaf in about.leaves] == ["a/w", "b/w"]
     size, _ = ts.find_batch_size(step, pair(), X[:1], memory=60 << 20, max_size=64)
     assert size == 64
-    run, report = ts.migrate(pair(), {"b": ts.rules.adam(0.1)}, ema=0.9)
-    assert "b/average of w" in report.new and run.a.average is None
-    assert run.b.average is not None and int(run.step) == 0
+    b, report = ts.migrate(pair().b, ts.rules.adam(0.1), ema=0.9)
+    run = pair().replace(b=b)
+    assert "average of w" in report.new and run.a.average is None and int(run.step) == 0
+    assert_trees_equal(run.b.average.params, run.b.params)
     report = ts.replay(step, pair(), -X[:16])
     assert (report.result, report.primitive) == ("info['a'].loss", "log") and "jnp.log" in report.code
     assert ts.replay(step, pair(), X[:16]).result == ""

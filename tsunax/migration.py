@@ -10,7 +10,6 @@ encoder/kernel`, not by place.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -36,12 +35,11 @@ from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
-from tsunax.states import States
 
 __all__ = ["Report", "migrate"]
 
 KEEP: Any = ...
-_State = TypeVar("_State", bound=TrainState | States)
+_State = TypeVar("_State", bound=TrainState)
 _ReportLists = dict[str, list[str]]  # the fields of a `Report`, while the migration adds to them
 
 
@@ -75,6 +73,7 @@ class _Slot(NamedTuple):
     owner: str | None  # the name of its parameter; None for counts
     parent: tuple  # key path of the state that has this field
     value: Any
+    is_injected: bool  # whether it is a number of `optax.inject_hyperparams`
 
     @property
     def name(self) -> str:
@@ -87,7 +86,7 @@ class _Slot(NamedTuple):
 
 def migrate(
     state: _State,
-    rule: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
+    rule: optax.GradientTransformation,
     *,
     params: PyTree = KEEP,
     trainable: Where = KEEP,
@@ -106,8 +105,7 @@ def migrate(
     leaves stay frozen.
 
     Args:
-      rule: the new rule, or the old rule to change only other options. For `States` a dict of rules
-        by member; members without an entry are unchanged.
+      rule: the new rule, or the old rule to change only other options.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
         their optimizer state.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
@@ -129,18 +127,6 @@ def migrate(
     where = "migrate()"
     options: dict[str, Any] = {"ema": ema, "precision": precision, "loss_scale": loss_scale}
     options |= {"trainable": trainable, "model_state": model_state, "key": key}
-    if isinstance(state, States):
-        members = {name: state.members[state.member_at(name, where)[0]] for name in cast(Any, rule)}
-        pairs = {
-            name: migrate(member, cast(Mapping, rule)[name], params=params, **options)
-            for name, member in members.items()
-        }
-        names_by_kind = {
-            f.name: tuple(f"{k}/{x}" for k, (_, r) in pairs.items() for x in getattr(r, f.name))
-            for f in dataclasses.fields(Report)
-        }
-        new_members = {name: new for name, (new, _) in pairs.items()}
-        return cast(_State, state.replace(**new_members)), Report(**names_by_kind)
     check_state(state, where)
     refuse_population(state, where, "Migrate each member: ts.populations.member(runs, i).")
     new_params = state.params if params is KEEP else params
@@ -153,7 +139,7 @@ def migrate(
         "key": state.key,
     }
     options |= {name: old_options[name] for name, x in options.items() if x is KEEP}
-    fresh = setup(cast(Any, rule), _with_masters(new_params, state), **options)
+    fresh = setup(rule, _with_masters(new_params, state), **options)
     notes: _ReportLists = {f.name: [] for f in dataclasses.fields(Report)}
     with_tables = number_table.join_numbers(fresh.opt_state, fresh.numbers)
     with_tables = _with_old_arrays(with_tables, [*_slots(state).values()], _slots(fresh), notes)
@@ -167,7 +153,8 @@ def migrate(
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, notes)
     warn_if_not_finite(fresh, where)
-    return fresh, Report(**{kind: tuple(names) for kind, names in notes.items()})
+    report = Report(**{kind: tuple(names) for kind, names in notes.items()})
+    return cast(_State, fresh), report
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
@@ -189,7 +176,7 @@ def _slots(state: TrainState) -> dict[int, _Slot]:
 
 
 def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
-    node, title, parent = opt_state, "state", ()
+    node, title, parent, is_injected = opt_state, "state", (), False
     for i, entry in enumerate(path):
         if number_table.is_live(node):
             if entry.name in ("table", "extra") or (
@@ -199,12 +186,12 @@ def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
             if entry.name == "count":
                 title, parent = f"{node.live.title}.count", path[:i]
         elif isinstance(entry, jtu.DictKey):
-            if owner is None and i == len(path) - 1:  # a number, as in `inject_hyperparams`
-                title = f"{title}[{entry.key!r}]"
+            if owner is None and i == len(path) - 1:
+                title, is_injected = f"{title}[{entry.key!r}]", True
         elif not isinstance(node, PartitionState) and type(node) not in (tuple, list):
             title, parent = f"{type(node).__name__}.{trees.key_name(entry)}", path[:i]
         node = dict(trees.children_of(node))[(entry,)]
-    return _Slot(title, owner, parent, value)
+    return _Slot(title, owner, parent, value, is_injected)
 
 
 def _with_masters(params, old: TrainState):
@@ -248,7 +235,7 @@ def _with_old_arrays(
         s.name for s in old if id(s) not in used_ids and s.kind not in carried_kinds
     ]
     for i, slot in old_slot_of.items():
-        if slot.field.endswith("]") and not np.array_equal(slot.value, slots[i].value):
+        if slot.is_injected and not np.array_equal(slot.value, slots[i].value):
             values = state_facts.then_and_now(slot.value, slots[i].value)
             report["notes"].append(f"{slot.field}: {values}; the old one goes on")
     return treedef.unflatten(leaves)

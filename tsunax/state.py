@@ -157,7 +157,7 @@ class TrainState(Clocked):
 def count_in(clock: Any, i: int) -> Any:
     """Count number i of a clock, or its shape if the clock is a shape."""
     if isinstance(clock, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(clock.shape[:-1], clock.dtype)
+        return jax.eval_shape(lambda counts: counts[..., i], clock)
     if trees.is_gone(clock):
         raise StateError(donated("TrainState." + COUNTS[i]))
     return clock[..., i]

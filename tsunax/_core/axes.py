@@ -20,18 +20,17 @@ def manual_axes() -> tuple:
 
 
 def checked_axes(axis_name: AxisName, where: str) -> Axes:
-    """The axes over which to take means. Raises StateError for a forgotten or an absent axis."""
+    """The axes over which to take means.
+
+    Raises StateError for a forgotten axis, and JAX raises NameError for an absent one.
+    """
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if axes is None and (enclosing_axes := manual_axes()):
         got = f"none inside of the axes {enclosing_axes}"
         fix = "Each device has rows of its own: name the axis for their mean, or give () for none."
         raise StateError("axis_name", where, got, "one", fix)
     for name in axes or ():
-        try:
-            jax.lax.axis_index(name)
-        except NameError:
-            fix = "Call it inside jax.shard_map or jax.pmap; on sharded arrays leave it out."
-            raise StateError("axis_name", where, repr(name), "an axis around it", fix) from None
+        jax.lax.axis_index(name)
     return tuple(axes or ())
 
 

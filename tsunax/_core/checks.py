@@ -15,10 +15,10 @@ from tsunax._core import trees
 from tsunax.errors import (
     DataError,
     HyperparameterError,
-    LossError,
     ParamsError,
     StateError,
     WrongTypeError,
+    listed,
     unknown,
 )
 
@@ -223,14 +223,6 @@ def check_flags(where: str, **flags) -> None:
             raise WrongTypeError(name, where, trees.describe(value), "True or False")
 
 
-def as_array(title: str, x: object, place: str) -> jax.Array:
-    """`x` as an array, or LossError."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise LossError(title, place, trees.describe(x), "an array") from None
-
-
 # Signatures
 
 
@@ -291,13 +283,9 @@ def wrong_call(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if wrong := [x for x in keywords if not takes_any and x not in signature.parameters]:
         return WrongTypeError(unknown("argument", where, wrong[0], names))
-    if len(names) > MOST_NAMES:
-        by_place = [x for x in names if signature.parameters[x].kind is not _NAMED[1]]
-        names = [*by_place, "all others by name"]
-    return WrongTypeError("arguments", where, str(error), ", ".join(names), fix)
+    return WrongTypeError("arguments", where, str(error), listed(names, 16), fix)
 
 
-MOST_NAMES = 16  # that an error lists: `fit` has more
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 

@@ -24,7 +24,6 @@ from jax.core import Tracer
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, trees
-from tsunax._core.checks import as_array
 from tsunax.errors import KeywordError, LossError, TsunaxError, unknown
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
@@ -120,7 +119,7 @@ class LossFn:
                 expected = "another name, because the step gives this one itself"
                 raise LossError("keyword", "the step", repr(name), expected)
         if extra.get("mask") is not None:
-            extra = extra | {"mask": as_array("mask", extra["mask"], "the step")}
+            extra = extra | {"mask": jnp.asarray(extra["mask"])}
         # Without a mask all rows count, for each cut of the batch.
         offered = {"mask": None, "train": train, "step": state.step, **extra}
         if train and state.key is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tsunax._core import placement, trees
-from tsunax.errors import StateError
+from tsunax.errors import DeviceError, StateError
 from tsunax.state import TrainState
 from tsunax.states import COUNTED, States
 
@@ -33,6 +33,18 @@ def refuse_population(
 def row_axes(state: Any, mesh: Any) -> tuple[str, ...]:
     """The axes of a mesh that divide rows; none for a population: each member gets all rows."""
     return placement.data_axes(mesh) if members_of(state) is None else ()
+
+
+def member_axes(state: Any, mesh: Any) -> tuple[str, ...] | None:
+    """The axes of a mesh over which the members of a population are spread; None for another tree.
+
+    Raises DeviceError for members that the devices do not divide.
+    """
+    n = members_of(state)
+    if n is not None and n % mesh.size:
+        expected = f"a multiple of {mesh.size} devices"
+        raise DeviceError("population", "shard()", f"{n} members", expected)
+    return None if n is None else mesh.axis_names
 
 
 def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) -> np.ndarray:

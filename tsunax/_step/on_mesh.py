@@ -8,7 +8,7 @@ import numpy as np
 
 from tsunax._core import placement
 from tsunax._core.placement import MeshShardings
-from tsunax._step.members import members_of
+from tsunax._step.members import row_axes
 from tsunax.errors import LossError
 from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
@@ -29,7 +29,8 @@ def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra)
     are_placed = [
         placement.is_on_mesh(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)
     ]
-    if padding and step.masks and members_of(state) is None and not all(are_placed):
+    has_rows = bool(row_axes(state, shardings.replicated.mesh))
+    if padding and step.masks and has_rows and not all(are_placed):
         if fault := uneven(batch):
             raise LossError(fault)
         batch, padding_mask = placement.padded(batch, rows, rows + padding)
@@ -45,7 +46,7 @@ def place_as_it_is(
     Rows that do not divide are replicated if `whole`, and raise DataError if not.
     """
     sharding = shardings.replicated
-    if members_of(state) is not None:  # the devices share the members, each of which has all rows
+    if not row_axes(state, sharding.mesh):  # each member of a population has all rows
         return placement.replicate((batch, extra), sharding)
     mask = {name: x for name, x in extra.items() if name == "mask"}
     other_arguments = {name: x for name, x in extra.items() if name != "mask"}

@@ -17,7 +17,6 @@ def _static_parts(traced: Traced) -> dict[str, Any]:
     plan, numbers = state.plan, state.numbers
     shardings = jax.tree.leaves(traced.shardings) or [state.clock.sharding]
     return {
-        "the number of members": state.clock.shape[:-1],
         "the rule, apart from its numbers,": (plan.init, plan.update),
         "the choice of trainable=": plan.selected,
         "precision": plan.precision,

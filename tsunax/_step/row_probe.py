@@ -94,10 +94,9 @@ class RowProbe:
 
     def difference(self, state: TrainState, batch: PyTree, extra: Extra) -> Difference | None:
         """The difference between the losses of some rows and of their micro-batches, or None."""
-        if jnp.ndim(state.clock) > 1:
-            from tsunax._step.members import of_first_member
+        from tsunax._step.members import of_first_member
 
-            state, batch, extra = of_first_member(state, batch, extra)
+        state, batch, extra = of_first_member(state, batch, extra)
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
         mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
         fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)

@@ -29,6 +29,9 @@ _MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xD
 _EXTENSIONS = {*range(0xC7, 0xCA), *range(0xD4, 0xD9)}
 _MAX_HEAD = 1000  # bytes of an array's shape and dtype: NumPy reads a name in quadratic time
 
+# The first bytes of the files that are read here.
+SAFETENSORS, JSON = rb".{8}\{", rb"\s*[{\[]"
+MSGPACK = rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9]"
 _KINDS = {
     rb"PK\x03\x04.{26}.*\.npy": "a NumPy .npz file: np.load reads it",
     rb"PK\x03\x04.{26}[^/]*/(data\.pkl|\.format_version|byteorder)|\x80.\x8a\x0al\xfc\x9cF\xf9":
@@ -36,29 +39,29 @@ _KINDS = {
     rb"PK\x03\x04": "a zip archive: unpack it first",
     rb"\x93NUMPY": "a NumPy .npy file: np.load reads it",
     rb"\x89HDF": "an HDF5 file, as of Keras: h5py reads it",
-    rb".{8}\{": "a safetensors file",
+    SAFETENSORS: "a safetensors file",
     rb"\x80[\x02-\x05]": "a pickle, which could run code: nothing is unpickled here",
     rb"version https://git-lfs": "a pointer of git-lfs, without the file: run `git lfs pull`",
     rb"\s*(<!doctype|<html|<\?xml)": "a web page: the download needs another address or a login",
     rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "a compressed file: unpack it first",
     rb".{257}ustar": "a tar archive: unpack it first",
     rb"GGUF": "a GGUF file of llama.cpp",
-    rb"\s*[{\[]": "a JSON text",
-    rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9]": "a msgpack file, as flax writes: format='flax'",
+    JSON: "a JSON text",
+    MSGPACK: "a msgpack file, as flax writes: format='flax'",
 }  # fmt: skip
 
 
-def kind_of(head: bytes, expected: str = "") -> str:
+def kind_of(head: bytes, expected: bytes = b"") -> str:
     """The kind of a file by its first bytes, and its reader; "" if it is `expected` or unknown.
+
+    `expected` is one of the patterns above, such as `JSON`.
 
     >>> kind_of(b"version https://git-lfs.github.com/spec/v1")
     'a pointer of git-lfs, without the file: run `git lfs pull`'
     """
-    matching_kinds = (
-        kind for pattern, kind in _KINDS.items() if re.match(rb"(?is)" + pattern, head[:512])
-    )
-    kind = next(matching_kinds, "")
-    return "" if expected and kind.startswith(expected) else kind
+    is_of_kind = lambda pattern: re.match(rb"(?is)" + pattern, head[:512])
+    pattern = next(filter(is_of_kind, _KINDS), expected)
+    return "" if pattern == expected else _KINDS[pattern]
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def contents(path: Path, spent: int = 0) -> dict[str, Entry]:
     if not path.name.endswith(INDEX):
         return _header(path, spent)
     content = durable_files.read(path, MAX_HEADER, follow=True)
-    if kind := _foreign.kind_of(content, "a JSON text"):
+    if kind := _foreign.kind_of(content, _foreign.JSON):
         raise Damaged(kind)
     spent = max(0, _foreign.check_json(content, len(content)) - 4 * len(content))
     try:
@@ -117,7 +117,7 @@ def _header(path: Path, spent: int) -> dict[str, Entry]:
             return entries
     except (safetensors.SafetensorError, Damaged) as error:
         text = str(error).removeprefix("Error while deserializing header: ")
-        kind = _foreign.kind_of(first_bytes, "a safetensors file")
+        kind = _foreign.kind_of(first_bytes, _foreign.SAFETENSORS)
         raise Damaged(f"{path.name}: {kind or text[:120]}") from None
 
 

@@ -205,7 +205,7 @@ def _from_flax(path: StrPath) -> _Source:
 
     file = _as_path(path)
     with durable_files.opened(file) as opened:
-        if kind := _foreign.kind_of(opened.peek(512), "a msgpack file"):
+        if kind := _foreign.kind_of(opened.peek(512), _foreign.MSGPACK):
             raise Damaged(kind)
         content = opened.read()
     _foreign.check_msgpack(content)
@@ -292,8 +292,8 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
 
 def _has_state(source: _Source, like) -> bool:
     """Whether the file has a training state, and no arrays by the names of `like` alone."""
-    clock = source.leaves.get("clock")
-    if clock is None or clock.dtype != "int32" or clock.shape[-1:] != (len(COUNTS),):
+    counts = source.leaves.get("clock")
+    if counts is None or counts.dtype != "int32" or counts.shape[-1:] != (len(COUNTS),):
         return False
     names = {"/".join(name) for name, _, _ in trees.leaves_with_names(like)}
     is_plain = not isinstance(like, TrainState) and names <= source.leaves.keys()

@@ -31,7 +31,7 @@ from tsunax._core import (
     tables,
     trees,
 )
-from tsunax._step.members import members_of
+from tsunax._step.members import member_axes
 from tsunax.devices import selection
 from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
@@ -240,15 +240,8 @@ class _Choice:
 
     def of_any(self, state: PyTree) -> list[P]:
         """The specs of all leaves of a state, of `States`, or of another tree."""
-        if (n := members_of(state)) is not None:  # a population is cut by members
-            if n % self.mesh.size:
-                raise DeviceError(
-                    "population",
-                    "shard()",
-                    got=f"{n} members",
-                    expected=f"a multiple of {self.mesh.size} devices",
-                )
-            return [P(self.mesh.axis_names)] * len(jax.tree.leaves(state))
+        if (axes := member_axes(state, self.mesh)) is not None:
+            return [P(axes)] * len(jax.tree.leaves(state))
         if isinstance(state, TrainState):
             return self.of_state(state, self.of_params(state.params))
         if not isinstance(state, States):
