@@ -52,6 +52,7 @@ from tsunax.program import train_step as train_step
 from tsunax.run import callbacks as callbacks
 from tsunax.run import loggers as loggers
 from tsunax.run.evaluation import evaluate as evaluate
+from tsunax.run.evaluation import predict as predict
 from tsunax.state import TrainState as TrainState
 from tsunax.state import averaged as averaged
 from tsunax.state import setup as setup
