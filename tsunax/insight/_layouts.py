@@ -27,12 +27,14 @@ class Layout:
 
     name: str
     state: PyTree
-    make_mesh: Callable[[Sequence[Device] | None], Mesh] | None = None  # None: where it is
+    make_mesh: Callable[[Sequence[Device] | None], Mesh] | None = (
+        None  # None: leave it in its place
+    )
     zero1: bool = False
     host: tuple[str, ...] = ()
 
     def shard(self, make: PyTree, devices: Sequence[Device] | None = None) -> PyTree:
-        """A state, or what a function makes, placed so; on other `devices` if they are given."""
+        """A state, or the result of a function `make`, in this layout; perhaps on new `devices`."""
         is_function = callable(make) and jax.tree_util.all_leaves([make])
         if self.make_mesh is not None:
             return meshes.shard(make, self.make_mesh(devices), zero1=self.zero1, host=self.host)
@@ -47,7 +49,7 @@ class Layout:
 def layouts_of(
     state: PyTree, devices: Any, vary: Container[str]
 ) -> tuple[list[Layout], dict[str, str]]:
-    """The layouts of a state on devices, those that are faster first; and what was varied."""
+    """The layouts of a state on devices, faster layouts first; and a text on each variable."""
     is_function = callable(state) and jax.tree_util.all_leaves([state])
     shapes = jax.eval_shape(state) if is_function else state
     if devices is None:
@@ -58,7 +60,7 @@ def layouts_of(
     layouts: list[Layout] = []
     for name, make_mesh, zero1 in _meshes(devices, "layout" in vary):
         layout = Layout(name, meshes.shard(shapes, make_mesh(None), zero1=zero1), make_mesh, zero1)
-        if not any(_shardings(layout) == _shardings(other) for other in layouts):
+        if not any(_shardings(layout) == _shardings(earlier) for earlier in layouts):
             layouts.append(layout)
     varied = {"layout": "; ".join(layout.name for layout in layouts)}
     host_layouts, varied["host"] = _with_host(shapes, layouts, "host" in vary)
@@ -69,7 +71,7 @@ def _meshes(devices: Any, is_varied: bool) -> list[tuple[str, Callable[[Any], Me
     """The name, the mesh and `zero1` of each layout on devices."""
     if isinstance(devices, Mesh):
         axes_text = " x ".join(f"{name} {n}" for name, n in devices.shape.items())
-        options = [(axes_text, lambda _: devices)]
+        options: list[tuple[str, Callable[[Any], Mesh]]] = [(axes_text, lambda _: devices)]
     else:
         if isinstance(devices, str):
             is_kind = device_kinds.kind_and_index(devices)[0] in device_kinds.KINDS
@@ -83,11 +85,11 @@ def _meshes(devices: Any, is_varied: bool) -> list[tuple[str, Callable[[Any], Me
             several_hosts = [{"data": count // per_host, "fsdp": per_host}]
             axes += several_hosts * (1 < per_host < count) + [{"data": 1, "fsdp": count}]
         named = lambda sizes: " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1)
-        mesh_on = lambda other, sizes: meshes.mesh(**sizes, devices=other or devices)
+        mesh_on = lambda new_devices, sizes: meshes.mesh(**sizes, devices=new_devices or devices)
         options = [(named(x) or "one device", functools.partial(mesh_on, sizes=x)) for x in axes]
-    (name, make_mesh), *others = options
-    spread = [(f"{name}, zero1", make_mesh, True)] * is_varied
-    return [(name, make_mesh, False), *spread, *((*option, False) for option in others)]
+    plain = [(name, make_mesh, False) for name, make_mesh in options]
+    name, make_mesh, _ = plain[0]
+    return [plain[0], *[(f"{name}, zero1", make_mesh, True)] * is_varied, *plain[1:]]
 
 
 def _shardings(layout: Layout) -> list[Any]:
@@ -99,7 +101,7 @@ def _shardings(layout: Layout) -> list[Any]:
 def _with_host(
     shapes: PyTree, layouts: Sequence[Layout], is_varied: bool
 ) -> tuple[list[Layout], str]:
-    """The layouts with parts of the state in the host's memory, and what was tried or why not."""
+    """The layouts with parts of the state in the host's memory; and a text on them."""
     if not is_varied:
         return [], "not varied"
     assert layouts[0].make_mesh is not None

@@ -16,7 +16,7 @@ from tsunax.insight import _cost, _memory
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one device does in a second at most; `source` says where the figures are from.
+    """The peak rates of one device, in a second; `source` says where the figures are from.
 
     `flops` are operations of products, `memory`, `wire` and `host` are bytes between the device and
     its memory, the other devices (sent), and the memory of the host.
@@ -54,7 +54,7 @@ def peaks_of(device: Any, n: int) -> Peaks:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call of a compiled step, on each of `devices`; `flops` on all of them."""
+    """The work of one call of a compiled step on each device; `flops` are for all devices."""
 
     flops: float
     moved: float  # bytes from and to the memory of the device, an estimate
@@ -69,7 +69,7 @@ class Work:
 
 
 def work_of(flops: float, compiled: jax.stages.Compiled, need: _memory.Need, devices: int) -> Work:
-    """The work of a compiled step whose products are `flops`, on all devices together."""
+    """The work of a compiled step with products of `flops`, for all devices together."""
     analysis: Any = compiled.cost_analysis() or {}
     bytes_counted, flops_counted = analysis.get("bytes accessed", 0.0), analysis.get("flops", 0.0)
     # XLA counts the body of a loop once. The update is outside of the loops: it reads and writes

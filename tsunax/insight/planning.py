@@ -1,4 +1,4 @@
-"""Which micro-batches, remat, host memory and sharding fit, and which of them is the fastest.
+"""The micro-batches, remat, host memory and sharding that fit, and the fastest choice.
 
     plan(step, state, example, batch_size)   compiles candidates, executes nothing
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,14 +38,14 @@ VARIABLES = ("accumulate", "remat", "host", "layout")
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """A candidate of `plan`: its settings, and what its compiled program needs.
+    """A candidate of `plan`: its settings, and the needs of its compiled program.
 
     Call `step` with the state `shard(make)`, in which `make` is a state or a function that makes
     one. A candidate that was not compiled has no `need`, and a `reason`.
 
-    `need` (bytes on one device, by part) and `flops` (products, all devices) are those of the
-    compiled program, `recomputed` the FLOPs of them that remat adds. `wire` are the bytes that a
-    device sends in one step; they, `seconds` a step and `rows_per_second` are estimates.
+    The compiled program has `need` (bytes on one device, by part) and `flops` (products, all
+    devices), of which remat adds `recomputed`. `wire` are the bytes that a device sends in one
+    step; they, `seconds` a step and `rows_per_second` are estimates.
     """
 
     accumulate: int
@@ -75,10 +76,11 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of `plan`: all candidates as `rows`; prints those that were compiled.
+    """The result of `plan`: all candidates as `rows`; prints the compiled ones.
 
     `limit` are the bytes of one device that were allowed, less the margin, and `source` says where
-    that number is from. `varied` says for each of the four variables what was tried, or why not.
+    that number is from. `varied` has the values tried of each variable, or the reason if there are
+    none.
     """
 
     rows: tuple[PlanRow, ...]
@@ -93,8 +95,12 @@ class Plan:
     def best(self) -> PlanRow:
         """The fastest candidate that fits. Raises DoesNotFitError if none does."""
         if fitting := [row for row in self.rows if row.fits]:
-            return min(fitting, key=_seconds)
-        nearest = min((r for r in self.rows if r.need), key=_total_bytes, default=self.rows[-1])
+            return min(fitting, key=_SECONDS)
+        nearest = min(
+            (r for r in self.rows if r.need),
+            key=operator.attrgetter("need.total"),
+            default=self.rows[-1],
+        )
         raise self.search.does_not_fit(f"nearest plan ({nearest!r})", nearest.need)
 
     def why(self, row: PlanRow) -> str:
@@ -126,7 +132,9 @@ class Plan:
         return f"{row!r} fits, and {ratio}{listed and f': it {listed}'}."
 
     def __repr__(self) -> str:
-        compiled = sorted((r for r in self.rows if not r.reason), key=_fastest_first)
+        compiled = sorted(
+            (r for r in self.rows if not r.reason), key=lambda r: (not r.fits, r.seconds)
+        )
         parts = [f.name for f in dataclasses.fields(_memory.Need)]
         if not any(r.need and r.need.host for r in compiled):
             parts.remove("host")
@@ -161,13 +169,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _total_bytes(row: PlanRow) -> int:
-    assert row.need is not None
-    return row.need.total
-
-
-def _fastest_first(row: PlanRow) -> tuple[bool, float]:
-    return not row.fits, row.seconds
+_SECONDS = operator.attrgetter("seconds")
 
 
 def _remat_name(remat: Any) -> str:
@@ -188,7 +190,7 @@ def plan(
     peaks: Peaks | None = None,
     **extra: Any,
 ) -> Plan:
-    """The ways to run a step that fit into memory, and the fastest of them: a table.
+    """The ways to run a step that fit into memory, and the fastest way: a table.
 
         report = ts.plan(step, make, example, 512, memory="14 GiB")
         step, state = report.best.step, report.best.shard(make)
@@ -209,7 +211,7 @@ def plan(
       example: a batch of any number of rows, or its shapes.
       batch_size: rows of a batch on all devices, which stays.
       devices: a topology ("v5e:8x8", "h100:8", see `devices.topology`), a kind, a list of devices
-        or a mesh, whose axes stay. By default the state stays where it is.
+        or a mesh (its axes stay). By default the state stays where it is.
       memory, margin: as in `find_batch_size`, for each device.
       vary: the variables to try, of "accumulate", "remat", "host" and "layout". Moments in another
         dtype are another training, so they are not tried.
@@ -248,7 +250,7 @@ def plan(
     varied["remat"] = ", ".join(map(_remat_name, remats))
     varied["accumulate"] = ", ".join(str(batch_size // size) for size in reversed(sizes))
     candidates = _Candidates(step, with_rows(example, batch_size), extra, search, peaks, count)
-    # those that save less memory first, because they are faster
+    # Configurations that save less memory come first, because they are faster.
     configurations = itertools.product(enumerate(layouts), enumerate(remats))
     for (_, layout), (_, remat) in sorted(configurations, key=lambda c: c[0][0] + c[1][0]):
         candidates.search_sizes(layout, remat, sizes, remats)
@@ -266,7 +268,7 @@ class _Candidates:
         self.search, self.peaks, self.count = search, peaks, count
         self.rows: list[PlanRow] = []
         self.batch_size: int = max(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
-        self._flops: dict[Any, float] = {}  # of a step with this remat
+        self._flops: dict[Any, float] = {}  # by remat
 
     def search_sizes(
         self, layout: Layout, remat: Any, sizes: Sequence[int], remats: Sequence[Any]
@@ -280,7 +282,7 @@ class _Candidates:
             and {*row.layout.host} <= {*layout.host}
             and remats.index(row.remat) <= remats.index(remat)
         ]
-        fastest = min((row for row in self.rows if row.fits), key=_seconds, default=None)
+        fastest = min((row for row in self.rows if row.fits), key=_SECONDS, default=None)
         reasons: dict[int, str] = {}
         if fastest is not None and self._least_seconds(layout, remat) >= fastest.seconds:
             slow = f"its FLOPs and transfers alone take as long as {fastest!r}"
@@ -358,12 +360,8 @@ class _Candidates:
         return work.seconds(self.peaks)
 
 
-def _seconds(row: PlanRow) -> float:
-    return row.seconds
-
-
 def _reason(size: int, trials: Mapping[int, SizeTrial]) -> str:
-    """Why a size was not compiled, among those of its configuration that were."""
+    """The reason why a size was not compiled, from the trials of its configuration."""
     if any(trial.fits and trial.size > size for trial in trials.values()):
         return "it fits with fewer micro-batches"
     if any(not trial.fits and trial.size < size for trial in trials.values()):

@@ -171,14 +171,14 @@ def predict(
 
     Rows are spread over the mesh of the state. A batch that is shorter than the first batch is
     padded, runs the same program, and gives its own rows only, so that no row of `f` may depend on
-    other rows (`train` is False). The precision is that of `evaluate`. Each process gets the rows
+    other rows (`train` is False). The precision is as in `evaluate`. Each process gets the rows
     that it reads. A population gives `(members, rows, ...)`.
 
     Args:
       f: `f(params, batch, ...)` returns an array, or a tree of arrays, that lead with rows. It may
-        name what a loss function may: `train`, `model_state`, `mask` (f32, 0 for rows of padding),
-        `ema`, `step`, and the names in `extra`, as `key`. It is compiled once, so do not make a new
-        function for each call.
+        name these arguments, like a loss function: `train`, `model_state`, `mask` (f32, 0 for rows
+        of padding), `ema`, `step`, and the names in `extra`, as `key`. It is compiled once, so do
+        not make a new function for each call.
       data: one epoch of batches, as for `evaluate`; or several data by name, for a dict of results.
       carry: whether `f` returns `(outputs, model_state)`, and the next batch gets that model state.
       extra: given to `f` by name.
@@ -221,13 +221,13 @@ def predictions(
     is_population = members_of(state) is not None
     agreement = processes.current().agreement("predict()", state, innermost(data))
     agreement.start({"f": f}, {})
-    outputs = None
+    outputs: Any = None
     for batch, keywords, rows in _placed_batches("predict()", state, data, extra, agreement, pads):
         if pads and not gives_mask:
             del keywords["mask"]
         model = _model(f, carry, None if is_population else _sharding_of_rows(batch))
         agreement.program(model.trace, state, batch, keywords)
-        next_outputs = model(state, batch, **keywords)
+        next_outputs: Any = model(state, batch, **keywords)
         if carry:
             next_outputs, model_state = next_outputs
             state = dataclasses.replace(state, model_state=model_state)
@@ -241,16 +241,16 @@ def predictions(
 class _Model(EvalStep):
     """The compiled `f` of `predict`, a function `(state, batch, **extra) -> outputs`."""
 
-    sharding: NamedSharding | None = None  # of the rows of outputs on a mesh
+    sharding: NamedSharding | None = None  # the placement of outputs on a mesh
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
         fn = self._fn
-        call = lambda params, batch, keywords: fn.fn(
+        call: Any = lambda params, batch, keywords: fn.fn(
             params, *[batch][: fn.takes_batch], **jax.tree.map(lambda x: x, keywords)
         )
         keywords = fn.keywords(state, extra, train=False)
         inputs = inputs_of_loss_fn(call, state, state.params, batch, keywords, train=False)
-        outputs, rows = call(*inputs, keywords), rows_of(batch)
+        outputs, model_state, rows = call(*inputs, keywords), None, rows_of(batch)
         if self.carry:
             outputs, model_state = outputs
             check_model_state(model_state, state.model_state)
@@ -270,7 +270,7 @@ def _model(f: Function, carry: bool, sharding: NamedSharding | None) -> _Model:
 
 
 def _sharding_of_rows(batch: PyTree) -> NamedSharding | None:
-    """The sharding of the rows of a batch on a mesh, which is that of the outputs."""
+    """The sharding of the rows of a batch on a mesh; the outputs get it, too."""
     sharding = getattr(jax.tree.leaves(batch)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -278,7 +278,7 @@ def _sharding_of_rows(batch: PyTree) -> NamedSharding | None:
 
 
 def _on_host(outputs: PyTree, rows: tuple[slice, ...]) -> PyTree:
-    """Rows of outputs as NumPy arrays; only those of this process."""
+    """Rows of outputs on this process, as NumPy arrays."""
 
     def local_rows(x: jax.Array) -> np.ndarray:
         if x.is_fully_addressable or x.is_fully_replicated:
