@@ -304,17 +304,20 @@ class _Candidates:
         works: dict[int, Work] = {}
 
         def need_of_size(size: int) -> _memory.Need:
-            step = self._step_of(remat, size)
-            batch, extra = _memory.as_shapes(layout.state, self.batch, self.extra)
-            traced = step.trace(layout.state, batch, **extra)
-            compiled = _memory.compiled_quickly(traced.lower(), layout.state)
-            need = _memory.need_in(compiled, layout.state, batch)
-            flops = _cost.flops_of(traced.jaxpr)
-            works[size] = _roofline.work_of(flops, compiled, need, self.count)
+            need, works[size] = self._measure(layout, self._step_of(remat, size))
             return need
 
         trials = self.search.trials(sizes, need_of_size, len(sizes) - 1)
         return {trial.size: trial for trial in trials}, works
+
+    def _measure(self, layout: Layout, step: TrainStep) -> tuple[_memory.Need, Work]:
+        """Compile a candidate."""
+        batch, extra = _memory.as_shapes(layout.state, self.batch, self.extra)
+        traced = step.trace(layout.state, batch, **extra)
+        compiled = _memory.compiled_quickly(traced.lower(), layout.state)
+        need = _memory.need_in(compiled, layout.state, batch)
+        flops = _cost.flops_of(traced.jaxpr)
+        return need, _roofline.work_of(flops, compiled, need, self.count)
 
     def _row(
         self,
