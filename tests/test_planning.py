@@ -154,14 +154,15 @@ def test_the_best_is_that_of_all_candidates_and_few_are_compiled(seed, monkeypat
 
 
 @pytest.mark.slow
-def test_moments_go_to_the_host_of_a_topology_where_nothing_else_fits():
-    """16.2 MiB on each of four TPUs with all of Adam's state; the peaks are from the data sheet."""
+def test_moments_in_the_memory_of_the_host_of_a_topology():
+    """They take less of each of four TPUs, though not enough here: the gradient takes their room."""
     helpers.need("libtpu")
     draw = lambda: ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones((512, 1024)), "v": jnp.ones((1024, 512))})
     step = ts.train_step(lambda params, x: jnp.mean((jax.nn.relu(x @ params["w"]) @ params["v"]) ** 2))
     row = jax.ShapeDtypeStruct((1, 512), jnp.float32)
     report = ts.plan(step, draw, row, 1024, devices="v5e:2x2", memory="15 MiB", vary=("host",))
-    assert report.varied["host"] == "moments" and report.peaks.flops == 197e12
-    on_device, on_host = report.rows
-    assert report.best == on_host and not on_device.fits
-    assert on_host.need.host == 2 * 4 * 2 * 512 * 1024 and "too much" in report.why(on_device)
+    assert report.varied["host"] == "moments" and report.peaks.source == "its data sheet"
+    with pytest.raises(
+        DoesNotFitError, match=r"nearest plan \(accumulate=1, remat=none, host=moments, layout=data 4\)"
+    ):
+        _ = report.best
