@@ -42,6 +42,7 @@ from tsunax.hyper import thaw as thaw
 from tsunax.insight import describe as describe
 from tsunax.insight import find_batch_size as find_batch_size
 from tsunax.insight import find_learning_rate as find_learning_rate
+from tsunax.insight import plan as plan
 from tsunax.insight import replay as replay
 from tsunax.loop import fit as fit
 from tsunax.loss import Loss as Loss
@@ -52,6 +53,7 @@ from tsunax.program import train_step as train_step
 from tsunax.run import callbacks as callbacks
 from tsunax.run import loggers as loggers
 from tsunax.run.evaluation import evaluate as evaluate
+from tsunax.run.evaluation import predict as predict
 from tsunax.state import TrainState as TrainState
 from tsunax.state import averaged as averaged
 from tsunax.state import setup as setup

@@ -33,6 +33,7 @@ from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, opening
 from tsunax.run.calling import Caller, Trainee
 from tsunax.run.chunks import Limits
+from tsunax.run.evaluation import predictions
 from tsunax.run.feed import RESIDENT, Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
@@ -395,4 +396,4 @@ def _train(fitting: Fit) -> None:
     fitting.end()
 
 
-__all__ = ["History", "fit", "iterate", "run_epoch", "run_steps"]
+__all__ = ["History", "fit", "iterate", "predictions", "run_epoch", "run_steps"]

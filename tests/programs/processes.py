@@ -108,6 +108,9 @@ def losses(rows: int = 27, resident: int = 0) -> list[float]:
     for masked in (lambda params, batch, mask: ts.Loss.mean(batch["y"] - params["v"][0], mask), loss_fn):
         nine = ts.batches({name: x[:9] for name, x in arrays.items()}, 8)
         found.append(ts.evaluate(ts.eval_step(masked), state, nine)["loss"])
+    predicted = ts.predict(lambda params, batch: batch["x"] @ params["w"], state, nine)  # the last batch is one row
+    by_hand = x[nine.order(0)] @ np.asarray(state.params["w"].addressable_data(0))
+    found.append(float(predicted.shape == by_hand.shape and np.allclose(predicted, by_hand, atol=1e-5)))
     distributed.check_in_sync(state=state, losses=found)
     return found
 

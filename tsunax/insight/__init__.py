@@ -1,4 +1,4 @@
-"""Insight: the cost of a step, the origin of its NaN, and which batch size and learning rate fit.
+"""Insight: the cost of a step, the origin of its NaN, and which settings and rates fit.
 
 No other module of the package imports it.
 """
@@ -6,9 +6,11 @@ No other module of the package imports it.
 from tsunax.insight.batch_size import SizeReport, SizeTrial, find_accumulation, find_batch_size
 from tsunax.insight.description import Description, describe, measured_peak
 from tsunax.insight.learning_rate import RangeTest, find_learning_rate
+from tsunax.insight.planning import Peaks, Plan, PlanRow, plan
 from tsunax.insight.replaying import ReplayReport, replay
 
 __all__ = [
-    "Description", "RangeTest", "ReplayReport", "SizeReport", "SizeTrial", "describe",
-    "find_accumulation", "find_batch_size", "find_learning_rate", "measured_peak", "replay",
+    "Description", "Peaks", "Plan", "PlanRow", "RangeTest", "ReplayReport", "SizeReport",
+    "SizeTrial", "describe", "find_accumulation", "find_batch_size", "find_learning_rate",
+    "measured_peak", "plan", "replay",
 ]  # fmt: skip

@@ -62,16 +62,19 @@ def mesh_of(state: Any) -> Any:
 def need_of(step: Any, state: Any, batch: Any, extra: dict[str, Any]) -> Need:
     """Compile a step for a batch of arrays or shapes, and return the memory that it needs."""
     batch, extra = as_shapes(state, batch, extra)
-    lowered = step.lower(state, batch, **extra)
+    return need_in(compiled_quickly(step.lower(state, batch, **extra), state), state, batch)
+
+
+def compiled_quickly(lowered: jax.stages.Lowered, state: Any) -> jax.stages.Compiled:
+    """The compiled program, without work that has no effect on its memory."""
     try:
-        compiled = lowered.compile(
+        return lowered.compile(
             compiler_options=FAST_COMPILER_OPTIONS.get(device_of_state(state).platform)
         )
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):  # versions of XLA differ in their options
             raise
-        compiled = lowered.compile()
-    return need_in(compiled, state, batch)
+        return lowered.compile()
 
 
 def as_shapes(state: Any, batch: Any, extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -4,6 +4,8 @@ size, report = find_batch_size(step, state, example)
 n, report = find_accumulation(step, state, example, 512)   micro-batches for a fixed batch size
 """
 
+from __future__ import annotations
+
 import bisect
 import dataclasses
 import functools
@@ -139,6 +141,64 @@ def _line(bytes_of_size: dict[int, float], pair: list[int]) -> Callable[[int], f
     return lambda n: bytes_of_size[smaller] + slope * (n - smaller)
 
 
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """The search for the largest size that fits into `limit` bytes of one device.
+
+    `find_batch_size` and `find_accumulation` search once, `plan` once for each configuration.
+    """
+
+    where: str
+    limit: int
+    source: str
+
+    @classmethod
+    def within(cls, memory: int | str | None, margin: float, state: PyTree, where: str) -> Search:
+        """A search within the memory of the devices of a state, or within `memory`."""
+        if not 0 <= margin < 1:
+            expected = "a number from 0 to below 1"
+            raise HyperparameterError("margin", where, margin, expected)
+        allowed_bytes, source = _memory.limit_of(memory, state, where)
+        words = processes.current().gather(where, str(allowed_bytes), timeout=processes.LAST)
+        limit = int(min(map(int, words)) * (1 - margin))
+        return cls(where, limit, source + (f", {margin:.0%} of it kept free" if margin else ""))
+
+    def trial(self, need_of_size: Callable[[int], _memory.Need], size: int) -> SizeTrial:
+        """Compile one size. Keeps no traceback, because it would keep arrays."""
+        start, need = time.perf_counter(), None
+        try:
+            need = need_of_size(size)
+        except (MemoryError, RuntimeError) as error:  # autotuning runs out of memory, too
+            is_out_of_memory = re.search(
+                "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
+            )
+            if not is_out_of_memory and not isinstance(error, MemoryError):
+                raise
+        word = "" if need is not None and need.total <= self.limit else "no"
+        # processes decide together
+        fits = not any(processes.current().gather(self.where, word, timeout=processes.LAST))
+        return SizeTrial(size, fits, need, time.perf_counter() - start)
+
+    def trials(
+        self,
+        sizes: Sequence[int],
+        need_of_size: Callable[[int], _memory.Need],
+        first_index: int | None = None,
+    ) -> list[SizeTrial]:
+        """Trials of ascending sizes up to the largest that fits, from `first_index` on."""
+        if first_index is None:
+            first_index = bisect.bisect_right(sizes, _FIRST_MULTIPLE * sizes[0]) - 1
+        attempt = functools.partial(self.trial, need_of_size)
+        return _trials_of(sizes, first_index, attempt, self.limit)
+
+    def does_not_fit(self, title: str, need: _memory.Need | None) -> DoesNotFitError:
+        """The error for a search in which nothing fits."""
+        got = f"{trees.bytes_str(need.total)} of memory" if need else "more than XLA could lay out"
+        expected = f"at most {trees.bytes_str(self.limit)} ({self.source})"
+        fix = "remat=True, a lower precision or a mesh with fsdp need less."
+        return DoesNotFitError(title, self.where, got, expected, fix)
+
+
 @checks.naming_arguments
 def find_batch_size(
     step: Function,
@@ -191,15 +251,17 @@ def find_batch_size(
     where = "find_batch_size()"
     checks.check_choice(mode, where, "mode", ("power", "binsearch"))
     checks.check_count(multiple_of, where, "multiple_of")
-    unit = math.lcm(multiple_of, _parts(state) * getattr(step, "accumulate", 1))
+    unit = math.lcm(multiple_of, row_parts(state) * getattr(step, "accumulate", 1))
     max_rows = _MAX_ROWS if max_size is None else max_size
     checks.check_count(max_rows, where, "max_size", least=unit)
     sizes: Sequence[int] = range(unit, max_rows + 1, unit)
     if mode == "power":
         sizes = [unit << i for i in range((max_rows // unit).bit_length())]
         sizes = sorted({*sizes, max_rows // unit * unit}) if max_size else sizes
-    search = where, step, (state, example, extra), sizes, memory, margin
-    return _largest_fitting("batch size", *search)
+    step, search = fused_loop.lowerable(step, state), Search.within(memory, margin, state, where)
+    check_has_rows(example, where)
+    need_of_size = lambda size: _memory.need_of(step, state, with_rows(example, size), extra)
+    return _largest_fitting("batch size", search, sizes, need_of_size)
 
 
 @checks.naming_arguments
@@ -233,71 +295,60 @@ def find_accumulation(
     where = "find_accumulation()"
     check_is_train_step(step, where)
     checks.check_count(multiple_of, where, "multiple_of")
-    unit = math.lcm(multiple_of, _parts(state))
-    small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
-    sizes = sorted(
-        n for n in {*small_divisors, *(batch_size // n for n in small_divisors)} if n % unit == 0
-    )
-    if not sizes:
-        raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
-    search = where, step, (state, example, extra), sizes, memory, margin
-    return _largest_fitting("accumulate", *search, whole_batch=batch_size)
+    sizes = sizes_of_micro_batches(batch_size, math.lcm(multiple_of, row_parts(state)), where)
+    check_has_rows(example, where)
+    search, batch = Search.within(memory, margin, state, where), with_rows(example, batch_size)
+
+    def need_of_size(size: int) -> _memory.Need:
+        cut_step = dataclasses.replace(step, accumulate=batch_size // size)
+        return _memory.need_of(cut_step, state, batch, extra)
+
+    uncut = len(sizes) - 1
+    return _largest_fitting("accumulate", search, sizes, need_of_size, uncut, batch_size)
 
 
-def _largest_fitting(title, where, step, arguments, sizes, memory, margin, whole_batch=None) -> Any:
+def _largest_fitting(
+    title: str,
+    search: Search,
+    sizes: Sequence[int],
+    need_of_size: Callable[[int], _memory.Need],
+    first_index: int | None = None,
+    whole_batch: int | None = None,
+) -> tuple[int, SizeReport]:
     """The largest size that fits; with `whole_batch`, the number of micro-batches of that size."""
-    state, example, extra = arguments
+    trials = search.trials(sizes, need_of_size, first_index)
+    if (largest_size := max((t.size for t in trials if t.fits), default=None)) is None:
+        need = min(trials, key=lambda t: t.size).need
+        raise search.does_not_fit(f"smallest batch size {sizes[0]}", need)
+    answer = largest_size if whole_batch is None else whole_batch // largest_size
+    return answer, SizeReport(title, answer, tuple(trials), search.limit, search.source)
+
+
+def check_has_rows(example: PyTree, where: str) -> None:
+    """Raise WrongTypeError for an example batch without rows."""
     if not any(map(np.ndim, jax.tree.leaves(example))):
         fix = "A loss that draws its own samples has their number in loss_fn."
         raise WrongTypeError("example", where, trees.describe(example), "a batch with rows", fix)
-    if not 0 <= margin < 1:
-        raise HyperparameterError("margin", where, margin, "a number from 0 to below 1")
-    step = fused_loop.lowerable(step, state)
-    allowed_bytes, source = _memory.limit_of(memory, state, where)
-    words = functools.partial(processes.current().gather, timeout=processes.LAST)
-    allowed_bytes = min(map(int, words(where, str(allowed_bytes))))
-    limit = int(allowed_bytes * (1 - margin))
-    source += f", {margin:.0%} of it kept free" if margin else ""
+
+
+def with_rows(example: PyTree, rows: int) -> PyTree:
+    """The shapes of a batch of `rows` rows."""
     shapes = jax.eval_shape(lambda x: x, example)
-
-    def attempt(size: int) -> SizeTrial:
-        """Compile the step for one size. Keeps no traceback, because it would keep arrays."""
-        cut_step = (
-            dataclasses.replace(step, accumulate=whole_batch // size) if whole_batch else step
-        )
-        with_rows = lambda x: jax.ShapeDtypeStruct((whole_batch or size, *x.shape[1:]), x.dtype)
-        batch = jax.tree.map(lambda x: with_rows(x) if x.shape else x, shapes)
-        start, need = time.perf_counter(), None
-        try:
-            need = _memory.need_of(cut_step, state, batch, extra)
-        except (MemoryError, RuntimeError) as error:  # autotuning runs out of memory, too
-            is_out_of_memory = re.search(
-                "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
-            )
-            if not is_out_of_memory and not isinstance(error, MemoryError):
-                raise
-        fits = need is not None and need.total <= limit
-        fits = not any(words(where, "" if fits else "no"))  # processes decide together
-        return SizeTrial(size, fits, need, time.perf_counter() - start)
-
-    first_count = (
-        len(sizes) if whole_batch else bisect.bisect_right(sizes, _FIRST_MULTIPLE * sizes[0])
-    )
-    trials = _trials_of(sizes, first_count - 1, attempt, limit)
-    if (largest_size := max((t.size for t in trials if t.fits), default=None)) is None:
-        need = min(trials, key=lambda t: t.size).need
-        needed = (
-            f"{trees.bytes_str(need.total)} of memory" if need else "more than XLA could lay out"
-        )
-        expected = f"at most {trees.bytes_str(limit)} ({source})"
-        fix = "remat=True, a lower precision or a mesh with fsdp need less."
-        title = f"smallest batch size {sizes[0]}"
-        raise DoesNotFitError(title, where, needed, expected, fix)
-    answer = largest_size if whole_batch is None else whole_batch // largest_size
-    return answer, SizeReport(title, answer, tuple(trials), limit, source)
+    resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    return jax.tree.map(lambda x: resized(x) if x.shape else x, shapes)
 
 
-def _parts(state: Any) -> int:
+def sizes_of_micro_batches(batch_size: int, unit: int, where: str) -> list[int]:
+    """The multiples of `unit` that divide a batch, ascending."""
+    small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
+    divisors = {*small_divisors, *(batch_size // n for n in small_divisors)}
+    if sizes := sorted(n for n in divisors if n % unit == 0):
+        return sizes
+    raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
+
+
+def row_parts(state: Any) -> int:
+    """The number of parts into which the mesh of a state cuts rows."""
     mesh = _memory.mesh_of(state)
     is_cut = mesh is not None and bool(row_axes(state, mesh))
     return placement.row_parts(mesh) if is_cut else 1

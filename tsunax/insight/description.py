@@ -221,7 +221,7 @@ def _sharding(x) -> str:
     return str(getattr(sharding, "spec", sharding)).replace("PartitionSpec", "P")
 
 
-def _with_si_prefix(x: float, unit: str) -> str:
+def with_si_prefix(x: float, unit: str) -> str:
     sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     scale, letter = next(((scale, letter) for scale, letter in sizes if x >= scale), (1, ""))
     return f"{x / scale:.3g} {letter}{unit}"
@@ -229,7 +229,7 @@ def _with_si_prefix(x: float, unit: str) -> str:
 
 def _facts(d: Description) -> Iterator[tuple[str, str]]:
     """The lines of a description, each with its title."""
-    yield "work", f"{_with_si_prefix(d.flops, 'FLOP')} in products and convolutions"
+    yield "work", f"{with_si_prefix(d.flops, 'FLOP')} in products and convolutions"
     if (need := d.memory) is not None:
         names_of_parts = ("state", "batch", "temporary", "results", "runtime")
         parts = ", ".join(

@@ -1,23 +1,30 @@
-"""The mean loss and metrics of a state over whole data sets: sums and weights, divided once."""
+"""A state over whole data sets: its mean loss and metrics, or the outputs for each row.
+
+    evaluate(ts.eval_step(loss_fn), state, data)   sums and weights, divided once
+    predict(f, state, data)                        f(params, batch), row by row
+
+Both read data in the same way: short batches are padded, and rows spread over the mesh of a state.
+"""
 
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
-from tsunax._step.loss_fn import LossFn
+from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
-from tsunax.errors import LossError, WrongTypeError
-from tsunax.loss import Loss, check_model_state
+from tsunax.errors import LossError, WrongTypeError, warn
+from tsunax.loss import Loss, check_model_state, rows_of
 from tsunax.program import EvalStep, TrainStep
 from tsunax.state import TrainState
 
@@ -65,17 +72,55 @@ def evaluate(
         raise WrongTypeError("eval_step", "evaluate()", trees.describe(eval_step), expected)
     is_eval_step = isinstance(eval_step, EvalStep)
     pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
-    total, first_call, rows, home = None, None, 0, placement.state_sharding(state)
-    extra = placement.place_extra(extra, state)
-    is_one_process = not isinstance(home, NamedSharding) or home.is_fully_addressable
-    is_population = members_of(state) is not None
-    merge, compute = _OF_MEMBERS if is_population else _OF_STATE
+    total, first_call = None, None
+    merge, compute = _OF_STATE if members_of(state) is None else _OF_MEMBERS
     agreement = processes.current().agreement("evaluate()", state, innermost(data))
     agreement.start({"eval_step": eval_step}, {})
+    for batch, keywords, _ in _placed_batches("evaluate()", state, data, extra, agreement, pads):
+        if is_eval_step:
+            agreement.program(eval_step.trace, state, batch, keywords)
+        loss = eval_step(state, batch, **keywords)
+        if not isinstance(loss, Loss):
+            fix = "Of a loss function: ts.eval_step(loss_fn)."
+            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
+        if loss.model_state is not None:  # the function carries it from batch to batch
+            check_model_state(loss.model_state, state.model_state)
+            state = dataclasses.replace(state, model_state=loss.model_state)
+            loss = dataclasses.replace(loss, model_state=None)
+        if total is None:
+            first_call = batch, keywords
+        elif first_call is not None:
+            if is_eval_step and any(eval_step.changes):
+                _check_carries(eval_step.carrying, state, *first_call, compute)
+                eval_step.changes.clear()  # not read: no need to check until the next trace
+            first_call = None  # frees the memory of a batch
+        total = loss if total is None else merge(total, loss)
+        if ONE_BATCH.get():
+            break
+    assert total is not None  # a source without a batch raises
+    return flat(jax.device_get(compute(total)))
+
+
+def _placed_batches(
+    where: str,
+    state: TrainState,
+    data: Iterable[PyTree],
+    extra: Extra,
+    agreement: processes.Unanimous,
+    pads: bool,
+) -> Iterator[tuple[PyTree, dict[str, Any], int]]:
+    """Each batch on the devices of a state, its keywords, and how many of its rows are real.
+
+    With `pads` a batch has the rows of the first batch at least, as many as the devices can share,
+    and the keywords have its mask.
+    """
+    rows, home = 0, placement.state_sharding(state)
+    extra = placement.place_extra(extra, state)
+    is_one_process = not isinstance(home, NamedSharding) or home.is_fully_addressable
     # a copy with a separate position, because a run under way may read the same data
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
-        batch_rows = check_batch(batch, "evaluate()")
+        batch_rows = check_batch(batch, where)
         rows = rows or batch_rows
         mask = {}
         if pads:
@@ -85,33 +130,12 @@ def evaluate(
         agreement.batch("the next batch", batch)
         placement.check_devices(batch, home)
         parts = batch, mask
-        if source.is_whole or is_population:
+        if source.is_whole or members_of(state) is not None:
             batch, mask = placement.replicate(parts, home, shared=False)
         else:
             batch, mask = placement.put_rows(parts, home, whole=is_one_process, shared=False)
-        if is_eval_step:
-            agreement.program(eval_step.trace, state, batch, {**extra, **mask})
-        loss = eval_step(state, batch, **extra, **mask)
-        if not isinstance(loss, Loss):
-            fix = "Of a loss function: ts.eval_step(loss_fn)."
-            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
-        if loss.model_state is not None:  # the function carries it from batch to batch
-            check_model_state(loss.model_state, state.model_state)
-            state = dataclasses.replace(state, model_state=loss.model_state)
-            loss = dataclasses.replace(loss, model_state=None)
-        if total is None:
-            first_call = batch, {**extra, **mask}
-        elif first_call is not None:
-            if is_eval_step and any(eval_step.changes):
-                _check_carries(eval_step.carrying, state, *first_call, compute)
-                eval_step.changes.clear()  # not read: no need to check until the next trace
-            first_call = None  # frees the memory of a batch
-        total = loss if total is None else merge(total, loss)
-        if ONE_BATCH.get():
-            break
+        yield batch, {**extra, **mask}, batch_rows
     agreement.batch("the next batch", None)
-    assert total is not None  # a source without a batch raises
-    return flat(jax.device_get(compute(total)))
 
 
 def _check_carries(
@@ -135,3 +159,143 @@ def _computed(total: Loss) -> dict[str, Any]:
 
 _OF_STATE = jax.jit(Loss.merge), _computed
 _OF_MEMBERS = jax.jit(jax.vmap(Loss.merge)), jax.jit(jax.vmap(_computed))
+
+
+@checks.naming_arguments
+def predict(
+    f: Function, state: TrainState, data: Iterable[PyTree], *, carry: bool = False, **extra: Any
+) -> PyTree:
+    """The outputs of a model for each row of `data`: NumPy arrays, rows in the order of the data.
+
+        np.concatenate([f(state.params, batch) for batch in data])
+
+    Rows are spread over the mesh of the state. A batch that is shorter than the first batch is
+    padded, runs the same program, and gives its own rows only, so that no row of `f` may depend on
+    other rows (`train` is False). The precision is as in `evaluate`. Each process gets the rows
+    that it reads. A population gives `(members, rows, ...)`.
+
+    Args:
+      f: `f(params, batch, ...)` returns an array, or a tree of arrays, that lead with rows. It may
+        name these arguments, like a loss function: `train`, `model_state`, `mask` (f32, 0 for rows
+        of padding), `ema`, `step`, and the names in `extra`, as `key`. It is compiled once, so do
+        not make a new function for each call.
+      data: one epoch of batches, as for `evaluate`; or several data by name, for a dict of results.
+      carry: whether `f` returns `(outputs, model_state)`, and the next batch gets that model state.
+      extra: given to `f` by name.
+
+    Raises LossError for outputs without these rows, DataError for data without a batch. Warns of
+    rows that `drop_remainder=True` leaves out, and of shuffled `ts.batches`.
+
+    >>> import jax.numpy as jnp, numpy as np, tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> x = np.array([[1, 0], [0, 1], [4, 0]], np.float32)
+    >>> predict(lambda params, x: x @ params["w"], state, ts.batches(x, 2))
+    array([1., 2., 4.], dtype=float32)
+    """
+    if isinstance(data, Mapping):
+        return {name: predict(f, state, x, carry=carry, **extra) for name, x in data.items()}
+    parts = [*predictions(f, state, data, carry=carry, **extra)]
+    axis = int(members_of(state) is not None)
+    return jax.tree.map(lambda *xs: np.concatenate(xs, axis), *parts)
+
+
+def predictions(
+    f: Function, state: TrainState, data: Iterable[PyTree], *, carry: bool = False, **extra: Any
+) -> Iterator[PyTree]:
+    """The outputs of each batch, one after another, for results that memory does not hold.
+
+    As `predict`, which concatenates them. The arrays are read-only. The next batch is on its way to
+    the devices while you use the outputs of the last one.
+
+    >>> import jax.numpy as jnp, numpy as np, tsunax as ts
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
+    >>> data = ts.batches(np.eye(2, dtype=np.float32), 1)
+    >>> [y.tolist() for y in predictions(lambda params, x: x @ params["w"], state, data)]
+    [[1.0], [2.0]]
+    """
+    if not callable(f) or isinstance(f, EvalStep | TrainStep):
+        expected = "predict(lambda params, batch: ..., state, data)"
+        raise WrongTypeError("f", "predict()", trees.describe(f), expected)
+    _warn_of_rows(innermost(data))
+    pads, gives_mask = "mask" not in extra, "mask" in LossFn.of(f).names
+    is_population = members_of(state) is not None
+    agreement = processes.current().agreement("predict()", state, innermost(data))
+    agreement.start({"f": f}, {})
+    outputs: Any = None
+    for batch, keywords, rows in _placed_batches("predict()", state, data, extra, agreement, pads):
+        if pads and not gives_mask:
+            del keywords["mask"]
+        model = _model(f, carry, None if is_population else _sharding_of_rows(batch))
+        agreement.program(model.trace, state, batch, keywords)
+        next_outputs: Any = model(state, batch, **keywords)
+        if carry:
+            next_outputs, model_state = next_outputs
+            state = dataclasses.replace(state, model_state=model_state)
+        if outputs is not None:
+            yield _on_host(*outputs)
+        outputs = next_outputs, (slice(None),) * is_population + (slice(rows),)
+    yield _on_host(*outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model(EvalStep):
+    """The compiled `f` of `predict`, a function `(state, batch, **extra) -> outputs`."""
+
+    sharding: NamedSharding | None = None  # the placement of outputs on a mesh
+
+    def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
+        fn = self._fn
+        call: Any = lambda params, batch, keywords: fn.fn(
+            params, *[batch][: fn.takes_batch], **jax.tree.map(lambda x: x, keywords)
+        )
+        keywords = fn.keywords(state, extra, train=False)
+        inputs = inputs_of_loss_fn(call, state, state.params, batch, keywords, train=False)
+        outputs, model_state, rows = call(*inputs, keywords), None, rows_of(batch)
+        if self.carry:
+            outputs, model_state = outputs
+            check_model_state(model_state, state.model_state)
+        for place, x in trees.leaves_at("outputs", outputs):
+            if np.shape(x)[:1] != (rows,):
+                got, expected = trees.describe(x), f"an array that leads with {rows} rows"
+                raise LossError(place, "predict()", got, expected)
+        if self.sharding is not None:
+            outputs = placement.constrain_rows(outputs, self.sharding)
+        return (outputs, model_state) if self.carry else outputs
+
+
+# A program holds its function, and so all that the function closes over: only the last few stay.
+@functools.lru_cache(maxsize=16)
+def _model(f: Function, carry: bool, sharding: NamedSharding | None) -> _Model:
+    return _Model(f, carry=carry, sharding=sharding)
+
+
+def _sharding_of_rows(batch: PyTree) -> NamedSharding | None:
+    """The sharding of the rows of a batch on a mesh; the outputs get it, too."""
+    sharding = getattr(jax.tree.leaves(batch)[0], "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+
+
+def _on_host(outputs: PyTree, rows: tuple[slice, ...]) -> PyTree:
+    """Rows of outputs on this process, as NumPy arrays."""
+
+    def local_rows(x: jax.Array) -> np.ndarray:
+        if x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        parts = {shard.index[0].start: shard.data for shard in x.addressable_shards}
+        return np.concatenate([parts[start] for start in sorted(parts)])
+
+    return jax.tree.map(lambda x: local_rows(x)[rows], outputs)
+
+
+def _warn_of_rows(data: Any) -> None:
+    """Warn of rows that have no prediction, or another place than in the arrays."""
+    settings = getattr(data, "settings", {})
+    if settings.get("drop_remainder") and (rows := settings["rows"] % settings["batch_size"]):
+        warn(f"predict(): drop_remainder=True leaves out {rows} of {settings['rows']} rows.")
+    if settings.get("shuffle"):
+        warn(
+            "predict(): the data are shuffled, so prediction i is of row data.order(0)[i]. "
+            "Take ts.batches(..., shuffle=False) for the order of the arrays."
+        )

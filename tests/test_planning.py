@@ -1,0 +1,168 @@
+"""`plan`: the best of all candidates, as each compiled by itself says, from a few compilations and no execution."""
+
+import dataclasses
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from tests import helpers
+from tsunax.errors import DeviceError, DoesNotFitError, HyperparameterError, WrongTypeError
+from tsunax.insight import Peaks, _memory, find_accumulation, planning
+from tsunax.insight._layouts import Layout
+from tsunax.insight._roofline import Work
+
+PEAKS = Peaks(flops=1e12, memory=1e11, wire=1e10, host=1e10)
+ROW = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+
+
+def loss_fn(params, x):
+    for w in params["blocks"]:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def make():
+    draw = lambda i: 0.01 * jnp.cos(jnp.arange(256 * 256.0) * (i + 1)).reshape(256, 256)
+    return ts.setup(ts.rules.adam(1e-3), {"blocks": [draw(i) for i in range(2)]})
+
+
+STEP = ts.train_step(loss_fn)
+
+
+def compiled_rows(report):
+    return [row for row in report.rows if not row.reason]
+
+
+def test_the_micro_batches_are_those_of_find_accumulation():
+    options = dict(memory=64 << 20, margin=0.0)
+    report = ts.plan(STEP, make, ROW, 8192, vary="accumulate", **options)
+    n, trials = find_accumulation(STEP, jax.eval_shape(make), ROW, 8192, **options)
+    assert report.best.accumulate == n > 1
+    needs = {8192 // row.accumulate: row.need for row in compiled_rows(report)}
+    assert needs == {trial.size: trial.need for trial in trials.trials}
+    assert len(report.rows) == 14 and report.limit == trials.limit
+    assert report.varied["remat"] == "none" and "devices=" in report.varied["layout"]
+
+
+def test_a_row_is_ready_to_call():
+    """And computes what the plain step does, up to rounding."""
+    rows = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    expected, _ = STEP(make(), rows)
+    devices = jax.devices()[:2]
+    report = ts.plan(STEP, make, ROW, 64, devices=devices, memory="1 GiB", peaks=PEAKS, vary="layout")
+    assert report.varied["layout"] == "data 2; data 2, zero1; fsdp 2"
+    for row in compiled_rows(report):
+        state = row.shard(make if row is report.best else make())
+        for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(row.layout.state), strict=True):
+            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+        found, _ = row.step(state, rows)
+        helpers.assert_trees_close(found.params, expected.params, rtol=1e-5, atol=1e-5)
+    text = repr(report)
+    assert f"{len(compiled_rows(report))} of 3 candidates compiled" in text and "peaks from as given" in text
+
+
+def test_figures_are_those_of_the_program():
+    """FLOPs and bytes in closed form: 5 products of 2 layers, and an all-reduce of gradients and the loss."""
+    mesh = ts.mesh(devices=jax.devices()[:4])
+    (row,) = ts.plan(STEP, make, ROW, 64, devices=mesh, memory="1 GiB", peaks=PEAKS, vary=()).rows
+    about = ts.describe(STEP, row.layout.state, jax.ShapeDtypeStruct((64, 256), jnp.float32))
+    assert row.flops == about.flops == 5 * 2 * 64 * 256 * 256 and row.recomputed == 0
+    assert row.need == about.memory
+    assert row.wire == pytest.approx(2 * 3 / 4 * 4 * 2 * 256 * 256, rel=0.01)
+    assert row.rows_per_second == pytest.approx(64 / row.seconds)
+    work = Work(flops=4e12, moved=3e11, wire=1e9, host=2e9, devices=2)
+    assert work.seconds(PEAKS) == pytest.approx(3 + 0.1 + 0.2)
+    assert dataclasses.replace(work, moved=0.0).seconds(PEAKS) == pytest.approx(2 + 0.1 + 0.2)
+
+
+def test_nothing_fits():
+    report = ts.plan(STEP, make, ROW, 2, memory="41 MiB", vary="accumulate")
+    with pytest.raises(DoesNotFitError, match=r"nearest plan \(accumulate=\d+, remat=.*\) at plan\(\)") as caught:
+        _ = report.best
+    nearest = min(compiled_rows(report), key=lambda row: row.need.total)
+    assert repr(nearest) in str(caught.value)
+    assert report.why(nearest).startswith(f"{nearest!r} does not fit: ") and "too much" in report.why(nearest)
+
+
+def test_nothing_is_executed_or_allocated():
+    ran = []
+
+    def noisy(params, x):
+        jax.debug.callback(lambda: ran.append(1))
+        return loss_fn(params, x)
+
+    def noisy_make():
+        jax.debug.callback(lambda: ran.append(1))
+        return make()
+
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    report = ts.plan(ts.train_step(noisy), noisy_make, ROW, 16, memory="1 GiB", vary="accumulate")
+    jax.effects_barrier()
+    assert report.best.accumulate == 1 and not ran and len(jax.live_arrays()) <= arrays
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (dict(vary=("acumulate",)), HyperparameterError, "vary.*'acumulate'"),
+        (dict(example=np.float32(1)), WrongTypeError, "example"),
+        (dict(step=loss_fn), WrongTypeError, "step.*train_step"),
+        (dict(margin=1.0), HyperparameterError, "margin"),
+        (dict(batch_size=6, devices="cpu"), HyperparameterError, "batch_size.*got 6, expected a multiple of 8"),
+        (dict(devices="v9:2x2x2x2"), (DeviceError, ts.errors.MissingLibraryError), "topology"),
+    ],
+)
+def test_wrong_arguments(arguments, kind, text):
+    arguments = {"step": STEP, "state": make, "example": ROW, "batch_size": 8, "memory": 1 << 30, **arguments}
+    with pytest.raises(kind, match=text):
+        ts.plan(**arguments)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_is_that_of_all_candidates_and_few_are_compiled(seed, monkeypatch):
+    """Of bytes and seconds by a model in which more micro-batches, remat and host memory need less and take longer."""
+    draw = np.random.default_rng(seed)
+    share_of_layout = {"data": 1.0, "zero1": 0.5, "fsdp": 0.2}
+    layouts = [Layout(name, {}, host=host) for host in ((), ("moments",)) for name in share_of_layout]
+    monkeypatch.setattr(planning, "layouts_of", lambda *_: (layouts, {"layout": "", "host": ""}))
+    costs = {None: (1.0, 1.0), "dots_saveable": (0.6, 1.1), True: (0.2, 1.35)}  # activations, FLOPs
+    state_bytes, row_bytes = 10 ** draw.uniform(6, 9), 10 ** draw.uniform(4, 7)
+    flops, moved, wire, host_bytes = (10 ** draw.uniform(*bounds) for bounds in [(10, 13), (9, 11), (8, 11), (8, 10)])
+    wire_of_layout = {"data": wire, "zero1": wire * draw.uniform(1, 2), "fsdp": wire * draw.uniform(1, 3)}
+
+    def measure(self, layout, step):
+        share, factor = costs[step.remat]
+        state = int(state_bytes * share_of_layout[layout.name] * (0.5 if layout.host else 1))
+        need = _memory.Need(state, 0, int(row_bytes * share * (512 // step.accumulate)), 0, 0)
+        moved_bytes = moved * (1 + 0.02 * step.accumulate)
+        return need, Work(flops * factor, moved_bytes, wire_of_layout[layout.name], len(layout.host) * host_bytes, 1)
+
+    monkeypatch.setattr(planning._Candidates, "_measure", measure)
+    monkeypatch.setattr(planning._Candidates, "_flops_of", lambda self, remat, layout: flops * costs[remat][1])
+    limit = int(state_bytes * draw.uniform(0.15, 1.2) + row_bytes * 10 ** draw.uniform(0, 3))
+    report = ts.plan(STEP, {}, ROW, 512, memory=limit, margin=0.0, peaks=PEAKS)
+    assert len(report.rows) == 10 * 3 * 6
+    measured = [measure(None, row.layout, row.step) for row in report.rows]
+    fitting = [work.seconds(PEAKS) for need, work in measured if need.total <= limit]
+    assert not fitting or report.best.seconds == min(fitting)
+    assert {row.fits for row in compiled_rows(report)} <= ({True, False} if fitting else {False})
+    assert len(compiled_rows(report)) <= len(report.rows) / 3
+
+
+@pytest.mark.slow
+def test_moments_in_the_memory_of_the_host_of_a_topology():
+    """They take less of each of four TPUs, though not enough here: the gradient takes their room."""
+    helpers.need("libtpu")
+    draw = lambda: ts.setup(ts.rules.adam(1e-3), {"w": jnp.ones((512, 1024)), "v": jnp.ones((1024, 512))})
+    step = ts.train_step(lambda params, x: jnp.mean((jax.nn.relu(x @ params["w"]) @ params["v"]) ** 2))
+    row = jax.ShapeDtypeStruct((1, 512), jnp.float32)
+    report = ts.plan(step, draw, row, 1024, devices="v5e:2x2", memory="15 MiB", vary=("host",))
+    assert report.varied["host"] == "moments" and report.peaks.source == "its data sheet"
+    with pytest.raises(
+        DoesNotFitError, match=r"nearest plan \(accumulate=1, remat=none, host=moments, layout=data 4\)"
+    ):
+        _ = report.best

@@ -1,0 +1,139 @@
+"""`predict`: the outputs of a jitted loop by hand, of each row of the data, on one device and on eight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from jax.sharding import PartitionSpec as P
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tsunax.errors import LossError, WrongTypeError
+from tsunax.loop import predictions
+from tsunax.run import evaluation
+
+X = np.random.default_rng(0).normal(size=(23, 16)).astype(np.float32)
+
+
+def model(params, x):
+    hidden = jnp.tanh(x @ params["w"])
+    return {"y": hidden @ params["v"], "hidden": hidden}
+
+
+def make(**options):
+    rng = np.random.default_rng(1)
+    params = {"w": rng.normal(size=(16, 64)), "v": rng.normal(size=(64, 3))}
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in params.items()}
+    return ts.setup(ts.rules.adam(1e-3), params, **options)
+
+
+LAYOUTS = {"data": {}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+@pytest.mark.parametrize("rows", [23, 10])
+def test_the_outputs_are_those_of_a_jitted_loop(layout, rows):
+    state, run = make(), jax.jit(model)
+    expected = [run(state.params, X[i : i + rows]) for i in range(0, 23, rows)]
+    expected = jax.tree.map(lambda *xs: np.concatenate(xs), *expected)
+    if layout:
+        rules = {"w": P(None, "tensor")} if layout == "tensor" else None
+        state = ts.shard(state, ts.mesh(**LAYOUTS[layout]), rules)
+    with count_compiles() as c:
+        found = ts.predict(model, state, ts.batches(X, rows))
+    assert c.compiled.count("pure") <= 1  # a short batch runs the same program
+    assert isinstance(found["y"], np.ndarray) and found["y"].shape == (23, 3)
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+    with count_compiles() as c:
+        assert_trees_equal(ts.predict(model, state, ts.batches(X, rows)), found)
+    assert c.compiled.count("pure") == 0
+
+
+def test_devices_share_the_work():
+    """Whatever the layout of the params, a device computes its rows, and gathers no output."""
+    x = np.ones((32, 16), np.float32)
+    flops = {}
+    for name, axes in {"one": None, **LAYOUTS}.items():
+        state = make() if axes is None else ts.shard(make(), ts.mesh(**axes))
+        batch = next(evaluation._placed_batches("", state, [x], {}, evaluation.processes.Unanimous(), False))[0]
+        program = evaluation._model(model, False, evaluation._sharding_of_rows(batch)).trace(state, batch, {})
+        compiled = program.lower().compile()
+        flops[name] = compiled.cost_analysis()["flops"]
+        if axes:
+            shapes = {x.shard_shape((32, 8)) for x in jax.tree.leaves(compiled.output_shardings)}
+            assert shapes == {(8 if name == "tensor" else 4, 8)}
+    assert flops["one"] / flops["data"] == pytest.approx(8, rel=0.02)
+    assert flops["one"] / flops["fsdp"] == pytest.approx(8, rel=0.02)
+
+
+def test_precision_and_keywords_are_those_of_an_evaluation():
+    policy = ts.precision.Policy(compute="bfloat16", evaluate="bfloat16")
+    state, low = make(precision=policy), []
+
+    def f(params, x, train, step, scale, mask, key=None):
+        low.append((params["w"].dtype, x.dtype, train, mask.shape))
+        return scale * (x @ params["w"]) + jnp.arange(64)[None] * mask[:, None] + step
+
+    found = ts.predict(f, state, ts.batches(X, 10), scale=2.0)
+    assert low[-1] == (jnp.bfloat16, jnp.bfloat16, False, (10,))
+    np.testing.assert_allclose(found, 2 * X @ np.asarray(state.params["w"]) + np.arange(64), rtol=0.05, atol=0.5)
+    exact = ts.predict(lambda params, x: x @ params["w"], make(precision="bfloat16"), [X])
+    assert exact.dtype == np.float32
+    np.testing.assert_allclose(exact, X @ np.asarray(state.params["w"]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_generator_yields_batch_by_batch_and_reads_one_ahead():
+    read = []
+
+    def data():
+        for i in range(0, 23, 10):
+            read.append(i)
+            yield X[i : i + 10]
+
+    found = []
+    for y in predictions(model, make(), data()):
+        found.append((len(y["y"]), len(read)))
+    assert found == [(10, 2), (10, 3), (3, 3)]
+
+
+def test_a_model_state_is_carried_from_batch_to_batch():
+    f = lambda params, x, model_state: (x.sum(1) + model_state["sum"], {"sum": model_state["sum"] + x.sum()})
+    state = make(model_state={"sum": jnp.float32(0)})
+    sums = X[:20].reshape(4, 5, 16).sum((1, 2)).cumsum() - X[:20].reshape(4, 5, 16).sum((1, 2))
+    found = ts.predict(f, state, ts.batches(X[:20], 5), carry=True)
+    np.testing.assert_allclose(found, X[:20].sum(1) + sums.repeat(5), rtol=1e-4, atol=1e-4)
+    assert float(state.model_state["sum"]) == 0
+
+
+def test_members_of_a_population_lead():
+    runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jax.random.normal(key, (16, 2))}), 8)
+    expected = np.einsum("ri,mio->mro", X, runs.params["w"])
+    for state in (runs, ts.shard(runs, ts.mesh())):
+        found = ts.predict(lambda params, x: x @ params["w"], state, {"a": ts.batches(X, 10)})["a"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_get_no_or_another_place_are_said():
+    with pytest.warns(UserWarning, match="leaves out 3 of 23 rows"):
+        assert len(ts.predict(model, make(), ts.batches(X, 10, drop_remainder=True))["y"]) == 20
+    data = ts.batches(X, 10, shuffle=True)
+    with pytest.warns(UserWarning, match=r"shuffled, so prediction i is of row data.order\(0\)\[i\]"):
+        found = ts.predict(model, make(), data)["y"]
+    np.testing.assert_allclose(found, ts.predict(model, make(), [X])["y"][data.order(0)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("f", "kind", "text"),
+    [
+        (
+            lambda params, x: x.mean(),
+            LossError,
+            r"outputs at predict\(\): got .*, expected an array that leads with 10",
+        ),
+        (lambda params, x: {"a": x.T}, LossError, r"outputs\['a'\] at predict\(\)"),
+        (lambda params, x, lost: x, LossError, "lost"),
+        (ts.eval_step(lambda params, x: x.mean()), WrongTypeError, r"expected predict\(lambda params, batch"),
+    ],
+)
+def test_wrong_functions(f, kind, text):
+    with pytest.raises(kind, match=text):
+        ts.predict(f, make(), ts.batches(X, 10))
