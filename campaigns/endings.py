@@ -341,8 +341,12 @@ def main() -> int:
     counts: collections.Counter = collections.Counter()
     references: dict[tuple[str, int], Reference] = {}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tsunax-endings-") as top, bucket([x.home for x in todo]) as address:
+    with contextlib.ExitStack() as stack:
+        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsunax-endings-"))
+        address = stack.enter_context(bucket([x.home for x in todo]))
         runs = Runs(Path(top), address)
+        stack.callback(runs.close)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))  # the cases until then count
         for case in todo:
             key = case.cadence, case.processes
             if key not in references:
@@ -355,7 +359,6 @@ def main() -> int:
             counts[f"{result} in {case.home}, {case.processes} processes"] += 1
             by_phase[case.signal, case.phase][result] += 1
             print(f"  {case}: {result}", *faults, sep="\n    ", flush=True)
-        runs.close()
     print(table(by_phase))
     counts["seconds a case"] = round((time.monotonic() - start) / max(1, counts["cases"]), 1)
     if not args.only:
