@@ -262,6 +262,8 @@ def run(job: dict, process: int) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background, nohup HUP
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     EndingRun(job, process).main()
 
 
