@@ -345,7 +345,7 @@ def _is_new(state: PyTree) -> bool:
 
 
 def _settings_of(data: Any) -> dict[str, Any] | None:
-    """What decides the order of `batches`, and the length of a list; None for other data."""
+    """Settings that decide the order of `batches`, or the length of a list; None for other data."""
     data = innermost(data)
     if isinstance(data, Positioned):
         return data.settings

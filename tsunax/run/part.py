@@ -41,7 +41,7 @@ class Part:
 
     @property
     def cadence(self) -> Cadence:
-        """The parsed `every`, which may be another one in the next run."""
+        """The parsed `every`, which a user may change between two runs."""
         return cadence_of(self.every, type(self).__name__, "every")
 
     @functools.cached_property
