@@ -37,7 +37,7 @@ CADENCES = {
     "early_stopping": {"steps": 30, "log_every": 5, "evaluate_every": 3, "every": 4, "steps_per_call": None},
 }
 DELAY = 2e-3  # seconds; a step takes about one
-PATIENCE = 90.0
+PATIENCE = 300.0  # seconds until a run counts as one that hangs, also on a busy machine
 
 
 def enough(run):
@@ -161,7 +161,7 @@ class EndingRun:
                 result = method(*args, **kwargs)
                 if word:
                     self.say(word, step=self.step_of_save)
-                    if self.was_asked and self.job.get("dies"):
+                    if self.was_asked and self.job.get("dies") and not self.process:  # process 0 commits
                         os.kill(os.getpid(), signal.SIGKILL)
                 strike("save")
                 return result
@@ -262,6 +262,8 @@ def run(job: dict, process: int) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background, nohup HUP
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     EndingRun(job, process).main()
 
 

@@ -197,10 +197,10 @@ def lost_steps(case: Case, first: list[dict], second: list[dict]) -> list[str]:
     began = (lines(second, "BEGAN") or [x["returned"] for x in lines(second, "ENDED")] or [{"step": -1, "state": ""}])[
         0
     ]
-    if case.signal == "USR2" and case.victim == 0:  # process 1 may die before process 0 has committed the save
+    if case.signal == "USR2":
         asked = lines(first, "SAVED")[-1]["step"]
         return difference("killed after a save that was asked for", began["step"], asked)
-    if case.signal in ("USR2", "KILL"):
+    if case.signal == "KILL":
         reached = max((line["step"] for line in lines(first, "STEP")), default=0)
         # a save may be under way, and the one before is on the disk when it begins
         is_saved = reached - began["step"] <= 2 * CADENCES[case.cadence]
@@ -240,7 +240,8 @@ def tried(case: Case, runs: Runs, reference: Reference) -> list[str]:
         has_ended = not lines(second[0], "BEGAN")
         faults = [] if case.is_right(codes, first[case.victim], has_ended) else [f"exit codes {codes}{errors(folder)}"]
         for process in range(case.processes):
-            faults += lost_steps(case, first[process], second[process])
+            # process 0 commits a save that was asked for, and dies
+            faults += lost_steps(case, first[0 if case.signal == "USR2" else process], second[process])
             if case.signal == "USR1" and codes[process] == 0:
                 faults += whole(first[process], reference, process)
                 faults += saved_on_request(case, first[process]) if process == case.victim else []
@@ -341,8 +342,12 @@ def main() -> int:
     counts: collections.Counter = collections.Counter()
     references: dict[tuple[str, int], Reference] = {}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tsunax-endings-") as top, bucket([x.home for x in todo]) as address:
+    with contextlib.ExitStack() as stack:
+        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsunax-endings-"))
+        address = stack.enter_context(bucket([x.home for x in todo]))
         runs = Runs(Path(top), address)
+        stack.callback(runs.close)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))  # the cases until then count
         for case in todo:
             key = case.cadence, case.processes
             if key not in references:
@@ -355,7 +360,6 @@ def main() -> int:
             counts[f"{result} in {case.home}, {case.processes} processes"] += 1
             by_phase[case.signal, case.phase][result] += 1
             print(f"  {case}: {result}", *faults, sep="\n    ", flush=True)
-        runs.close()
     print(table(by_phase))
     counts["seconds a case"] = round((time.monotonic() - start) / max(1, counts["cases"]), 1)
     if not args.only:

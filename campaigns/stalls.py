@@ -116,7 +116,7 @@ def stalls(kind: str, after: Any = AFTER) -> list[str]:
 
 def is_named(kind: str, texts: list[str]) -> bool:
     """Whether there is one stall, and its text has the reason."""
-    return len(texts) == 1 and f" s for {WORDS[kind]}, at step" in texts[0]
+    return len(texts) == 1 and f" s for {WORDS[kind]}, after step" in texts[0]
 
 
 def main() -> None:

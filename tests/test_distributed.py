@@ -619,6 +619,18 @@ def test_a_run_that_jax_started(launch, tmp_path):
     assert [steps for steps, _ in zero[1:]] == [8, 16]
 
 
+@pytest.mark.medium
+def test_loaders_of_other_libraries_are_compared_by_their_batches(launch, tmp_path):
+    """Each process resumes at the position of its own part, and other batches are told before they are trained."""
+    started = launch(2, "loaders", variables=lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / "run")})
+    assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
+    zero, one = (found(each.text)[i] for i, each in enumerate(started))
+    assert zero == one and [steps for steps, *_ in zero[:3]] == [3, 6, 6] and zero[1] == zero[2]
+    shorter, wider = zero[3:]
+    assert re.search(r"differ at step \d of fit\(\): batches: got '2 of .*' on process 1", shorter), shorter
+    assert re.search(r"differ at step 1 of fit\(\): batches: got '.*,6,3\]' on process 1", wider), wider
+
+
 @pytest.mark.slow
 def test_an_exception_ends_all(launch):
     started = launch(2, "fails")

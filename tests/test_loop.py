@@ -1561,6 +1561,38 @@ def test_handlers_of_the_user(tmp_path):
     assert saver.steps()[-1] == int(caught.value.state.step) == 12 and len(saver.steps()) == 2
 
 
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_run_within_a_callback(tmp_path, number, saves):
+    """The inner run saves and goes on, because the outer run needs its result; the outer run ends later."""
+    setup = lambda: ts.setup(RULE, init())
+
+    def run(name, *pressed):
+        def probe(run):
+            press = lambda inner: signal.raise_signal(number) if (run.step, inner.step) in pressed else None
+            state, history = fit(
+                STEP, setup(), data(), steps=4, callbacks=callbacks.every(1, press),
+                checkpoint=tmp_path / f"{name} {run.step}" if saves else None,
+            )  # fmt: skip
+            run.log(probe=float(state.params["out"]["bias"][0]))
+            marks.extend((name, text) for step, name, text in history.marks if name == "save" and step < 4)
+
+        state, history = fit(
+            STEP, setup(), data(), steps=8, callbacks=callbacks.every(3, probe), checkpoint=tmp_path / name
+        )
+        return state, history["probe"]
+
+    marks = []
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+        run("ended", (3, 2))
+    assert int(caught.value.state.step) == 3 and getattr(caught.value, "code", 143) == 143
+    assert marks == [("save", signal.Signals(number).name)] * saves
+    state, probes = run("ended")
+    expected, expected_probes = run("whole")
+    assert_trees_equal(state, expected)
+    np.testing.assert_array_equal(probes, expected_probes)
+
+
 def test_signals_that_are_left_out(tmp_path):
     handlers = []
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2")

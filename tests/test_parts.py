@@ -214,6 +214,15 @@ def test_a_part_needs_a_number_of_steps(every, error):
         fit(callbacks=Told(every=every))
 
 
+def test_a_part_may_have_another_interval_in_its_next_run():
+    part = Told(every=5)
+    fit(steps=6, callbacks=part)
+    part.every = ("epoch", 4)
+    part.calls.clear()
+    fit(steps=6, callbacks=part)
+    assert part.calls[1:-1] == [("epoch", 3), ("step", 4), ("step", "epoch", 6)]
+
+
 # ------------------------------------------------------------------------------------------------------- how often
 
 
@@ -248,6 +257,12 @@ def test_a_cadence_that_says_nothing(when):
     ) as error:
         cadence.cadence_of(when, "f()", "every")
     assert ("months" in str(error.value)) == (when in ("10 m", "m"))
+
+
+@pytest.mark.parametrize("when", [np.timedelta64(5, "m"), np.timedelta64(5), np.timedelta64("NaT")])
+def test_a_duration_of_numpy_is_no_number_of_steps(when):
+    with pytest.raises(ts.errors.WrongTypeError, match=r"every at f\(\): got .*timedelta64"):
+        cadence.cadence_of(when, "f()", "every")
 
 
 def test_a_cadence_has_steps_and_epochs():

@@ -1010,6 +1010,23 @@ def test_an_elastic_iterator_resumes_with_another_number_of_hosts(tmp_path):
     assert_trees_equal(run(tmp_path, 4, 0, 1).params, expected.params)
 
 
+def test_an_error_of_a_loader_that_resumes_names_it(tmp_path):
+    fit(tmp_path, make(), 2, step=BY_ROWS, data=Generator())
+    text = r"position of the data at Broken\.load_state_dict\(\): got RuntimeError the workers are not ready"
+    with pytest.raises(DataError, match=text):
+        fit(tmp_path, make(), 4, step=BY_ROWS, data=Broken("load_state_dict"))
+
+
+@pytest.mark.parametrize("wrap", [list, ts.prefetch])
+def test_a_list_of_another_length_is_warned_of(tmp_path, wrap):
+    batches = [{"x": x} for x in X.reshape(4, 4, 4)]
+    run = lambda batches, steps: fit(tmp_path, make(), steps, step=BY_ROWS, data=wrap(batches))
+    run(batches, 6)
+    run(batches, 7)
+    with pytest.warns(UserWarning, match="the list has 3 batches, and had 4 in the checkpoint: the epochs of this"):
+        run(batches[:3], 9)
+
+
 class Point(NamedTuple):
     at: int
 
@@ -1025,6 +1042,29 @@ WRONG = {
         Generator(lambda place: Point(1)), {}, r"value at fit\(\): data\['data'\]: got Point, which comes back as tuple",
     ),
     "a broken first batch": ((1 // n for n in [0]), {}, "batch 0 of epoch 0: got ZeroDivisionError"),
+}  # fmt: skip
+
+
+class Broken(Generator):
+    """Its position cannot be read, or set."""
+
+    def __init__(self, name):
+        super().__init__()
+        setattr(self, name, self.fail)
+
+    def fail(self, *args):
+        raise RuntimeError("the workers are not ready")
+
+
+WRONG |= {
+    "the address of an object": (
+        Generator(lambda place: {**place, "of": f"Sampler({object()})".encode()}), {},
+        r"position of the data at fit\(\): got <object object at 0x\w+>, expected a text .* Give its class a __repr__",
+    ),
+    "a position that cannot be read": (
+        Broken("state_dict"), {},
+        r"position of the data at Broken\.state_dict\(\): got RuntimeError the workers are not ready, exp",
+    ),
 }  # fmt: skip
 
 

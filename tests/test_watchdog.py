@@ -75,7 +75,7 @@ def test_each_stall_is_told_and_how_long_it_took(compiled, capsys):
     fit(callbacks=[every(3, slow), watchdog(AFTER, listener)])
     assert {*listener.events[1:-1]} == {"stall"}
     reasons = [text.partition(" s for ")[2] for text, _ in listener.stalls]
-    assert reasons == ["a callback (slow), at step 3", "a callback (slow), at step 6"]
+    assert reasons == ["a callback (slow), after step 3", "a callback (slow), after step 6"]
     assert [row["step"] for _, row in listener.stalls] == [3, 6]
     assert all(AFTER <= row["seconds"] <= SECONDS for _, row in listener.stalls)
     printed = capsys.readouterr().err
@@ -170,6 +170,19 @@ def test_a_time_is_a_number_a_text_or_a_timedelta(after, seconds):
     assert watching.seconds_of(watchdog(after).after, "watchdog()", "after") == seconds
 
 
+def test_a_stall_that_ends_while_it_is_reported_keeps_its_cause(capsys):
+    told, reports, clock = [], [], Clock()
+    everyone = types.SimpleNamespace(reports=lambda text: reports.append(text) or next_lap() or {})
+    next_lap = lambda: len(reports) == watching.LOOKS and clock.lap("data") and None
+    run = types.SimpleNamespace(step=8, tell=lambda *event, seconds: told.append(event[1]) or ended.set())
+    clock.lap("checkpoint")
+    watch = watching.Watch(watchdog(0.2), clock, everyone, "the run")
+    ended = watch.has_ended
+    threading.Timer(5, ended.set).start()
+    watch._watch(run, threading.get_ident())
+    assert len(told) == 1 and " s for a save, after step 8" in told[0] and "has waited 0.0" not in told[0]
+
+
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
@@ -179,14 +192,14 @@ def test_a_time_is_a_number_a_text_or_a_timedelta(after, seconds):
 )
 def test_the_process_that_is_late_is_named(capsys, cause, reason):
     reports = {"process 1": "", "process 2": "waits", "process 3": "has waited 7.0 s for data"}
-    sent, told, clock = [], [], Clock()
+    sent, told = [], []
     everyone = types.SimpleNamespace(reports=lambda text: sent.append(text) or reports)
     run = types.SimpleNamespace(step=8, tell=lambda *event, seconds: told.append(event))
-    clock.lap(cause)
-    watch = watching.Watch(watchdog(60), clock, everyone, "process 0")
-    watch._report(run, is_compiling=False, is_stall=False)
+    watch = watching.Watch(watchdog(60), Clock(), everyone, "process 0")
+    lap = time.perf_counter() - 5, cause, None
+    watch._report(run, *lap, is_compiling=False, is_stall=False)
     assert not told
-    watch._report(run, is_compiling=False, is_stall=True)
-    assert told == [("stall", f"process 0 has waited 0.0 s for {reason}, at step 8")]
-    assert sent == ["waits" if cause == "device" else "has waited 0.0 s for data"] * 2
+    watch._report(run, *lap, is_compiling=False, is_stall=True)
+    assert told == [("stall", f"process 0 has waited 5.0 s for {reason}, after step 8")]
+    assert sent == ["waits" if cause == "device" else "has waited 5.0 s for data"] * 2
     assert "process 0 has waited" in capsys.readouterr().err

@@ -366,7 +366,9 @@ def _raise_for_signal(fitting: Fit) -> None:
     if signal_number not in (0, signal.SIGINT):
         raise with_state(SystemExit(128 + signal_number), run)
     if signal_number and not in_notebook():
-        text = f"at step {run.step}; `error.state` is the state"
+        is_saved = fitting.options.checkpoint is not None
+        remedy = "the same command continues there" if is_saved else "`error.state` is the state"
+        text = f"at step {run.step}; {remedy}"
         error = with_state(KeyboardInterrupt(text), run)
         # Other processes see that this process has not failed. A subclass has the exit code 1.
         error.signal = signal_number

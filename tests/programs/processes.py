@@ -203,6 +203,43 @@ def foreign() -> list:
     return found
 
 
+class Part:
+    """A loader of another library: the batches of one process, with a position that names its part."""
+
+    def __init__(self, batches: int = 4, rows: int = 2):
+        self.part, self.batches, self.rows, self.place = distributed.process_index(), batches, rows, 0
+
+    def __iter__(self):
+        while self.place < self.batches:
+            self.place += 1
+            yield np.full((self.rows, 3), self.place + self.part, np.float32) / 8
+        self.place = 0
+
+    def state_dict(self) -> dict:
+        return {"part": self.part, "place": self.place}
+
+    def load_state_dict(self, state: dict) -> None:
+        assert state["part"] == self.part, state
+        self.place = state["place"]
+
+
+def loaders() -> list:
+    """Loaders of the processes' own parts: a run, its resume, and batches that differ on process 1."""
+    i, folder, found = distributed.process_index(), os.environ["TSUNAX_TEST_FOLDER"], []
+    step = ts.train_step(lambda params, rows: ((rows @ params["w"] - 1) ** 2).mean())
+
+    def fit(steps: int, data: Part, path: str | None = folder) -> None:
+        state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(3, np.float32)}), ts.mesh())
+        state, _ = ts.fit(step, state, data, steps=steps, checkpoint=path, progress=False)
+        found.append([int(state.step), data.place, np.asarray(state.params["w"]).tolist()])
+
+    for steps, path in ((3, folder), (6, folder), (6, None)):
+        fit(steps, Part(), path)
+    for data in (Part(batches=4 - i), Part(rows=2 + i)):
+        found.append(told(fit, 6, data, None))
+    return found
+
+
 def late() -> list[str]:
     """What the watchdog of this process tells of a run in which the data of process 1 stand still."""
 
@@ -227,7 +264,7 @@ def main(work: str, *arguments: str) -> None:
     if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late
+    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late, loaders
     found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix

@@ -202,7 +202,7 @@ def is_real(x: Any) -> bool:
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
     """An int, also of NumPy, as Python's; WrongTypeError or HyperparameterError below `least`."""
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool | np.timedelta64):
         raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
     if n < least:
         raise HyperparameterError(name, where, n, f"an int ≥ {least}")

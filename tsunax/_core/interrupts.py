@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 SIGNALS = ("INT", "TERM", "HUP", "XCPU", "USR1", "USR2")
 SAVING = ("USR1", "USR2")  # a run saves after these signals, and ends after the rest
@@ -22,10 +22,15 @@ REPEAT_SECONDS = 1.0
 class Interrupt:
     """A context in which signals of these names are noted; main thread only.
 
-    A signal that was ignored stays ignored, as under `nohup`. A handler of the user runs, too.
+    A signal that was ignored stays ignored, as under `nohup`. A handler of the user runs, too. A
+    run in a callback of another run does not end, because the other run needs its result: it saves
+    if it `can_save`, and the other run ends after the callback.
     """
 
-    def __init__(self, *names: str) -> None:
+    ends_runs_within: ClassVar[bool] = False
+
+    def __init__(self, *names: str, can_save: bool = True) -> None:
+        self.can_save: bool = can_save
         self.asked: int = 0  # the first signal that ends the run
         # ("end", signal) and ("save", signal) until all processes have agreed on it
         self.requests: set[tuple[str, int]] = set()
@@ -49,15 +54,17 @@ class Interrupt:
         An exception of the user's handler ends the run, which raises it after its save.
         """
         previous = self._previous.get(number)
+        is_save = signal.Signals(number).name[3:] in SAVING
         if isinstance(enclosing := getattr(previous, "__self__", None), Interrupt):
             enclosing.note(number, frame)
+            is_save = is_save or not enclosing.ends_runs_within
         elif callable(previous) and previous is not signal.default_int_handler:
             try:
                 previous(number, frame)
             except BaseException as error:
                 self.error = self.error or error
-        if signal.Signals(number).name[3:] in SAVING and self.error is None:
-            self.requests.add(("save", number))
+        if is_save and self.error is None:
+            self.requests.update([("save", number)] * self.can_save)
         elif not self.asked:
             self.asked = number
             self.requests.add(("end", number))

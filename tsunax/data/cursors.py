@@ -272,7 +272,13 @@ class Source:
         owners = [x for x in (self.data, self._batches) if has(x, GETTERS) and has(x, SETTERS)]
         for owner, name in itertools.product(owners[:1], names):
             if callable(method := getattr(owner, name, None)):
-                return True, method(*args)
+                try:
+                    return True, method(*args)
+                except Exception as error:
+                    place = f"{type(owner).__name__}.{name}()"
+                    raise DataError(
+                        "position of the data", place, told(error), "no error"
+                    ) from error
         return False, None
 
     def state(self) -> dict[str, Any]:

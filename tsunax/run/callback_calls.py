@@ -81,7 +81,10 @@ class UserPart(Part):
         self.part: Part = part
         self.options: Options = options
         self.memory: dict[str, Any] = memory
-        self.cadence = part.cadence
+
+    @property
+    def cadence(self) -> Cadence:
+        return self.part.cadence
 
     def next_step(self, step: int) -> float:
         place = self.part.next_step(step)

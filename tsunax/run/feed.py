@@ -13,6 +13,7 @@ start of a run, and again if a callback moved the state to other devices:
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from tsunax._core import Function, PyTree, Step, TreeDef, placement
 from tsunax._step.members import members_of
 from tsunax.data.cursors import Reading, Source
 from tsunax.data.positions import Data, Positioned, innermost
-from tsunax.errors import DataError
+from tsunax.errors import DataError, warn
 from tsunax.run import chunks, fused_loop, info_columns
 from tsunax.run.chunks import Chunk, Demand, Feeder, Form, Forms, Limits, Placer
 from tsunax.states import COUNTED
@@ -150,18 +151,21 @@ class Feed:
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""
-        data, has_settings = self.source.data, _settings_of(self.source.data) is not None
-        if has_settings and "data" in place:
-            got, saved = "ts.batches(...)", "data of another kind"
-        elif not has_settings and place.get("settings") is not None:
-            got = "no data" if isinstance(data, NoData) else f"a {type(data).__name__}"
-            saved = "ts.batches(...)"
-        else:
-            self._reading.restore(place, fast_forward)
-            return
-        expected = f"{saved}, with which the checkpoint was saved"
-        fix = "Give the data of that run; or start another one, with another path."
-        raise DataError("data", "fit()", got, expected, fix)
+        data = self.source.data
+        is_of_batches, is_for_batches = isinstance(innermost(data), Positioned), "data" not in place
+        if is_of_batches != is_for_batches:
+            got = "ts.batches(...)" if is_of_batches else f"a {type(data).__name__}"
+            got = "no data" if isinstance(data, NoData) else got
+            saved = "ts.batches(...)" if is_for_batches else "data of another kind"
+            expected = f"{saved}, with which the checkpoint was saved"
+            fix = "Give the data of that run; or start another one, with another path."
+            raise DataError("data", "fit()", got, expected, fix)
+        self._reading.restore(place, fast_forward)
+        settings, saved_settings = _settings_of(data), place.get("settings")
+        if not is_of_batches and settings and saved_settings and settings != saved_settings:
+            count, saved_count = settings["batches"], saved_settings["batches"]
+            text = f"the list has {count:,} batches, and had {saved_count:,} in the checkpoint"
+            warn(f"fit(): {text}: the epochs of this run are others from here on.")
 
     def return_data(self) -> None:
         """Move the data back to their place before the run, if they can."""
@@ -341,6 +345,19 @@ def _is_new(state: PyTree) -> bool:
 
 
 def _settings_of(data: Any) -> dict[str, Any] | None:
-    """The settings that decide the order of `batches`; None for other data."""
+    """Settings that decide the order of `batches`, or the length of a list; None for other data."""
     data = innermost(data)
-    return data.settings if isinstance(data, Positioned) else None
+    if isinstance(data, Positioned):
+        return data.settings
+    return {"batches": len(data)} if type(data) in (list, tuple) else None
+
+
+def check_is_lasting(place: Mapping[str, Any]) -> None:
+    """Raise DataError for a place with the address of an object, such as grain's of a source.
+
+    A loader that compares it refuses the place in the next process.
+    """
+    if address := re.search(r"<[^<>]{1,80} at 0x[0-9a-fA-F]+>", repr(place)):
+        expected = "a text that is the same in the next process, which resumes there"
+        fix = "Give its class a __repr__."
+        raise DataError("position of the data", "fit()", address[0], expected, fix)

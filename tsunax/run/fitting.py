@@ -260,6 +260,7 @@ class Fit:
         events += dict.fromkeys(kind for kind, _ in requests)
         for name in [signal.Signals(number).name for kind, number in requests if kind == "save"]:
             run.history.mark("save", run.step, name)
+            run.note(f"{name}: saves at step {run.step:,}")
         due_timers = [self.timers[i] for kind, i in requests if kind == "clock"]
         for timer in due_timers:
             timer.is_due = True

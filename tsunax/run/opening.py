@@ -101,7 +101,7 @@ def _warn_of_epochs(options: Options, restart: Any) -> None:
 def _interrupt(options: Options, saver: Any, agreement: processes.Unanimous) -> Interrupt:
     """The signals of the run. Ctrl-C apart, they need a checkpoint, or several processes."""
     takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
-    return Interrupt(*filter(takes, options.signals))
+    return Interrupt(*filter(takes, options.signals), can_save=saver is not None)
 
 
 def _parts(

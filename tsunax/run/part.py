@@ -39,9 +39,9 @@ class Part:
     #: a tuple of these for whichever comes first; () for never.
     every: When = ()
 
-    @functools.cached_property
+    @property
     def cadence(self) -> Cadence:
-        """The parsed `every`."""
+        """The parsed `every`, which a user may change between two runs."""
         return cadence_of(self.every, type(self).__name__, "every")
 
     @functools.cached_property

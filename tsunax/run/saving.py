@@ -19,7 +19,7 @@ from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
-from tsunax.run.feed import Feed
+from tsunax.run.feed import Feed, check_is_lasting
 from tsunax.run.history import History
 from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
@@ -177,6 +177,7 @@ class Saving(Part):
                 callbacks=self.memory,
                 script=self.script,
             )
+        check_is_lasting(place)
         if not (is_resumable or self.options.fast_forward):
             warn(
                 "fit(): the position of these data cannot be saved. To resume, this run needs "

@@ -148,36 +148,37 @@ class Watch(Part):
     def _watch(self, run: Any, main_thread: int) -> None:
         """Look at the clock until the run ends: has the main thread begun a new lap?"""
         interval = seconds_of(self.setting.after, "watchdog()", "after") / LOOKS
-        lap_start, looks, is_compiling = self.clock.since, 0, False
+        # A lap is read whole: a stall that ends meanwhile is not reported with another's cause.
+        lap_now = lambda: (self.clock.since, self.clock.cause, self.clock.subject)
+        lap, looks, is_compiling = lap_now(), 0, False
         # After a stall it looks every second, because the next line has the length of the stall.
         while not self.has_ended.wait(min(interval, 1.0) if looks >= LOOKS else interval):
-            previous_start, lap_start = lap_start, self.clock.since
-            if lap_start == previous_start:
+            previous_lap, lap = lap, lap_now()
+            if lap[0] == previous_lap[0]:
                 looks += 1
                 # Between the stages of a compilation are moments without such files: two looks.
                 was_compiling, is_compiling = is_compiling, _is_compiling(main_thread)
-                self._report(run, was_compiling or is_compiling, looks == LOOKS)
+                self._report(run, *lap, was_compiling or is_compiling, is_stall=looks == LOOKS)
             else:
                 if looks >= LOOKS:
-                    _print(f"{self.name} goes on after {lap_start - previous_start:,.1f} s")
+                    _print(f"{self.name} goes on after {_seconds(lap[0] - previous_lap[0])}")
                 self.everyone.reports("")
                 looks = 0
 
-    def _report(self, run: Any, is_compiling: bool, is_stall: bool) -> None:
-        """Report the lap to the other processes, and to users if it is a stall.
+    def _report(
+        self, run: Any, start: float, cause: str, subject: Any, is_compiling: bool, is_stall: bool
+    ) -> None:
+        """Report a lap to the other processes, and to users if it is a stall.
 
         The reports of all come before a stall, so a process that waits names the late process.
         """
-        cause, subject = self.clock.cause, self.clock.subject
-        if cause == "device" and is_compiling:
-            cause = "compile"
         f = getattr(subject, "fn", subject)  # the function of `every`
         name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
-        seconds = time.perf_counter() - self.clock.since
+        cause = "compile" if cause == "device" and is_compiling else cause
         reason = REASONS[cause] if subject is None else f"{REASONS[cause]} ({name})"
-        waiting = f"has waited {seconds:,.1f} s for {reason}"
-        is_collective = cause in ("device", "idle")
-        reports = self.everyone.reports(WAITING_FOR_DEVICE if is_collective else waiting)
+        seconds, is_collective = time.perf_counter() - start, cause in ("device", "idle")
+        own_report = WAITING_FOR_DEVICE if is_collective else _waiting(seconds, reason)
+        reports = self.everyone.reports(own_report)
         if not is_stall:
             return
         late_processes = [
@@ -186,14 +187,23 @@ class Watch(Part):
             if x != WAITING_FOR_DEVICE
         ]
         if is_collective and late_processes:
-            waiting = f"has waited {seconds:,.1f} s for {'; '.join(late_processes[:3])}"
-        text = f"{self.name} {waiting}, at step {run.step:,}"
+            reason = "; ".join(late_processes[:3])
+        # Calls after this step may be under way: their numbers were not read yet.
+        text = f"{self.name} {_waiting(seconds, reason)}, after step {run.step:,}"
         run.tell("stall", text, seconds=seconds)
         _print(f"{text}. It was not stopped. The stacks of its threads:")
         with contextlib.suppress(OSError, ValueError), tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             print(file.read(), file=sys.stderr, flush=True)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.3f} s"
+
+
+def _waiting(seconds: float, reason: str) -> str:
+    return f"has waited {_seconds(seconds)} for {reason}"
 
 
 def _print(text: str) -> None:

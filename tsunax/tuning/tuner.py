@@ -29,6 +29,8 @@ __all__ = ["as_trainable", "tune"]
 class _Ending(Interrupt):
     """Ctrl-C ends the trial under way, also if a `fit` in it returns."""
 
+    ends_runs_within = True
+
     def _handle(self, number, frame) -> None:
         raise KeyboardInterrupt
 
