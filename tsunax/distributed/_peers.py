@@ -1,9 +1,9 @@
-"""What JAX has not for its processes: the name of who is lost or late, and signals that all obey.
+"""The name of a process that is lost or late, and signals that all processes obey.
 
     say/<thread>/<number>/<i>, all    the message of process i at a gathering; the messages of all
-    news/end, news/ask <number>       why the run ends; a request on which all processes agree
+    news/end, news/request <number>   why the run ends; a request on which all processes agree
     count/<number>/<i>                how often process i has called `agree`
-    heard/<i>, report/<i>             process i has read the end; what it waits for
+    heard/<i>, report/<i>             process i has read the end; the wait of process i
 
 These are keys of JAX's coordination service, which process 0 carries. The first writer of a key
 wins, so all processes read the same. JAX starts processes and sends their heartbeats. No other file
@@ -32,10 +32,10 @@ NEWS = 0.1  # seconds between two looks for an end or a request
 TICKS = 10  # looks without an answer of process 0 after which it counts as lost
 EARLY = 0.8  # the part of `patience` that they take: after all of it JAX aborts, without a name
 
-connection: Any = (
-    distributed.global_state
-)  # of `jax.distributed`; `client` is None before it starts
-detected = ClusterEnv.auto_detect_unset_distributed_params  # what JAX knows of launchers
+connection: Any = distributed.global_state  # its `client` is None before JAX starts
+detected = (
+    ClusterEnv.auto_detect_unset_distributed_params
+)  # the settings of a launcher, if JAX finds one
 
 
 class Store:
@@ -73,7 +73,7 @@ class Store:
         self._client.key_value_delete(f"tsunax/{key}")
 
     def live_nodes(self, count: int) -> dict[int, int]:
-        """The processes with heartbeats, once all of them call it; and the start of each."""
+        """The processes with heartbeats, once all of these call it; and the start of each."""
         live = self._client.get_live_nodes([*range(count)])
         return live if isinstance(live, dict) else dict.fromkeys(live, 0)  # a list on jax 0.7
 
@@ -98,7 +98,7 @@ class Peers:
         self._rounds = 0  # in which all processes were alive
         self._has_answer = threading.Event()  # process 0 has answered since the last look
         self._requests = 0  # on which all have agreed
-        self._is_counting = self._has_asked = False
+        self._is_counting = self._has_requested = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
         self._goals: collections.deque[tuple[list[int], Any]] = collections.deque()
         self._reason = ""  # why the run ends
@@ -175,7 +175,7 @@ class Peers:
         return [text for _, _, text in sorted(said_by_all.values())]
 
     def _exchanged(self, place: str, said: Any, timeout: float) -> dict[str, Any]:
-        """What all processes said there, or those whom the first has seen that waited in vain."""
+        """The messages of all processes, as far as they came in time."""
         if not self._store.write(f"{place}/{self.node}", said):
             raise ProcessError("process", said[1], "one that was started again", "a new run of all")
         end, key = time.monotonic() + timeout, f"{place}/all"
@@ -211,10 +211,10 @@ class Peers:
             if self._reason:
                 raise ProcessError(self._reason)
             self._calls[1] += 1
-            if request and not self._has_asked and not self._goals:
-                self._has_asked = True
+            if request and not self._has_requested and not self._goals:
+                self._has_requested = True
                 with contextlib.suppress(RuntimeError):  # process 0 is gone: the thread reports it
-                    self._store.write(f"news/ask {self._requests}", request)
+                    self._store.write(f"news/request {self._requests}", request)
             if not self._goals or self._calls < self._goals[0][0]:
                 return 0
             return self._goals.popleft()[1]
@@ -229,12 +229,12 @@ class Peers:
         if len(calls_of_all) < self.count:
             return
         gatherings, calls_since = max(calls_of_all.values())
-        if self.node == 0:  # all have read what belongs to the previous request
-            self._store.delete(f"news/ask {number - 1}")
+        if self.node == 0:  # all have read the keys of the previous request
+            self._store.delete(f"news/request {number - 1}")
             self._store.delete(f"count/{number - 1}/")
         with self._changed:
             self._goals.append(([gatherings, calls_since + 1], request))
-            self._is_counting = self._has_asked = False
+            self._is_counting = self._has_requested = False
             self._requests += 1
             self._changed.notify_all()
 
@@ -242,7 +242,7 @@ class Peers:
         """End all other processes, which print the reason. Without `stay`, this process exits."""
         if stay:
             self._closing.set()
-        # If a process was lost, collectives fail in the others: two rounds tell whether all live.
+        # A lost process lets collectives fail elsewhere: after two rounds, all processes live.
         rounds, end = self._rounds + 2, time.monotonic() + 2 * self.patience
         while not stay and self._rounds < rounds and time.monotonic() < end:
             time.sleep(SLICE / 50)
@@ -258,7 +258,7 @@ class Peers:
             shutdown()
         for thread in self._threads:
             thread.join(PATIENCE)
-        if shutdown is not None and not self.node:  # all others are gone: nobody needs the service
+        if shutdown is not None and not self.node:  # all clients are gone, and the service may stop
             shutdown()
 
     def _listen(self) -> None:
@@ -269,7 +269,7 @@ class Peers:
                 if "end" in news:
                     node, reason = news["end"]
                     return self._end("" if node == self.node else reason, node)
-                if request := news.get(f"ask {self._requests}"):
+                if request := news.get(f"request {self._requests}"):
                     self._count_calls(request)
         except RuntimeError as error:
             self._end(self._loss_reason(error))

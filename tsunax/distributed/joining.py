@@ -171,7 +171,7 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         except BaseException as error:
             failed.append(error)
 
-    # JAX would abort the others before a lost process is named: they end by themselves.
+    # Otherwise JAX aborts all processes before this package can name the lost one.
     jax.config.update("jax_enable_recoverability", True)
     # JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends
     sigterm_handler = signal.getsignal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
     if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)
     if failed or thread.is_alive():
-        _peers.connection.client = None  # JAX would shut down at exit what has not connected
+        _peers.connection.client = None  # JAX would shut it down at exit
     if failed:
         error = failed[0]
         raise ProcessError("jax.distributed", "start()", told(error), "one that starts") from error
@@ -210,16 +210,18 @@ def peers(
     They meet at the first call.
     """
     global _peers_of_run
-    here = _peers.connection
+    connection = _peers.connection
     if (
         _peers_of_run is None
         and not _has_ended
-        and here.client is not None
-        and here.num_processes > 1
+        and connection.client is not None
+        and connection.num_processes > 1
     ):
-        run_peers = _peers.Peers(here.client, here.process_id, here.num_processes, timeout)
+        run_peers = _peers.Peers(
+            connection.client, connection.process_id, connection.num_processes, timeout
+        )
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        count = here.num_processes
+        count = connection.num_processes
         run_peers.meet(num_processes=count, jax=jax.__version__, python=python, begins=how)
         _peers_of_run = run_peers
         atexit.register(_at_exit)
