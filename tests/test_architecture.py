@@ -415,7 +415,7 @@ def test_a_file_too_many_is_named_with_who_asks_for_it(tmp_path):
 def test_private_parts_of_jax_are_in_one_file_of_distributed():
     files = [name for name, path in module_files(PACKAGE).items() if name.startswith("distributed")]
     users = [name for name in files if "jax._src" in module_files(PACKAGE)[name].read_text()]
-    assert users == ["distributed._jax_private"]
+    assert users == ["distributed._peers"]
 
 
 def test_the_table_of_tiers_is_the_package():

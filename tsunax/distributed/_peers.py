@@ -1,14 +1,13 @@
-"""Messages between the processes of a run, in the key-value store of JAX's coordination service.
+"""The name of a process that is lost or late, and signals that all processes obey.
 
-    say/<thread>/<number>/<i>         the message of process i at a gathering
-    say/<thread>/<number>/verdict     the answer: all messages, or the fault
-    event/<n>                         an end, a question, a tick; read in order by all
-    answer/<i>                        the newest tick that process i has read
-    report/<i>                        the wait of process i, if it has waited long
+    say/<thread>/<number>/<i>, all    the message of process i at a gathering; the messages of all
+    news/end, news/request <number>   why the run ends; a request on which all processes agree
+    count/<number>/<i>                how often process i has called `agree`
+    heard/<i>, report/<i>             process i has read the end; the wait of process i
 
-JAX starts the processes, and if one is lost, its heartbeats end the rest. This file adds the name
-of the process that is lost or late, and one call at which all obey a signal. The first writer of a
-key wins, so all processes read the same. Every wait ends.
+These are keys of JAX's coordination service, which process 0 carries. The first writer of a key
+wins, so all processes read the same. JAX starts processes and sends their heartbeats. No other file
+uses private parts of JAX, and tests run them on every JAX that is supported.
 """
 
 import collections
@@ -19,63 +18,111 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
-from tsunax.distributed._jax_private import Store
-from tsunax.errors import ProcessError, message, told
+from jax._src import distributed
+from jax._src.clusters import ClusterEnv
+
+from tsunax.errors import ProcessError, told
 
 PATIENCE = 5.0  # seconds in which all read the reason of an end, before process 0 and its store go
-SLICE = 0.5  # seconds after which a wait looks again; Python handles Ctrl-C between two waits
-LONG = 600.0  # seconds of one wait for an event: the store keeps a few bytes for each that ran out
-TICKS = 10  # ticks in the time after which a process that answers none counts as lost
+SLICE = 0.5  # seconds between two looks of a wait; Python handles Ctrl-C between them
+NEWS = 0.1  # seconds between two looks for an end or a request
+TICKS = 10  # looks without an answer of process 0 after which it counts as lost
+EARLY = 0.8  # the part of `patience` that they take: after all of it JAX aborts, without a name
+
+connection: Any = distributed.global_state  # its `client` is None before JAX starts
+detected = (
+    ClusterEnv.auto_detect_unset_distributed_params
+)  # the settings of a launcher, if JAX finds one
+
+
+class Store:
+    """The keys below `tsunax/`. Its methods raise RuntimeError when process 0 is gone."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def write(self, key: str, value: Any, replace: bool = False) -> bool:
+        """Write a key. Returns False if it was written before, and is not to be replaced."""
+        try:
+            self._client.key_value_set(f"tsunax/{key}", json.dumps(value), allow_overwrite=replace)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
+
+    def get(self, key: str, seconds: float = 0.0) -> Any:
+        """The value of a key once it is written; None if not within these seconds."""
+        milliseconds = max(1, round(1000 * seconds))
+        try:
+            return json.loads(self._client.blocking_key_value_get(f"tsunax/{key}", milliseconds))
+        except RuntimeError as error:
+            if "GetKeyValue() timed out" not in str(error):
+                raise
+            return None
+
+    def below(self, key: str) -> dict[str, Any]:
+        """The values of `key/0`, `key/all` and so on, as far as they are written."""
+        texts = self._client.key_value_dir_get(f"tsunax/{key}/")
+        return {name.rpartition("/")[2]: json.loads(text) for name, text in texts}
+
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(f"tsunax/{key}")
+
+    def live_nodes(self, count: int) -> dict[int, int]:
+        """The processes with heartbeats, once all of these call it; and the start of each."""
+        live = self._client.get_live_nodes([*range(count)])
+        return live if isinstance(live, dict) else dict.fromkeys(live, 0)  # a list on jax 0.7
 
 
 class Peers:
     """A process's view of all processes. `node` is the launcher's number of it, of `count`.
 
-    They met `run` times before (no key is used twice). If another process ends, the next gathering
-    raises; after `watch`, this process ends, too.
+    If another process ends, the next gathering raises; after `watch`, this process ends, too.
     """
 
-    def __init__(self, client: Any, node: int, count: int, run: int = 0, timeout: float = 120.0):
+    def __init__(self, client: Any, node: int, count: int, timeout: float = 120.0):
         self.node: int = node
         self.count: int = count
-        self.patience: float = LONG * TICKS
         self.timeout: float = timeout
+        self.patience: float = 0.0  # seconds of JAX's heartbeats
         self.is_watched: bool = False
-        self._store, self._is_failing = Store(client, run), False
-        self._hellos: list[dict] = [{} for _ in range(count)]
+        self._store = Store(client)
+        self._hellos: list[dict[str, Any]] = [{} for _ in range(count)]
         self._indices = list(range(count))  # the index of each node
         self._changed, self._closing = threading.Condition(), threading.Event()
-        self._numbers = collections.Counter[str]()  # the number of gatherings, by thread
-        self._next = 0  # the event that this process reads next
-        self._round, self._value = 0, None  # the value of this round
-        self._is_counting = self._has_sent_request = False
+        self._gatherings = collections.Counter[str]()  # by thread
+        self._rounds = 0  # in which all processes were alive
+        self._has_answer = threading.Event()  # process 0 has answered since the last look
+        self._requests = 0  # on which all have agreed
+        self._is_counting = self._has_requested = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
         self._goals: collections.deque[tuple[list[int], Any]] = collections.deque()
-        self._ended = ""
+        self._reason = ""  # why the run ends
         self._threads: list[threading.Thread] = []
 
     def meet(self, **facts: Any) -> None:
-        """The first gathering: who is who. Raises ProcessError if processes differ in something."""
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "num_processes": self.count}
-        self._hellos = [*map(json.loads, self.gather("start()", json.dumps({**me, **facts})))]
-        first = self._hellos[0]
-        for name in ("num_processes", *facts):
+        """The first gathering: who is who. Raises ProcessError if processes differ in a fact."""
+        place = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._hellos = [*map(json.loads, self.gather("start()", json.dumps(place | facts)))]
+        for name in facts:
+            expected = self._hellos[0].get(name)
             for i, hello in enumerate(self._hellos):
-                if hello.get(name) != first.get(name):
-                    expected = f"{first.get(name)}, as on {self._name(0)}"
+                if hello.get(name) != expected:
+                    expected = f"{expected}, as on {self._name(0)}"
                     raise ProcessError(name, self._name(i), hello.get(name), expected)
-
-    def watch(self, patience: float, timeout: float) -> None:
-        """From now on this process ends if another answers no tick for `patience` seconds."""
-        self.patience, self.timeout, self.is_watched = patience, timeout, True
-        if self.node == 0:
-            self._run(self._tick)
-
-    def listen(self) -> None:
         self._run(self._listen)
+
+    def watch(self, timeout: float, patience: float = 0.0) -> None:
+        """End this process if another ends, or has no heartbeat for `patience` seconds."""
+        self.timeout, self.patience, self.is_watched = timeout, patience, True
+        if patience:
+            self._run(self._count_rounds)
+        if patience and self.node:
+            self._run(self._expect_process_0)
 
     def _run(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=f"tsunax{work.__name__}", daemon=True)
@@ -90,8 +137,6 @@ class Peers:
         place = f" (host {hello['host']}, pid {hello['pid']})" if hello else ""
         return f"process {self._indices[node]}{place}"
 
-    # ------------------------------------------------------------------------------------ gathering
-
     def gather(
         self,
         name: str,
@@ -102,184 +147,158 @@ class Peers:
     ) -> list[str]:
         """The messages of all processes, by index; each `thread` has its own gatherings."""
         with self._changed:
-            self._numbers[thread] += 1
-            number = self._numbers[thread]
+            self._gatherings[thread] += 1
+            number = self._gatherings[thread]
             if not thread:  # all are here: their calls of `agree` count anew
                 self._calls = [number, 0]
         places = f"say/{thread.replace('/', ' ')}"
-        said = json.dumps([self.node if index is None else index, name, text])
         try:
-            self._store.write(f"{places}/{number}/{self.node}", said)
-            timeout = self.timeout if timeout is None else timeout
-            verdict = self._verdict(f"{places}/{number}", name, timeout)
-            if "all" in verdict and self.node == 0:  # and all have read the previous messages
+            said = self.node if index is None else index, name, text
+            said_by_all = self._exchanged(f"{places}/{number}", said, timeout or self.timeout)
+            missing = [self._name(i) for i in range(self.count) if str(i) not in said_by_all]
+            if not missing and self.node == 0:  # and all have read the previous messages
                 self._store.delete(f"{places}/{number - 1}/")
-        except ProcessError:
-            raise
         except RuntimeError as error:
-            raise ProcessError(self._ended or self._loss_reason(error)) from error
-        if "wrong" in verdict:
-            raise ProcessError(verdict["wrong"])
-        self._indices = [index for index, _ in verdict["all"]]
-        return [text for _, text in sorted(verdict["all"])]
-
-    def _verdict(self, place: str, name: str, timeout: float) -> dict[str, Any]:
-        """The answer; it is written by process 0, or by the first that has waited long enough."""
-        start, has_reported = time.monotonic(), self.node > 0 or timeout <= self.timeout
-        while self.is_watched or not self._ended:
-            seconds_left, awaited = start + timeout - time.monotonic(), "verdict"
-            if self.node == 0 or seconds_left <= 0:
-                texts = self._store.texts_below(place)
-                if "verdict" in texts:
-                    return json.loads(texts["verdict"])
-                said = {int(i): json.loads(text) for i, text in texts.items()}
-                if verdict := self._judged(said, name, seconds_left <= 0):
-                    self._store.write(f"{place}/verdict", json.dumps(verdict))
-                    continue
-                awaited = str(next(i for i in range(self.count) if i not in said))
-                if not has_reported and time.monotonic() - start > self.timeout:
-                    has_reported, text = True, self._no_word(name, said)
-                    os.write(2, f"tsunax: after {self.timeout:g} s, {text}\n".encode())
-            text = self._store.get(f"{place}/{awaited}", min(SLICE, seconds_left))
-            if text is not None and awaited == "verdict":
-                return json.loads(text)
-        raise ProcessError(self._ended)
-
-    def _judged(self, said: dict[int, list], name: str, is_late: bool) -> dict[str, Any]:
-        """The answer to the messages of some processes; empty if more messages are needed."""
-        first = min(said)
-        for i, (_, call, _) in sorted(said.items()):
-            if call != said[first][1]:
-                expected = f"{said[first][1]}, as on {self._name(first)}"
+            if isinstance(error, ProcessError):
+                raise
+            raise ProcessError(self._reason or self._loss_reason(error)) from error
+        calls = {int(i): call for i, (_, call, _) in sorted(said_by_all.items())}
+        first = min(calls)
+        for i, call in calls.items():
+            if call != calls[first]:
                 fix = "All processes call the same, in the same order."
-                return {"wrong": message("call", "", f"{call} on {self._name(i)}", expected, fix)}
-        if len(said) == self.count:
-            return {"all": [[index, text] for _, (index, _, text) in sorted(said.items())]}
-        return {"wrong": self._no_word(name, said)} if is_late else {}
+                expected = f"{calls[first]}, as on {self._name(first)}"
+                raise ProcessError("call", "", f"{call} on {self._name(i)}", expected, fix)
+        if missing:
+            raise ProcessError(name, "", f"no word of {', '.join(missing)}", "all processes")
+        self._indices = [said_by_all[str(i)][0] for i in range(self.count)]
+        return [text for _, _, text in sorted(said_by_all.values())]
 
-    def _no_word(self, name: str, said: Container[int]) -> str:
-        missing = ", ".join(self._name(i) for i in range(self.count) if i not in said)
-        return message(name, "", f"no word of {missing}", "all processes")
-
-    def agree(self, request: Any) -> Any:
-        """See `collectives.agree`. Waits only while the processes report how often they called."""
-        with self._changed:
-            is_free = lambda: self._ended or not self._is_counting
-            if not self._changed.wait_for(is_free, self.timeout):
-                counts = self._store.texts_below(f"count/{self._round}")
-                raise ProcessError(self._no_word("agree()", [*map(int, counts)]))
-            if self._ended:
-                raise ProcessError(self._ended)
-            self._calls[1] += 1
-            if request and not self._has_sent_request and not self._goals:
-                self._has_sent_request = True
-                with contextlib.suppress(RuntimeError):  # process 0 is gone: the thread reports it
-                    self._post({"ask": [self._round, request]})
-            if not self._goals or self._calls < self._goals[0][0]:
-                return 0
-            return self._goals.popleft()[1]
+    def _exchanged(self, place: str, said: Any, timeout: float) -> dict[str, Any]:
+        """The messages of all processes, as far as they came in time."""
+        if not self._store.write(f"{place}/{self.node}", said):
+            raise ProcessError("process", said[1], "one that was started again", "a new run of all")
+        end, key = time.monotonic() + timeout, f"{place}/all"
+        awaited = [f"{place}/{i}" for i in range(self.count)] if self.node == 0 else [key]
+        while awaited and time.monotonic() < end:
+            if self._reason and not self.is_watched:
+                raise ProcessError(self._reason)
+            if self._store.get(awaited[0], min(SLICE, timeout)) is not None:
+                del awaited[0]
+            elif self._store.get(key) is not None:  # another process has given up
+                break
+        if self.node == 0 or awaited:
+            self._store.write(key, self._store.below(place))
+        return self._store.get(key, timeout)
 
     def reports(self, text: str) -> dict[str, str]:
         with contextlib.suppress(RuntimeError):  # process 0 and its store are gone
             self._store.write(f"report/{self.node}", text, replace=True)
             if self._indices[self.node] == 0:
-                texts, nodes = self._store.texts_below("report"), {*range(self.count)}
+                texts, nodes = self._store.below("report"), {*range(self.count)}
                 return {self._name(i): texts.get(str(i), "") for i in nodes - {self.node}}
         return {}
 
-    # --------------------------------------------------------------------------------------- ending
+    def agree(self, request: Any) -> Any:
+        """See `collectives.agree`. Waits only while the processes report how often they called."""
+        with self._changed:
+            is_free = lambda: self._reason or not self._is_counting
+            if not self._changed.wait_for(is_free, self.timeout):
+                counts = self._store.below(f"count/{self._requests}")
+                missing = (self._name(i) for i in range(self.count) if str(i) not in counts)
+                got = f"no word of {', '.join(missing)}"
+                raise ProcessError("agree()", "", got, "all processes")
+            if self._reason:
+                raise ProcessError(self._reason)
+            self._calls[1] += 1
+            if request and not self._has_requested and not self._goals:
+                self._has_requested = True
+                with contextlib.suppress(RuntimeError):  # process 0 is gone: the thread reports it
+                    self._store.write(f"news/request {self._requests}", request)
+            if not self._goals or self._calls < self._goals[0][0]:
+                return 0
+            return self._goals.popleft()[1]
+
+    def _count_calls(self, request: Any) -> None:
+        """Report how often this process called `agree`; all obey in the call after the last."""
+        number = self._requests
+        with self._changed:
+            self._is_counting, calls = True, self._calls
+            self._store.write(f"count/{number}/{self.node}", calls)
+        calls_of_all = self._store.below(f"count/{number}")
+        if len(calls_of_all) < self.count:
+            return
+        gatherings, calls_since = max(calls_of_all.values())
+        if self.node == 0:  # all have read the keys of the previous request
+            self._store.delete(f"news/request {number - 1}")
+            self._store.delete(f"count/{number - 1}/")
+        with self._changed:
+            self._goals.append(([gatherings, calls_since + 1], request))
+            self._is_counting = self._has_requested = False
+            self._requests += 1
+            self._changed.notify_all()
 
     def fail(self, text: str, stay: bool = False) -> None:
         """End all other processes, which print the reason. Without `stay`, this process exits."""
-        self._is_failing = True
         if stay:
             self._closing.set()
+        # A lost process lets collectives fail elsewhere: after two rounds, all processes live.
+        rounds, end = self._rounds + 2, time.monotonic() + 2 * self.patience
+        while not stay and self._rounds < rounds and time.monotonic() < end:
+            time.sleep(SLICE / 50)
         with contextlib.suppress(RuntimeError):
-            if self.is_watched and not stay:  # name the process that was lost
-                tick, end = self._post({"tick": 0}), time.monotonic() + self.patience + PATIENCE
-                answers = lambda: [*map(int, self._store.texts_below("answer").values())]
-                while sum(n >= tick for n in answers()) < self.count and time.monotonic() < end:
-                    time.sleep(SLICE / 50)
-            self._post({"end": f"{self._name(self.node)} ended: {text}", "of": self.node})
+            reason = f"{self._name(self.node)} ended: {text}"
+            self._store.write("news/end", [self.node, reason])
             self._wait_until_heard(self.node)
 
-    def close(self) -> None:
-        """Part in peace. JAX would abort while the thread that listens waits in C++: wake it."""
+    def part(self, shutdown: Callable[[], None] | None) -> None:
+        """End the threads, of which Python would abort those within JAX at its exit."""
         self._closing.set()
-        with contextlib.suppress(RuntimeError):
-            if not self.is_watched or self.node == 0:
-                self._post({"close": -1 if self.is_watched else self.node})
+        if shutdown is not None and self.node:
+            shutdown()
         for thread in self._threads:
             thread.join(PATIENCE)
-
-    def _post(self, event: dict[str, Any]) -> int:
-        """Send an event to all processes, which read all events in the same order."""
-        n = self._next
-        while not self._store.write(f"event/{n}", json.dumps(event)):
-            n += 1
-        return n
+        if shutdown is not None and not self.node:  # all clients are gone, and the service may stop
+            shutdown()
 
     def _listen(self) -> None:
-        silent = 0  # waits in a row that ran out: a pause of this process counts as one
         try:
-            while not self._ended:
-                is_collecting = self._is_counting and self.node == 0
-                wait = SLICE / 25 if is_collecting else min(LONG, self.patience / (TICKS + 2))
-                text = self._store.get(f"event/{self._next}", wait)
-                if is_collecting and self._is_counting:
-                    self._collect()
-                if text is not None:
-                    silent, self._next = 0, self._next + 1
-                    event = json.loads(text)
-                    if event.get("close") in (-1, self.node):
-                        return
-                    self._hear(event)
-                elif self.is_watched and self.node and (silent := silent + 1) > TICKS:
-                    self._end(self._silence_reason(0))
-        except Exception as error:
+            while not self._closing.wait(NEWS / 5 if self._is_counting else NEWS):
+                news = self._store.below("news")
+                self._has_answer.set()
+                if "end" in news:
+                    node, reason = news["end"]
+                    return self._end("" if node == self.node else reason, node)
+                if request := news.get(f"request {self._requests}"):
+                    self._count_calls(request)
+        except RuntimeError as error:
             self._end(self._loss_reason(error))
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        if "end" in event:
-            is_of_this_process = self._is_failing and not event.get("lost")
-            self._end("" if is_of_this_process else event["end"], event["of"])
-        elif "tick" in event:
-            self._store.write(f"answer/{self.node}", str(self._next - 1), replace=True)
-        with self._changed:
-            if "ask" in event and event["ask"][0] == self._round and not self._is_counting:
-                self._is_counting, self._value = True, event["ask"][1]
-                self._store.write(f"count/{self._round}/{self.node}", json.dumps(self._calls))
-            elif "goal" in event and event["goal"][0] == self._round:
-                self._goals.append((event["goal"][1], self._value))
-                self._is_counting = self._has_sent_request = False
-                self._round += 1
-            self._changed.notify_all()
-
-    def _collect(self) -> None:
-        counts = self._store.texts_below(f"count/{self._round}")
-        if len(counts) == self.count:
-            gatherings, calls = max(json.loads(text) for text in counts.values())
-            self._post({"goal": [self._round, [gatherings, calls + 1]]})
-            self._store.delete(f"count/{self._round}/")
-
-    def _tick(self) -> None:
-        """Process 0 names a process that answers no tick; its own pauses do not count."""
-        missed, previous = collections.Counter[int](), -1
+    def _count_rounds(self) -> None:
+        """Meet all that live, again and again: JAX leaves out who has no heartbeat."""
+        first: dict[int, int] = {}
         with contextlib.suppress(RuntimeError):  # the thread that listens reports it
-            while not self._closing.wait(self.patience / (TICKS + 2)):
-                tick, answers = self._post({"tick": 0}), self._store.texts_below("answer")
-                for i in range(1, self.count):
-                    has_answered = int(answers.get(str(i), -1)) >= previous
-                    missed[i] = 0 if has_answered else missed[i] + 1
-                    if missed[i] >= TICKS:
-                        self._post({"end": self._silence_reason(i), "of": i, "lost": True})
-                        return
-                previous = tick
-                self._store.delete(f"event/{tick - 10 * TICKS}")  # all that live have read it
+            while len(live := self._store.live_nodes(self.count)) > 1 or not self._closing.is_set():
+                first = first or live
+                for i in range(self.count):
+                    if not self._closing.is_set() and (i not in live or live[i] != first[i]):
+                        return self._end(self._silence(i, self.patience), i)
+                self._rounds += 1
+                self._closing.wait(SLICE)
 
-    def _silence_reason(self, node: int) -> str:
+    def _expect_process_0(self) -> None:
+        """JAX aborts without a name if process 0 is stopped: this thread is a bit earlier."""
+        silent = 0  # looks in a row: a pause of this process counts as one
+        while silent < TICKS and not self._closing.is_set():
+            has_answer = self._has_answer.wait(EARLY * self.patience / TICKS)
+            silent = 0 if has_answer else silent + 1
+            self._has_answer.clear()
+        if silent:
+            self._end(self._silence(0, EARLY * self.patience))
+
+    def _silence(self, node: int, seconds: float) -> str:
         why = "it was killed or stopped, or its host or network is down"
-        return f"{self._name(node)} has been silent for {self.patience:g} s: {why}"
+        return f"{self._name(node)} has been silent for {seconds:g} s: {why}"
 
     def _loss_reason(self, error: Exception) -> str:
         if self.node == 0 or "UNAVAILABLE" not in str(error):
@@ -290,26 +309,26 @@ class Peers:
         """Process 0 carries the store: it stays until all have read which process ended."""
         listeners = {str(i) for i in range(1, self.count) if i != ending_node}
         end = time.monotonic() + (PATIENCE if self.node == 0 else 0)
-        while time.monotonic() < end and listeners - set(self._store.texts_below("heard")):
+        while time.monotonic() < end and listeners - set(self._store.below("heard")):
             time.sleep(SLICE / 50)
 
-    def _end(self, text: str, ending_node: int | None = None) -> None:
-        """This process is to end: because of the event of a process, or as it hears no other."""
+    def _end(self, reason: str, ending_node: int | None = None) -> None:
+        """This process is to end: because of the end of a process, or as it hears no other."""
         with self._changed:
-            self._ended = self._ended or text or "this process has ended the run"
+            self._reason = self._reason or reason or "this process has ended the run"
             self._changed.notify_all()
         if ending_node is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.write(f"heard/{self.node}", "")
                 self._wait_until_heard(ending_node)
         if self.is_watched and not self._closing.is_set():
-            leave(text, self._indices[self.node])
+            leave(reason, self._indices[self.node])
 
 
-def leave(text: str, index: int) -> None:
+def leave(reason: str, index: int) -> None:
     """Say why, and end this process: its main thread may be in a collective for ever."""
-    if text:
-        text = f"\ntsunax.errors.ProcessError: {text}. This process ({index}) ends too.\n"
+    if reason:
+        text = f"\ntsunax.errors.ProcessError: {reason}. This process ({index}) ends too.\n"
         os.write(2, text.encode())
     # In a thread, because another may hold the stream. No thread starts at the interpreter's exit.
     with contextlib.suppress(RuntimeError):

@@ -22,18 +22,14 @@ import jax
 
 from tsunax._core import processes
 from tsunax._core.processes import LAST, number, stay_alone
-from tsunax.distributed import _jax_private, _peers
+from tsunax.distributed import _peers
 from tsunax.errors import ProcessError, told
 
 __all__ = ["give_up", "peers", "process_count", "process_index", "start", "stop"]
 
-# seconds after `peer_timeout` in which JAX, too, would end the process: should this module fail
-SPARE = 10
-
 _peers_of_run: _peers.Peers | None = None
 _has_initialized = False  # `jax.distributed`, which start() has initialized
-_has_given_up = False
-_met = 0  # how often the processes have met
+_has_ended = False  # this process is none of several any more
 
 
 class _Launch(NamedTuple):
@@ -70,11 +66,10 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
     if count != 1 and None in (address, count, index):
         try:
             arguments = address, count, index, local_device_ids, method, math.ceil(timeout)
-            launch = _jax_private.detected(*arguments)
+            address, count, index, local_device_ids = _peers.detected(*arguments)
         except Exception as error:
             fix = "Give coordinator_address=, num_processes= and process_id=; or num_processes=1."
             raise ProcessError("launcher", "start()", told(error), "who is who", fix) from error
-        address, count, index, local_device_ids = launch
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
     return _Launch(address, count, index, local_device_ids, is_one_host)
@@ -106,7 +101,7 @@ def start(
     Without arguments it finds out by itself under SLURM (`srun`), Open MPI, MPICH and Intel MPI
     (with mpi4py), in an indexed job of Kubernetes, on Cloud TPU, or from JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID. A second call does nothing. After your
-    `jax.distributed.initialize` it only begins to watch the other processes.
+    `jax.distributed.initialize` it only lets an exception in one process end all.
 
     Args:
       coordinator_address: `host:port` of process 0, the same on all. Processes on one host say
@@ -116,7 +111,7 @@ def start(
       local_device_ids: the devices of this host that this process has. Under MPI and SLURM one GPU
         each, by the rank on the host; else all.
       timeout: seconds that any wait for living processes may take, here, in `barrier` and its like.
-      peer_timeout: seconds without a sign of life after which a process counts as dead.
+      peer_timeout: seconds without a heartbeat of JAX after which a process counts as dead.
 
     When a process dies, is stopped, or ends with an exception, the rest end with exit code 1 and
     a line that names it: a collective that has lost a member never returns. If process 0 is killed,
@@ -137,29 +132,18 @@ def start(
     for name, seconds in (("timeout", timeout), ("peer_timeout", peer_timeout)):
         if not 0 < seconds < 1e6:
             raise ProcessError(name, "start()", seconds, "seconds, more than 0")
-    if _has_given_up:
+    if _has_ended:
         raise ProcessError("start()", "", "a process that has given up", "a new process")
-    if (connection := _jax_private.initialized()) is None:
+    if not jax.distributed.is_initialized():
         launch = _launch(coordinator_address, num_processes, process_id, local_device_ids, timeout)
         if launch.count == 1:
             stay_alone(num_processes == 1)
             return
         _initialize(launch, *_place(launch), timeout, peer_timeout)
         _has_initialized = True
-    else:
-        count, index = connection.count, connection.index
-        if num_processes not in (None, count) or process_id not in (None, index):
-            got, expected = (
-                f"process {process_id} of {num_processes}",
-                f"process {index} of {count}",
-            )
-            fix = "jax.distributed was initialized before: leave the arguments out."
-            raise ProcessError("arguments", "start()", got, expected, fix)
-    if _peers_of_run is None:
-        peers("ts.distributed.start()", timeout, peer_timeout)
-    else:
-        _peers_of_run.gather("start()")
-        _peers_of_run.watch(peer_timeout, timeout)
+    if (run_peers := peers("ts.distributed.start()", timeout)) is not None:
+        run_peers.gather("start()")
+        run_peers.watch(timeout, peer_timeout if _has_initialized else 0.0)
 
 
 def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_timeout: float) -> None:
@@ -181,12 +165,14 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
                 launch.local_device_ids,
                 cluster_detection_method="deactivate",
                 initialization_timeout=10 * 365 * 86400,  # when it is over, JAX aborts
-                heartbeat_timeout_seconds=math.ceil(peer_timeout) + SPARE,
+                heartbeat_timeout_seconds=math.ceil(peer_timeout),
                 coordinator_bind_address=address if alone else None,
             )
         except BaseException as error:
             failed.append(error)
 
+    # Otherwise JAX aborts all processes before this package can name the lost one.
+    jax.config.update("jax_enable_recoverability", True)
     # JAX's preemption service takes SIGTERM: a loop that does not ask that service never ends
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=connect, name="tsunax-start", daemon=True)
@@ -195,7 +181,7 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
     if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)
     if failed or thread.is_alive():
-        _jax_private.abandon()
+        _peers.connection.client = None  # JAX would shut it down at exit
     if failed:
         error = failed[0]
         raise ProcessError("jax.distributed", "start()", told(error), "one that starts") from error
@@ -217,28 +203,29 @@ def _check_port(host: str, port: int, alone: bool) -> None:
 
 
 def peers(
-    how: str = "without ts.distributed.start()",
-    timeout: float = 120.0,
-    peer_timeout: float | None = None,
+    how: str = "without ts.distributed.start()", timeout: float = 120.0
 ) -> _peers.Peers | None:
     """The processes after `start`, or after `jax.distributed.initialize`; None for one alone.
 
-    They meet at the first call. With `peer_timeout` they watch each other from then on.
+    They meet at the first call.
     """
-    global _met, _peers_of_run
-    connection = _jax_private.initialized()
-    if _peers_of_run is not None or _has_given_up or connection is None or connection.count == 1:
-        return _peers_of_run
-    run_peers = _peers.Peers(connection.client, connection.index, connection.count, _met, timeout)
-    _met += 1
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    run_peers.meet(jax=jax.__version__, python=python, begins=how)
-    _peers_of_run = run_peers
-    if peer_timeout is not None:
-        run_peers.watch(peer_timeout, timeout)
-    run_peers.listen()
-    atexit.register(_at_exit)
-    return run_peers
+    global _peers_of_run
+    connection = _peers.connection
+    if (
+        _peers_of_run is None
+        and not _has_ended
+        and connection.client is not None
+        and connection.num_processes > 1
+    ):
+        run_peers = _peers.Peers(
+            connection.client, connection.process_id, connection.num_processes, timeout
+        )
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        count = connection.num_processes
+        run_peers.meet(num_processes=count, jax=jax.__version__, python=python, begins=how)
+        _peers_of_run = run_peers
+        atexit.register(_at_exit)
+    return _peers_of_run
 
 
 def stop() -> None:
@@ -246,16 +233,12 @@ def stop() -> None:
 
     Raises ProcessError if one that is alive does not come within half an hour.
     """
-    global _has_initialized
     if _peers_of_run is None:
         return
     if _peers_of_run.is_watched:
         _peers_of_run.gather("stop()", timeout=LAST)
     if (run_peers := _let_go()) is not None:
-        run_peers.close()
-    if _has_initialized:
-        _has_initialized = False
-        jax.distributed.shutdown()
+        run_peers.part(jax.distributed.shutdown if _has_initialized else None)
 
 
 def give_up(reason: object) -> None:
@@ -264,28 +247,16 @@ def give_up(reason: object) -> None:
     An exception that ends a script does so by itself: this is for a notebook, a framework that
     catches exceptions, `sys.exit(1)`. `reason` is an exception or a string.
     """
-    global _has_given_up
     if (run_peers := _let_go()) is not None:
-        _has_given_up = True
         text = told(reason) if isinstance(reason, BaseException) else str(reason)
         run_peers.fail(text, stay=True)
 
 
 def _let_go() -> _peers.Peers | None:
-    global _peers_of_run
-    run_peers, _peers_of_run = _peers_of_run, None
+    global _peers_of_run, _has_ended
+    run_peers, _peers_of_run, _has_ended = _peers_of_run, None, True
     atexit.unregister(_at_exit)
     return run_peers
-
-
-def _in_child() -> None:
-    """A forked child is none of the processes: it must not speak, or end, for its parent."""
-    if _let_go() is not None:
-        _jax_private.forget_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 def _at_exit() -> None:
