@@ -6,10 +6,12 @@ has no such record: the state after it has to be saved.
 """
 
 import base64
+import dataclasses
+import itertools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,16 @@ MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 100,000 edits 
 
 
 @dataclass(frozen=True)
+class Left:
+    """The calls that a rewind left: those after its checkpoint, up to `calls`."""
+
+    step: int  # of the run when it went back
+    calls: int
+    kept: int  # edits of the line up to the checkpoint, so not those of the calls that were left
+    place: Any  # the position of the data from which the run goes on; None: as at the checkpoint
+
+
+@dataclass(frozen=True)
 class Edit:
     """A change of a run's state at a boundary: after `calls` calls, at `step`."""
 
@@ -37,6 +49,7 @@ class Edit:
     values: Mapping[Keys, np.ndarray] | None
     # for each training state by path: the cuts of `adjust`, and whether it has flags for freezing
     layout: Mapping[Keys, tuple[Any, bool]]
+    left: Left | None = None  # of a rewind, whose `calls` are those of its checkpoint
 
     def __repr__(self) -> str:
         keys = [] if self.values is None else self.values
@@ -55,7 +68,7 @@ class Edit:
         tree, values = leaves.tree_of(state), self.values or {}
         old_leaves, clock = dict(_keyed(tree)), tree.clocks[0]
         new_leaves = [
-            _placed(values[key], old_leaves.get(key, clock)) if key in values else old_leaves[key]
+            placed(values[key], old_leaves.get(key, clock)) if key in values else old_leaves[key]
             for key, _ in _keyed(leaves.tree_of(laid_out))
         ]
         return jax.tree.structure(laid_out).unflatten(new_leaves)
@@ -76,19 +89,21 @@ class Edit:
             rows = [[list(key), x.dtype.name, list(x.shape), base64.b64encode(x.tobytes()).decode()]
                     for key, x in self.values.items()]  # fmt: skip
         layout = [[list(path), cuts, frozen] for path, (cuts, frozen) in self.layout.items()]
-        return json.dumps([self.step, self.calls, self.source, rows, layout])
+        left = [] if self.left is None else [dataclasses.astuple(self.left)]
+        return json.dumps([self.step, self.calls, self.source, rows, layout, *left])
 
     @classmethod
     def parse(cls, line: str) -> "Edit":
         """The inverse of `dump`. Raises Damaged."""
         try:
-            step, calls, source, rows, layout = json.loads(line)
+            step, calls, source, rows, layout, *left = json.loads(line)
             values = None if rows is None else {
                 tuple(key): np.frombuffer(base64.b64decode(text), leaves.dtype_of(dtype))
                 .reshape(shape) for key, dtype, shape, text in rows
             }  # fmt: skip
             layouts = {tuple(path): (cuts, bool(frozen)) for path, cuts, frozen in layout}
-            return cls(int(step), int(calls), str(source), values, layouts)
+            left = Left(*left[0]) if left else None
+            return cls(int(step), int(calls), str(source), values, layouts, left)
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise Damaged(f"edit: {type(error).__name__} {str(error)[:80]}") from None
 
@@ -114,6 +129,22 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
     return Edit(step, calls, source, values, layout)
 
 
+def edits_of_line(edits: Iterable[Edit]) -> list[Edit]:
+    """The edits of the current line: without those of calls that a later rewind left."""
+    line: list[Edit] = []
+    for edit in edits:
+        if edit.left is not None:
+            del line[edit.left.kept :]
+        line.append(edit)
+    return line
+
+
+def edits_through(edits: Sequence[Edit], calls: int) -> list[Edit]:
+    """The edits of the line on which the run made its call of this number."""
+    is_after = lambda edit: edit.left is not None and calls <= edit.left.calls
+    return edits_of_line(itertools.takewhile(lambda edit: not is_after(edit), edits))
+
+
 def dump_edits(edits: Sequence[Edit]) -> str:
     """Edits as one text, for a manifest."""
     lines = "\n".join(edit.dump() for edit in edits)
@@ -134,7 +165,7 @@ def parse_edits(text: Any) -> list[Edit]:
     return [*map(Edit.parse, filter(None, lines.split("\n")))]
 
 
-def _placed(value: np.ndarray, old: Any) -> Any:
+def placed(value: np.ndarray, old: Any) -> Any:
     """A new value where the old one is, or the clock."""
     if not isinstance(old, jax.Array):
         return value.copy()

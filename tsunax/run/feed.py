@@ -158,6 +158,7 @@ class Feed:
             saved = "ts.batches(...)"
         else:
             self._reading.restore(place, fast_forward)
+            self._place, self._has_ended = None, False
             return
         expected = f"{saved}, with which the checkpoint was saved"
         fix = "Give the data of that run; or start another one, with another path."

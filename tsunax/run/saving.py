@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
+from tsunax.checkpoints.edits import MOST_BYTES, Edit, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed
@@ -25,6 +26,7 @@ from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.run import INTERRUPTED, Beginning, Run
+from tsunax.state import own
 from tsunax.states import COUNTED
 
 
@@ -134,6 +136,11 @@ class Restart:
                 warn(f"fit(): resumed from step {start} in {self.saver.path}, but {note}")
 
 
+def _kept_if_small(x: Any) -> Any:
+    is_small = isinstance(x, jax.Array) and not x.is_deleted() and x.nbytes <= MOST_BYTES
+    return own(x) if is_small else x
+
+
 class Saving(Part):
     """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
@@ -156,7 +163,8 @@ class Saving(Part):
         was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
         self.was_fresh: bool = was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
-        self.like: PyTree = restart.like
+        # Of arrays that the first call consumes, a layout needs shapes, and the values of tables.
+        self.like: PyTree = jax.tree.map(_kept_if_small, restart.like)
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
         # A change of the state before this run, which is no callback's: its source, and its call.
         self.foreign_edit: tuple[str, int] | None = restart.foreign_edit()
@@ -199,6 +207,12 @@ class Saving(Part):
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
         must_save = self._record_edits(run, events)
+        if run.rewinding is not None and not (run.stopped or is_end):
+            from tsunax.run.rewinding import go_back
+
+            with self.options.clock("checkpoint"):
+                run.restart = go_back(self, run)
+            return
         # the end is saved again, because evaluation and callbacks add to the save at this step
         place = run.place()
         key = run.step, place["epoch"], place["position"]
