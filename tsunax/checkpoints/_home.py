@@ -14,7 +14,7 @@ the machine ended. A step that is replaced gets a hidden name before that rename
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
 
-A rewind saves its state under a hidden name of its own. From then on it has happened: the steps
+A rewind saves its state under a special hidden name. From then on it has happened: the steps
 from there on move to `left/`, the newest first, and the state gets the name of its step. If the
 process ends meanwhile, `tidy` does the rest.
 
@@ -43,7 +43,7 @@ from tsunax.errors import CheckpointError, told
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
 ARRAYS = "arrays"
 OUR_NAMES = (MANIFEST, SUM, ARRAYS)  # in the directory of a step, if orbax did not write it
-LEFT = "left"  # the folder of steps that rewinds left: a folder by calls for each rewind
+LEFT_FOLDER = "left"  # the folder of steps that rewinds left: a folder by calls for each rewind
 BUCKETS = ("s3://", "gs://")  # addresses of `_bucket_home`
 MANIFEST_FOLDER = "tsunax"  # in the directory of a step, if orbax wrote it
 # Directories of a step: orbax's home writes a step that is there already to "4.1".
@@ -190,11 +190,11 @@ class CheckpointHome:
 
     def finish_rewind(self, rewind: Path, step: int) -> None:
         """Set aside the checkpoints from this step on that are still there, and name the state."""
-        left = self.path / LEFT / str(durable_files.rewind_calls(rewind.name))
-        left.mkdir(parents=True, exist_ok=True)
+        left_folder = self.path / LEFT_FOLDER / str(durable_files.rewind_calls(rewind.name))
+        left_folder.mkdir(parents=True, exist_ok=True)
         for later_step in reversed([x for x in self.listed_steps() if x >= step]):
-            os.rename(self.path / str(later_step), left / str(later_step))
-        for folder in (left, left.parent):
+            os.rename(self.path / str(later_step), left_folder / str(later_step))
+        for folder in (left_folder, left_folder.parent):
             durable_files.sync(folder)
         os.rename(rewind, self.path / str(step))
         durable_files.sync(self.path)

@@ -29,13 +29,13 @@ MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 100,000 edits 
 
 
 @dataclass(frozen=True)
-class Left:
-    """The calls that a rewind left: those after its checkpoint, up to `calls`."""
+class Departure:
+    """The moment at which a rewind left the line of a run: its step, and its calls."""
 
-    step: int  # of the run when it went back
+    step: int
     calls: int
-    kept: int  # edits of the line up to the checkpoint, so not those of the calls that were left
-    place: Any  # the position of the data from which the run goes on; None: as at the checkpoint
+    edit_count: int  # edits up to the checkpoint to which the run went back: the line has these
+    place: Any  # the position of the data after the rewind, if an edit can record it; else None
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Edit:
     values: Mapping[Keys, np.ndarray] | None
     # for each training state by path: the cuts of `adjust`, and whether it has flags for freezing
     layout: Mapping[Keys, tuple[Any, bool]]
-    left: Left | None = None  # of a rewind, whose `calls` are those of its checkpoint
+    departure: Departure | None = None  # for a rewind; its `calls` count up to the checkpoint
 
     def __repr__(self) -> str:
         keys = [] if self.values is None else self.values
@@ -89,21 +89,21 @@ class Edit:
             rows = [[list(key), x.dtype.name, list(x.shape), base64.b64encode(x.tobytes()).decode()]
                     for key, x in self.values.items()]  # fmt: skip
         layout = [[list(path), cuts, frozen] for path, (cuts, frozen) in self.layout.items()]
-        left = [] if self.left is None else [dataclasses.astuple(self.left)]
-        return json.dumps([self.step, self.calls, self.source, rows, layout, *left])
+        departure = [] if self.departure is None else [dataclasses.astuple(self.departure)]
+        return json.dumps([self.step, self.calls, self.source, rows, layout, *departure])
 
     @classmethod
     def parse(cls, line: str) -> "Edit":
         """The inverse of `dump`. Raises Damaged."""
         try:
-            step, calls, source, rows, layout, *left = json.loads(line)
+            step, calls, source, rows, layout, *departures = json.loads(line)
             values = None if rows is None else {
                 tuple(key): np.frombuffer(base64.b64decode(text), leaves.dtype_of(dtype))
                 .reshape(shape) for key, dtype, shape, text in rows
             }  # fmt: skip
             layouts = {tuple(path): (cuts, bool(frozen)) for path, cuts, frozen in layout}
-            left = Left(*left[0]) if left else None
-            return cls(int(step), int(calls), str(source), values, layouts, left)
+            departure = Departure(*departures[0]) if departures else None
+            return cls(int(step), int(calls), str(source), values, layouts, departure)
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise Damaged(f"edit: {type(error).__name__} {str(error)[:80]}") from None
 
@@ -130,19 +130,19 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
 
 
 def edits_of_line(edits: Iterable[Edit]) -> list[Edit]:
-    """The edits of the current line: without those of calls that a later rewind left."""
+    """The edits of the current line, without edits of calls that a later rewind left."""
     line: list[Edit] = []
     for edit in edits:
-        if edit.left is not None:
-            del line[edit.left.kept :]
+        if edit.departure is not None:
+            del line[edit.departure.edit_count :]
         line.append(edit)
     return line
 
 
 def edits_through(edits: Sequence[Edit], calls: int) -> list[Edit]:
     """The edits of the line on which the run made its call of this number."""
-    is_after = lambda edit: edit.left is not None and calls <= edit.left.calls
-    return edits_of_line(itertools.takewhile(lambda edit: not is_after(edit), edits))
+    left_line = lambda edit: edit.departure is not None and calls <= edit.departure.calls
+    return edits_of_line(itertools.takewhile(lambda edit: not left_line(edit), edits))
 
 
 def dump_edits(edits: Sequence[Edit]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tsunax._core import PyTree
 from tsunax.checkpoints import _matching, _reading
-from tsunax.checkpoints._home import LEFT
+from tsunax.checkpoints._home import LEFT_FOLDER
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, warn
 
@@ -63,6 +63,6 @@ def newest_before(saver: Checkpoints, step: int, back: int, like: PyTree) -> Res
 
 def left_run(saver: Checkpoints, calls: int) -> Checkpoints | None:
     """The checkpoints that a rewind left after `calls` calls; None if they were deleted."""
-    folder = saver.path / LEFT / str(calls)
+    folder = saver.path / LEFT_FOLDER / str(calls)
     has_folder = saver.home.can_rewind and folder.is_dir()
     return Checkpoints(folder, read_only=True) if has_folder else None

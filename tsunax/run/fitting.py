@@ -131,8 +131,8 @@ class Fit:
     def is_finished(self) -> bool:
         """Whether the goal is reached, a callback or a signal of any process ends the run."""
         run = self.run
-        is_over = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
-        if is_over or self.signal or run.restart is not None:
+        is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
+        if is_complete or self.signal or run.restart is not None:
             return True
         self.poll(self.agreement.agree)
         return bool(self.signal)

@@ -1,4 +1,4 @@
-"""Rewinds: a run goes back to an earlier checkpoint, and goes on from there.
+"""Rewinds: a run goes back to an earlier checkpoint, and trains from there.
 
 run.rewind(back=100)         a request, as `run.stop`; `callbacks.rewind` makes it
 Saving, at the boundary      go_back: the checkpoint of the rewind, on the disk before the next
@@ -22,7 +22,7 @@ from tsunax._core import PyTree, checks, processes, trees
 from tsunax._step.members import members_of
 from tsunax.checkpoints import leaves, rewinds
 from tsunax.checkpoints.edits import (
-    Left,
+    Departure,
     dump_edits,
     edit_of,
     edits_of_line,
@@ -105,7 +105,7 @@ def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
 
 
 def go_back(saving: Saving, run: Run) -> Restart:
-    """The checkpoint from which the run goes on, which is on the disk when this returns."""
+    """The checkpoint of a rewind, which is on the disk when this returns."""
     from tsunax.run.saving import Restart
 
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
@@ -121,9 +121,11 @@ def go_back(saving: Saving, run: Run) -> Restart:
     text = f"from step {run.step}{rate}, data {request.data}"
     edit = edit_of(restored.state, state, step, most_calls(restored.state), f"rewind {text}")
     assert edit is not None  # it has more calls
-    kept = len(edits_of_line(parse_edits(saved_script.get("edits"))))
-    edit = dataclasses.replace(edit, left=Left(run.step, calls, kept, plain_place(place)))
-    if edit.left.place is None or not edit.is_exact(restored.state, state, saving.like):
+    edit_count = len(edits_of_line(parse_edits(saved_script.get("edits"))))
+    edit = dataclasses.replace(
+        edit, departure=Departure(run.step, calls, edit_count, plain_place(place))
+    )
+    if edit.departure.place is None or not edit.is_exact(restored.state, state, saving.like):
         edit = dataclasses.replace(edit, values=None)
     history = History() if restored.history is None else History.of(restored.history)
     history.mark("rewind", step, text)
@@ -138,7 +140,7 @@ def go_back(saving: Saving, run: Run) -> Restart:
     script.pop("stop", None)
     memory = memory_after(saving, restored.callbacks or {})
     values = place, history.plain(), memory, saver.metrics().get(step, {}), script
-    saver._save(state, step, *values, left=calls)
+    saver._save(state, step, *values, calls=calls)
     saver.wait()
     run.note(f"rewind to step {step}, {text}")
     new = {"state": state, "data": None, "history": values[1], "callbacks": memory}
@@ -156,7 +158,7 @@ def plain_place(place: Any) -> Any:
 
 
 def memory_after(saving: Saving, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory of callbacks after a rewind: what outlives it is as now, all else as it was."""
+    """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
     memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
     for name, callback in zip(options.names, options.callbacks, strict=False):
         current = saving.memory.get(name, {})
@@ -172,9 +174,9 @@ class rewind:
 
     `when` is "spike": a loss in a row that is not finite, or far above the last twenty rows (eight
     median absolute deviations above their median); "rejected": a call was rejected since the
-    last boundary; or a function `f(run)`. It is asked at every multiple of `log_every`. `back`,
-    `factor` and `data` are those of `run.rewind`. The count of rewinds is saved with the run, and
-    goes on over resumes and rewinds. After `at_most` rewinds the run goes on, with a warning.
+    last boundary; or a function `f(run)`. It is called at every multiple of `log_every`. For
+    `back`, `factor` and `data` see `run.rewind`. The count of rewinds is saved with the run, and
+    no resume and no rewind resets it. After `at_most` rewinds there is a warning instead.
 
     Give `Checkpoints` a number of steps for `every`, and a `keep_last` that reaches back: with
     durations a run that is killed before the rewind may go back to another step.
@@ -235,7 +237,7 @@ class rewind:
 
 
 def is_spike(losses: np.ndarray) -> bool:
-    """Whether the last of these losses is not finite, or far above the ones before."""
+    """Whether the last of these losses is not finite, or far above the losses before."""
     earlier, loss = losses[-WINDOW - 1 : -1], losses[-1]
     earlier = earlier[np.isfinite(earlier)]
     if not np.isfinite(loss) or len(earlier) < LEAST_ROWS:

@@ -97,7 +97,7 @@ class Run:
         self.stopped: str = stopped
         self.feed: Any = feed
         self.saver: Any = saver  # the `Checkpoints` of the run; None without
-        self.rewinding: Any = None  # the `Rewind` that a callback asked for
+        self.rewinding: Any = None  # the `Rewind` that a callback has requested
         # the checkpoint of a rewind, from which the run begins again after this boundary
         self.restart: Any = None
         self.interrupted: bool = False  # whether a signal ends the run
@@ -153,13 +153,14 @@ class Run:
         self.stopped = self.stopped or str(reason)
 
     def rewind(self, back: int = 100, factor: float = 0.5, data: str = "skip") -> None:
-        """Go back to an earlier checkpoint after this boundary, and go on from there.
+        """Go back to an earlier checkpoint after this boundary, and train from there.
 
         It takes the newest checkpoint at least `back` steps earlier; if there is none, the oldest,
-        with a warning. Params, optimizer, averages, history and the memory of callbacks are those
-        of the checkpoint. `state.calls` goes on, so the keys differ from the first time. `factor`
-        multiplies the learning rate; one that follows a schedule leaves it, except with
-        `factor=1`. Data "skip" go on behind the batches that were read, "repeat" read them again.
+        with a warning. Params, optimizer, averages, history and the memory of callbacks come
+        from the checkpoint. `state.calls` is not reset, so the keys differ from the first time.
+        `factor` multiplies the learning rate. A rate with a schedule leaves the schedule, except
+        with `factor=1`. "skip" skips the batches that were read since then, "repeat" reads them
+        again.
 
         The rewind is on the disk before the next call. Later checkpoints move to the folder
         `left/CALLS` of the run's directory. Then the run begins again, as after a kill: callbacks
@@ -167,7 +168,7 @@ class Run:
         run it is too late: a warning.
 
         Raises CheckpointError without an earlier checkpoint on a disk, StateError for a population,
-        whose steps are calls, HyperparameterError for a rule without a live learning rate.
+        because its steps are calls, HyperparameterError for a rule without a live learning rate.
         """
         from tsunax.run.rewinding import Rewind
 

@@ -306,9 +306,10 @@ class Timeline:
 
     def _left_runs(self, calls: int) -> list[SavedRun]:
         """The checkpoints that the first rewind after these calls left, if they are kept."""
-        rewinds = (x.left for x in self.saved.all_edits(self.saved.newest) if x.left is not None)
-        left = next((left for left in rewinds if calls <= left.calls), None)
-        checkpoints = left and left_run(self.saved.checkpoints, left.calls)
+        departures = (edit.departure for edit in self.saved.all_edits(self.saved.newest))
+        later_calls = (x.calls for x in departures if x is not None and calls <= x.calls)
+        first = next(later_calls, None)
+        checkpoints = None if first is None else left_run(self.saved.checkpoints, first)
         return [SavedRun(checkpoints)] if checkpoints else []
 
     def _is_on_line(self, run: SavedRun, saved_step: int) -> bool:

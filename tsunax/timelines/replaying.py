@@ -89,7 +89,7 @@ class Script:
                 fix = "Its state is in a checkpoint, if that is kept: keep_last=None."
                 raise StateError("replay", "timeline", got, "edits that are recorded", fix)
             state = edit.applied(moment.state, self.like)
-            place = moment.place if edit.left is None else edit.left.place
+            place = moment.place if edit.departure is None else edit.departure.place
             moment = Moment(state, place, moment.edit_count + 1)
         return moment
 
