@@ -229,11 +229,11 @@ class rewind:
             count, old_count = int(counts_of(run.state)[2]), run.memory.get("rejected", 0)
             run.memory["rejected"] = count
             return count > old_count
-        steps, losses = run.history.series("loss") if "loss" in run.history else ([], [])
-        if not len(steps) or steps[-1] != run.step or run.memory.get("seen") == run.step:
+        newest = run.history.newest("loss")
+        if newest is None or newest[0] != run.step or run.memory.get("seen") == run.step:
             return False
         run.memory["seen"] = run.step
-        return is_spike(losses)
+        return is_spike(run.history.series("loss")[1])
 
 
 def is_spike(losses: np.ndarray) -> bool:

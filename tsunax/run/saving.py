@@ -17,7 +17,7 @@ import numpy as np
 from tsunax._core import PyTree, Step, StrPath, processes
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import MOST_BYTES, Edit, dump_edits, edit_of, parse_edits
+from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed
@@ -26,7 +26,7 @@ from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.run import INTERRUPTED, Beginning, Run
-from tsunax.state import own
+from tsunax.state import TrainState, own
 from tsunax.states import COUNTED
 
 
@@ -136,9 +136,14 @@ class Restart:
                 warn(f"fit(): resumed from step {start} in {self.saver.path}, but {note}")
 
 
-def _kept_if_small(x: Any) -> Any:
-    is_small = isinstance(x, jax.Array) and not x.is_deleted() and x.nbytes <= MOST_BYTES
-    return own(x) if is_small else x
+def _with_own_numbers(like: PyTree) -> PyTree:
+    """The state of a script, from which a checkpoint is restored after a call has consumed it.
+
+    A layout needs the shapes of consumed arrays, and the values of the table of numbers.
+    """
+    is_state = lambda x: isinstance(x, TrainState)
+    copied = lambda s: dataclasses.replace(s, numbers=jax.tree.map(own, s.numbers))
+    return jax.tree.map(lambda x: copied(x) if is_state(x) else x, like, is_leaf=is_state)
 
 
 class Saving(Part):
@@ -163,8 +168,7 @@ class Saving(Part):
         was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
         self.was_fresh: bool = was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
-        # Of arrays that the first call consumes, a layout needs shapes, and the values of tables.
-        self.like: PyTree = jax.tree.map(_kept_if_small, restart.like)
+        self.like: PyTree = _with_own_numbers(restart.like)
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
         # A change of the state before this run, which is no callback's: its source, and its call.
         self.foreign_edit: tuple[str, int] | None = restart.foreign_edit()
@@ -207,12 +211,14 @@ class Saving(Part):
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
         must_save = self._record_edits(run, events)
-        if run.rewinding is not None and not (run.stopped or is_end):
-            from tsunax.run.rewinding import go_back
+        if run.rewinding is not None and not run.stopped:
+            if not is_end:
+                from tsunax.run.rewinding import go_back
 
-            with self.options.clock("checkpoint"):
-                run.restart = go_back(self, run)
-            return
+                with self.options.clock("checkpoint"):
+                    run.restart = go_back(self, run)
+                return
+            warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
         # the end is saved again, because evaluation and callbacks add to the save at this step
         place = run.place()
         key = run.step, place["epoch"], place["position"]
