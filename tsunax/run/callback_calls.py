@@ -124,15 +124,15 @@ class Agreed(Part):
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
-        request = "" if run.rewinding is None else run.rewinding.dump()
+        request = "" if run.rewinding is None else REWIND + run.rewinding.dump()
         report = run.stopped or request, run.state, bool(run.changed_by)
         text = self.agreement.boundary(f"step {run.step}", *report)
         if not text.startswith(REWIND):
             run.stopped = text
             return
-        from tsunax.run.rewinding import Rewind
+        from tsunax.run.rewind_request import Rewind
 
-        run.stopped, run.rewinding = "", Rewind.parse(text)
+        run.stopped, run.rewinding = "", Rewind.parse(text.removeprefix(REWIND))
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:

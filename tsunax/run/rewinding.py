@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from tsunax._core import PyTree, checks, processes, trees
-from tsunax._step.members import members_of
 from tsunax.checkpoints import leaves, rewinds
 from tsunax.checkpoints.edits import (
     Departure,
@@ -29,15 +27,13 @@ from tsunax.checkpoints.edits import (
     parse_edits,
     placed,
 )  # fmt: skip
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
-from tsunax.hyper import adjust, hyperparams
+from tsunax.checkpoints.saving import Restored
+from tsunax.errors import HyperparameterError, WrongTypeError, warn
 from tsunax.run.history import History
 from tsunax.run.info_columns import counts_of, most_calls
-from tsunax.run.run import REWIND, Run
-from tsunax.states import COUNTED, training_states
-
-if TYPE_CHECKING:
-    from tsunax.run.saving import Restart, Saving
+from tsunax.run.rewind_request import Rewind, slowed
+from tsunax.run.run import Run
+from tsunax.states import training_states
 
 # The rows that a loss is compared with. With more, a loss that falls fast hides its spikes; with
 # fewer, noise makes some.
@@ -46,50 +42,6 @@ LEAST_ROWS = 5
 # A spike is this many median deviations above the median: 8 are 5 standard deviations of a normal
 # distribution, once in millions of rows.
 SPIKE_DEVIATIONS = 8.0
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """A request to go back."""
-
-    back: int
-    factor: float
-    data: str
-
-    def __post_init__(self) -> None:
-        checks.check_count(self.back, "run.rewind()", "back")
-        if not (isinstance(self.factor, int | float) and 0 < self.factor < math.inf):
-            raise HyperparameterError("factor", "run.rewind()", self.factor, "a number > 0")
-        checks.check_choice(self.data, "run.rewind()", "data", ("skip", "repeat"))
-
-    def check(self, run: Run) -> None:
-        """Raise unless this run can go back now. See `Run.rewind`."""
-        if not isinstance(run.state, COUNTED) or members_of(run.state) is not None:
-            got = trees.describe(run.state) if members_of(run.state) is None else "a population"
-            expected = "a TrainState or States, whose steps are not its calls"
-            raise StateError("state", "run.rewind()", got, expected)
-        rewinds.check_can_rewind(run.saver, run.step)
-        slowed(run.state, self.factor)
-
-    def dump(self) -> str:
-        """The request as a text for other processes; `parse` reads it."""
-        return REWIND + json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Rewind:
-        return cls(*json.loads(text.removeprefix(REWIND)))
-
-
-def slowed(state: Any, factor: float) -> Any:
-    """The state with `factor` times its learning rates. HyperparameterError if it has none."""
-    if factor == 1:
-        return state
-    numbers = hyperparams(state)
-    names = [name for name in numbers if name.partition("@")[0].endswith("learning_rate")]
-    if not names:
-        got, expected = f"{', '.join(numbers) or 'no live numbers'}", "a live learning rate"
-        raise HyperparameterError("rule", "run.rewind()", got, expected, "Or give factor=1.")
-    return adjust(state, **{name: numbers[name] * factor for name in names})
 
 
 def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
@@ -104,10 +56,11 @@ def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: clocks.get(id(x), x), state)
 
 
-def go_back(saving: Saving, run: Run) -> Restart:
-    """The checkpoint of a rewind, which is on the disk when this returns."""
-    from tsunax.run.saving import Restart
+def go_back(saving: Any, run: Run) -> Restored:
+    """The checkpoint of a rewind, which is on the disk when this returns.
 
+    `saving` is the part that saves the run.
+    """
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
     restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
     step: Any = restored.step
@@ -144,8 +97,7 @@ def go_back(saving: Saving, run: Run) -> Restart:
     saver.wait()
     run.note(f"rewind to step {step}, {text}")
     new = {"state": state, "data": None, "history": values[1], "callbacks": memory}
-    restored = dataclasses.replace(restored, **new, script=script, is_edited=False)
-    return Restart(saver, restored, False, saving.script, saving.like)
+    return dataclasses.replace(restored, **new, script=script, is_edited=False)
 
 
 def plain_place(place: Any) -> Any:
@@ -157,7 +109,7 @@ def plain_place(place: Any) -> Any:
     return plain if plain == place and processes.current().sees_everything else None
 
 
-def memory_after(saving: Saving, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
+def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
     memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
     for name, callback in zip(options.names, options.callbacks, strict=False):

@@ -170,7 +170,7 @@ class Run:
         Raises CheckpointError without an earlier checkpoint on a disk, StateError for a population,
         because its steps are calls, HyperparameterError for a rule without a live learning rate.
         """
-        from tsunax.run.rewinding import Rewind
+        from tsunax.run.rewind_request import Rewind
 
         request = Rewind(back, factor, data)
         request.check(self)

@@ -216,7 +216,8 @@ class Saving(Part):
                 from tsunax.run.rewinding import go_back
 
                 with self.options.clock("checkpoint"):
-                    run.restart = go_back(self, run)
+                    checkpoint = go_back(self, run)
+                run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
                 return
             warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
         # the end is saved again, because evaluation and callbacks add to the save at this step
