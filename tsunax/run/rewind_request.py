@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tsunax._core import checks, trees
-from tsunax._step.members import members_of
 from tsunax.checkpoints import rewinds
 from tsunax.errors import HyperparameterError, StateError
 from tsunax.hyper import adjust, hyperparams
@@ -32,10 +31,9 @@ class Rewind:
 
     def check(self, run: Any) -> None:
         """Raise unless this run can go back now. See `Run.rewind`."""
-        if not isinstance(run.state, COUNTED) or members_of(run.state) is not None:
-            got = trees.describe(run.state) if members_of(run.state) is None else "a population"
-            expected = "a TrainState or States, whose steps are not its calls"
-            raise StateError("state", "run.rewind()", got, expected)
+        if not isinstance(run.state, COUNTED):
+            got = trees.describe(run.state)
+            raise StateError("state", "run.rewind()", got, "a TrainState or States")
         rewinds.check_can_rewind(run.saver, run.step)
         slowed(run.state, self.factor)
 

@@ -28,9 +28,9 @@ from tsunax.checkpoints.edits import (
     placed,
 )  # fmt: skip
 from tsunax.checkpoints.saving import Restored
-from tsunax.errors import HyperparameterError, WrongTypeError, warn
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
 from tsunax.run.history import History
-from tsunax.run.info_columns import counts_of, most_calls
+from tsunax.run.info_columns import counts_calls, counts_of, most_calls
 from tsunax.run.rewind_request import Rewind, slowed
 from tsunax.run.run import Run
 from tsunax.states import training_states
@@ -61,6 +61,9 @@ def go_back(saving: Any, run: Run) -> Restored:
 
     `saving` is the part that saves the run.
     """
+    if counts_calls(run.state):
+        got, expected = "a population", "a TrainState or States with steps that are not its calls"
+        raise StateError("state", "run.rewind()", got, expected)
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
     restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
     step: Any = restored.step

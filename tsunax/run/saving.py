@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, processes
+from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
@@ -139,10 +139,15 @@ class Restart:
 def _with_own_numbers(like: PyTree) -> PyTree:
     """The state of a script, from which a checkpoint is restored after a call has consumed it.
 
-    A layout needs the shapes of consumed arrays, and the values of the table of numbers.
+    Of consumed arrays it needs the shapes, and the values of numbers and flags of the script.
     """
     is_state = lambda x: isinstance(x, TrainState)
-    copied = lambda s: dataclasses.replace(s, numbers=jax.tree.map(own, s.numbers))
+    own_scalar = lambda x: own(x) if trees.is_array(x) and not x.ndim else x
+
+    def copied(s: TrainState) -> TrainState:
+        numbers, frozen = jax.tree.map(own, (s.numbers, s.frozen))
+        return dataclasses.replace(jax.tree.map(own_scalar, s), numbers=numbers, frozen=frozen)
+
     return jax.tree.map(lambda x: copied(x) if is_state(x) else x, like, is_leaf=is_state)
 
 
