@@ -116,12 +116,13 @@ CASES = {
     "read ahead": {"data": lambda: ts.prefetch(batches())},
     "a list": {"data": lambda: list(batches())},
     "no data": {"step": ts.train_step(toys.drawn), "data": lambda: False},
-    "a cut after the checkpoint": {"edit": lambda s: ts.adjust(s, "w", learning_rate=0.02)},
-    "a freeze after the checkpoint": {"edit": lambda s: ts.freeze(s, "w")},
+    "a cut after the checkpoint": {"edit": (9, lambda s: ts.adjust(s, "w", learning_rate=0.02))},
+    "a cut before the checkpoint": {"edit": (7, lambda s: ts.adjust(s, "w", learning_rate=0.02))},
+    "a freeze after the checkpoint": {"edit": (9, lambda s: ts.freeze(s, "w"))},
 }
 
 
-def edited_once(edit, step):
+def edited_once(step, edit):
     """A callback that edits the state at a step, the first time only."""
 
     def change(run):
@@ -142,7 +143,7 @@ FAST = "plain", "an average", "accumulation over calls", "a mesh"
 def test_the_line_of_a_run_that_went_back_twice(tmp_path, name):
     """Steps of its line, and calls, also those that it left, from files with few checkpoints."""
     case, data_mode = dict(CASES[name]), "skip" if len(name) % 2 else "repeat"
-    calls, edit = case.pop("calls", (11, 18)), edited_once(case.pop("edit", None), 10)
+    calls, edit = case.pop("calls", (11, 18)), edited_once(*case.pop("edit", (0, None)))
     make, step, data = case.get("make", a_state), case.get("step", NOISY), case.pop("data", batches)
     rewind = back_after(*calls, back=3, data=data_mode)
     prints, state, history = a_run(tmp_path / "a", [rewind, edit], data=data(), **case, keep_last=2)
