@@ -77,11 +77,12 @@ def go_back(saving: Any, run: Run) -> Restored:
     text = f"from step {run.step}{rate}, data {request.data}"
     edit = edit_of(restored.state, state, step, most_calls(restored.state), f"rewind {text}")
     assert edit is not None  # it has more calls
+    recorded_place = plain_place(place)
     edit_count = len(edits_of_line(parse_edits(saved_script.get("edits"))))
     edit = dataclasses.replace(
-        edit, departure=Departure(run.step, calls, edit_count, plain_place(place))
+        edit, departure=Departure(run.step, calls, edit_count, recorded_place)
     )
-    if edit.departure.place is None or not edit.is_exact(restored.state, state, saving.like):
+    if recorded_place is None or not edit.is_exact(restored.state, state, saving.like):
         edit = dataclasses.replace(edit, values=None)
     history = History() if restored.history is None else History.of(restored.history)
     history.mark("rewind", step, text)
