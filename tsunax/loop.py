@@ -333,15 +333,16 @@ def fit(
                 saver = stack.enter_context(opened(checkpoint))
         fitting = opening.begin(step, state, data, options, saver)
         run = fitting.run
-        stack.callback(_closed, fitting)
+        stack.callback(lambda: _closed(fitting))
         if fitting.has_nothing_to_do():
             warn(opening.nothing_to_do(fitting, saver))
             return run.state, run.history
-        is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
-        run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
         try:
             with fitting.interrupt:
-                with fitting.parts_begun():
+                _train(fitting)
+                while fitting.run.restart is not None:  # after a rewind
+                    fitting = opening.begin(step, state, data, options, saver, fitting)
+                    run = fitting.run
                     _train(fitting)
                 if not fitting.signal:  # It may come while the end is evaluated and saved.
                     fitting.poll(fitting.agreement.agree_at_end)
@@ -385,6 +386,15 @@ def _closed(fitting: Fit) -> None:
 
 
 def _train(fitting: Fit) -> None:
+    """The parts of the run, and the loop between their beginning and their end."""
+    run, goal = fitting.run, fitting.options.goal
+    is_finished = bool(run.stopped) or goal.reached(run.step, fitting.feed.epoch)
+    run.rows.reopen(run.step, is_finished or fitting.beginning.has_open_row)
+    with fitting.parts_begun():
+        _loop(fitting)
+
+
+def _loop(fitting: Fit) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
     for calls in fitting.caller.calls(fitting.next_chunks):
@@ -393,9 +403,12 @@ def _train(fitting: Fit) -> None:
         if fitting.feed.ended():
             fitting.epoch_ended()
         # This comes before a signal may end the run: a resumed run does not repeat this boundary.
-        if fitting.steps_to_boundary() == 0 or fitting.requests:  # signals and timers make requests
+        # Signals and timers make requests. After a rewind the run begins again, without its end.
+        is_boundary = fitting.steps_to_boundary() == 0 or fitting.requests
+        if is_boundary and fitting.run.restart is None:
             fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
-    fitting.end()
+    if fitting.run.restart is None:
+        fitting.end()
 
 
 __all__ = ["History", "fit", "iterate", "predictions", "run_epoch", "run_steps"]

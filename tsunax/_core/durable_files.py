@@ -24,7 +24,7 @@ from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # `C:/` is a drive; a Path drops a second slash
-_HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old)-(\d{1,19})-[0-9a-f]{8}")
+_HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old|rewind)-(\d{1,19})-[0-9a-f]{8}")
 
 
 def local(path: Any, name: str, where: str, expected: str = "a directory's path") -> str:
@@ -54,8 +54,18 @@ def hidden_path(folder: Path, kind: str, step: int) -> Path:
     return folder / f".tsunax-{kind}-{step}-{secrets.token_hex(4)}"
 
 
+def rewind_path(folder: Path, step: int, calls: int) -> Path:
+    """The hidden name of a rewind to `step` after `calls` calls, which `rewind_calls` reads."""
+    return folder / f".tsunax-rewind-{step}-{calls:08x}"
+
+
+def rewind_calls(name: str) -> int:
+    """The calls in a name that `rewind_path` made."""
+    return int(name.rpartition("-")[2], 16)
+
+
 def ours(name: str) -> tuple[str, int] | None:
-    """(kind, step) of a name that `hidden_path` made; None for other names."""
+    """(kind, step) of a name that `hidden_path` or `rewind_path` made; None for other names."""
     match = _HIDDEN_NAME.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 

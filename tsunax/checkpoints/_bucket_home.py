@@ -50,6 +50,7 @@ def _whole(saves: Saves) -> dict[int, str]:
 
 
 class BucketHome(CheckpointHome):
+    can_rewind = False
     write_file = staticmethod(BucketPath.write)
     threads = _bucket.PARALLEL_REQUESTS
     proof_threads = 8

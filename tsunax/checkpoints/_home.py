@@ -5,12 +5,18 @@
     4/arrays/0.safetensors                the blocks that process 0 wrote, under readable names
     .tsunax-tmp-6-0123abcd/               a step that is being written
     .tsunax-old-2-0123abcd/               a step that is being deleted, or replaced
+    .tsunax-rewind-4-00000009/            a rewind to step 4 after 9 calls that is not finished
+    left/9/6/manifest.json, arrays/       a step that this rewind left
 
 Everything is written under a hidden name and synced, the manifest last; then one rename gives it
 the name of its step. So a directory with a step's name is whole, in whatever instant the process or
 the machine ended. A step that is replaced gets a hidden name before that rename, and is deleted
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
+
+A rewind saves its state under a special hidden name. From then on it has happened: the steps
+from there on move to `left/`, the newest first, and the state gets the name of its step. If the
+process ends meanwhile, `tidy` does the rest.
 
 `_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` the home of
 our files in a bucket, with the same interface. Leaves are compared and verified by the callers,
@@ -37,6 +43,7 @@ from tsunax.errors import CheckpointError, told
 MANIFEST, SUM, UNFINISHED = "manifest.json", "manifest.sha256", ".unfinished"
 ARRAYS = "arrays"
 OUR_NAMES = (MANIFEST, SUM, ARRAYS)  # in the directory of a step, if orbax did not write it
+LEFT_FOLDER = "left"  # the folder of steps that rewinds left: a folder by calls for each rewind
 BUCKETS = ("s3://", "gs://")  # addresses of `_bucket_home`
 MANIFEST_FOLDER = "tsunax"  # in the directory of a step, if orbax wrote it
 # Directories of a step: orbax's home writes a step that is there already to "4.1".
@@ -74,6 +81,7 @@ def store_of(folder: Path) -> str | None:
 class CheckpointHome:
     """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read."""
 
+    can_rewind: bool = True  # whether checkpoints can be set aside
     manifest_folder: str = ""  # the folder of the manifest, in the directory of a checkpoint
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
@@ -169,6 +177,28 @@ class CheckpointHome:
             with self.deleting(step):
                 durable_files.remove(old, OUR_NAMES)
 
+    def commit_rewind(self, name: str, whole: Manifest, calls: int) -> None:
+        """Add the manifest, and set aside the checkpoints from its step on. See the module."""
+        self.put_manifest(name, whole)
+        durable_files.sync(self.path / name)
+        rewind = durable_files.rewind_path(self.path, whole.step, calls)
+        os.rename(self.path / name, rewind)
+        durable_files.sync(self.path)
+        self.finish_rewind(rewind, whole.step)
+        self._metrics = None
+        self.bad = {step: reason for step, reason in self.bad.items() if step < whole.step}
+
+    def finish_rewind(self, rewind: Path, step: int) -> None:
+        """Set aside the checkpoints from this step on that are still there, and name the state."""
+        left_folder = self.path / LEFT_FOLDER / str(durable_files.rewind_calls(rewind.name))
+        left_folder.mkdir(parents=True, exist_ok=True)
+        for later_step in reversed([x for x in self.listed_steps() if x >= step]):
+            os.rename(self.path / str(later_step), left_folder / str(later_step))
+        for folder in (left_folder, left_folder.parent):
+            durable_files.sync(folder)
+        os.rename(rewind, self.path / str(step))
+        durable_files.sync(self.path)
+
     def discard(self, name: str) -> None:
         shutil.rmtree(self.path / name, ignore_errors=True)
 
@@ -198,6 +228,8 @@ class CheckpointHome:
             final = self.path / str(step)
             if kind == "tmp":
                 self.discard(name)
+            elif kind == "rewind":
+                self.finish_rewind(folder, step)
             elif (folder / MANIFEST).is_file() and not os.path.lexists(final):
                 os.rename(folder, final)
             else:

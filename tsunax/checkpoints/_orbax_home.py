@@ -70,6 +70,7 @@ class _Save:
 
 
 class OrbaxHome(CheckpointHome):
+    can_rewind = False
     manifest_folder = MANIFEST_FOLDER
 
     def __init__(self, path: Path, timeout: float = 600.0):

@@ -71,7 +71,7 @@ def newest(
     if resume == "never":
         return Restored(like)
     candidates = _candidates(run, step, steps)
-    restored, problems = _first_good(run, candidates, read, may_be_replaced=step is None)
+    restored, problems = first_good(run, candidates, read, may_be_replaced=step is None)
     if restored is not None:
         return restored
     if run.read_only and candidates and not problems:  # the writer deleted all that were listed
@@ -99,7 +99,7 @@ def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
     return [int(step)]
 
 
-def _first_good(
+def first_good(
     run, candidates: list[int], read: Callable[[int], Restored], may_be_replaced: bool
 ) -> tuple[Restored | None, list[str]]:
     """The last candidate that is good, and the problems of those after it, which it warns of."""

@@ -36,13 +36,16 @@ from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError,
 from tsunax.state import donated, overwritten_part, trained_part
 
 
-def start(saver, state, step, values: Mapping[str, Any], metrics) -> Job:
+def start(
+    saver, state, step, values: Mapping[str, Any], metrics, left_calls: int | None = None
+) -> Job:
     """`save` of a `Checkpoints`: copy, agree with all processes, write in the background.
 
     Each process sends its plan to all: hashes of data and callbacks. The plan of the first process
-    has the name of the checkpoint, too, and the steps that it replaces.
+    has the name of the checkpoint, too, and the steps that it replaces. A rewind leaves
+    the line of the run after `left_calls` calls: the checkpoints from its step on are set aside.
     """
-    copy = lambda: _copied(saver, state, step, values, metrics)
+    copy = lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
     (tree, manifest, blocks), plans = saver.together("save()", copy)
     first_plan, own_plan = json.loads(plans[0]), json.loads(plans[saver.process])
 
@@ -63,7 +66,7 @@ def start(saver, state, step, values: Mapping[str, Any], metrics) -> Job:
     start_save = lambda: (saver.home.start(name, tree, manifest.leaves, blocks), "")
     with _discarding(saver, name):
         saver.together("save(): start", start_save)
-    write_save = lambda: _write(saver, name, drop, manifest, blocks, watched)
+    write_save = lambda: _write(saver, name, drop, manifest, blocks, watched, left_calls)
     return Job(write_save, saver.path, manifest.step, saver.timeout)
 
 
@@ -78,7 +81,7 @@ def _discarding(saver, name: str):
         raise
 
 
-def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics):
+def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics, is_rewind: bool):
     """(tree, manifest, blocks) of the state on the host, and a text for the other processes."""
     saver.check_writer()
     saver.wait()
@@ -101,6 +104,8 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics):
     plan: dict[str, Any] = {"digests": digests}
     if not saver.process:
         saved_metrics = saver.home.metrics_by_step()
+        if is_rewind:
+            saved_metrics = {k: x for k, x in saved_metrics.items() if k < checkpoint_step}
         if saved_metrics and checkpoint_step < max(saved_metrics):
             expected = f"≥ {max(saved_metrics)}, the newest in {saver.path}"
             fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
@@ -122,7 +127,7 @@ def _dropped(saver, metrics_by_step: dict[int, dict[str, float]]) -> list[int]:
     return [step for step in sorted(metrics_by_step) if step not in kept_steps]
 
 
-def _write(saver, name: str, drop: list[int], manifest, blocks, watched) -> None:
+def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_calls) -> None:
     """A save in the background: each process writes its part, then the first process commits."""
     step = manifest.step
     # missing processes are named before `wait` ends
@@ -143,19 +148,25 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched) -> None
 
     with _discarding(saver, name):
         own_manifest, answers = gather_results("part", write)
-        gather_results("manifest", lambda: (_commit(saver, name, own_manifest, len(answers)), ""))
+        commit = lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
+        gather_results("manifest", commit)
     if not saver.process:
         saver.home.drop(drop)
 
 
-def _commit(saver, name: str, first: _manifest.Manifest, count: int) -> None:
+def _commit(
+    saver, name: str, first: _manifest.Manifest, count: int, left_calls: int | None
+) -> None:
     if saver.process:
         return saver.home.commit(name, None)
     whole = saver.home.merged_manifest(name, first, count)
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
-    saver.home.commit(name, whole)
+    if left_calls is None:
+        saver.home.commit(name, whole)
+    else:
+        saver.home.commit_rewind(name, whole, left_calls)
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -6,10 +6,12 @@ has no such record: the state after it has to be saved.
 """
 
 import base64
+import dataclasses
+import itertools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,16 @@ MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 100,000 edits 
 
 
 @dataclass(frozen=True)
+class Departure:
+    """The moment at which a rewind left the line of a run: its step, and its calls."""
+
+    step: int
+    calls: int
+    edit_count: int  # edits up to the checkpoint to which the run went back: the line has these
+    place: Any  # the position of the data after the rewind, if an edit can record it; else None
+
+
+@dataclass(frozen=True)
 class Edit:
     """A change of a run's state at a boundary: after `calls` calls, at `step`."""
 
@@ -37,6 +49,7 @@ class Edit:
     values: Mapping[Keys, np.ndarray] | None
     # for each training state by path: the cuts of `adjust`, and whether it has flags for freezing
     layout: Mapping[Keys, tuple[Any, bool]]
+    departure: Departure | None = None  # for a rewind; its `calls` count up to the checkpoint
 
     def __repr__(self) -> str:
         keys = [] if self.values is None else self.values
@@ -55,7 +68,7 @@ class Edit:
         tree, values = leaves.tree_of(state), self.values or {}
         old_leaves, clock = dict(_keyed(tree)), tree.clocks[0]
         new_leaves = [
-            _placed(values[key], old_leaves.get(key, clock)) if key in values else old_leaves[key]
+            placed(values[key], old_leaves.get(key, clock)) if key in values else old_leaves[key]
             for key, _ in _keyed(leaves.tree_of(laid_out))
         ]
         return jax.tree.structure(laid_out).unflatten(new_leaves)
@@ -76,19 +89,21 @@ class Edit:
             rows = [[list(key), x.dtype.name, list(x.shape), base64.b64encode(x.tobytes()).decode()]
                     for key, x in self.values.items()]  # fmt: skip
         layout = [[list(path), cuts, frozen] for path, (cuts, frozen) in self.layout.items()]
-        return json.dumps([self.step, self.calls, self.source, rows, layout])
+        departure = [] if self.departure is None else [dataclasses.astuple(self.departure)]
+        return json.dumps([self.step, self.calls, self.source, rows, layout, *departure])
 
     @classmethod
     def parse(cls, line: str) -> "Edit":
         """The inverse of `dump`. Raises Damaged."""
         try:
-            step, calls, source, rows, layout = json.loads(line)
+            step, calls, source, rows, layout, *departures = json.loads(line)
             values = None if rows is None else {
                 tuple(key): np.frombuffer(base64.b64decode(text), leaves.dtype_of(dtype))
                 .reshape(shape) for key, dtype, shape, text in rows
             }  # fmt: skip
             layouts = {tuple(path): (cuts, bool(frozen)) for path, cuts, frozen in layout}
-            return cls(int(step), int(calls), str(source), values, layouts)
+            departure = Departure(*departures[0]) if departures else None
+            return cls(int(step), int(calls), str(source), values, layouts, departure)
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise Damaged(f"edit: {type(error).__name__} {str(error)[:80]}") from None
 
@@ -114,6 +129,22 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
     return Edit(step, calls, source, values, layout)
 
 
+def edits_of_line(edits: Iterable[Edit]) -> list[Edit]:
+    """The edits of the current line, without edits of calls that a later rewind left."""
+    line: list[Edit] = []
+    for edit in edits:
+        if edit.departure is not None:
+            del line[edit.departure.edit_count :]
+        line.append(edit)
+    return line
+
+
+def edits_through(edits: Sequence[Edit], calls: int) -> list[Edit]:
+    """The edits of the line on which the run made its call of this number."""
+    left_line = lambda edit: edit.departure is not None and calls <= edit.departure.calls
+    return edits_of_line(itertools.takewhile(lambda edit: not left_line(edit), edits))
+
+
 def dump_edits(edits: Sequence[Edit]) -> str:
     """Edits as one text, for a manifest."""
     lines = "\n".join(edit.dump() for edit in edits)
@@ -134,7 +165,7 @@ def parse_edits(text: Any) -> list[Edit]:
     return [*map(Edit.parse, filter(None, lines.split("\n")))]
 
 
-def _placed(value: np.ndarray, old: Any) -> Any:
+def placed(value: np.ndarray, old: Any) -> Any:
     """A new value where the old one is, or the clock."""
     if not isinstance(old, jax.Array):
         return value.copy()

@@ -253,9 +253,11 @@ class Checkpoints:
         """
         self._save(state, step, data, history, callbacks, metrics)
 
-    def _save(self, state, step, data, history, callbacks, metrics, script=None) -> None:
+    def _save(
+        self, state, step, data, history, callbacks, metrics, script=None, calls=None
+    ) -> None:
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        self._job = _writing.start(self, state, step, values, metrics)
+        self._job = _writing.start(self, state, step, values, metrics, calls)
         self._timer.restart()
 
     def _try_save(self, state, **values: Any) -> None:

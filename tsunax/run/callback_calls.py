@@ -11,7 +11,7 @@ from tsunax.run.history import Clock
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import EVALUATE, Part, blamed
-from tsunax.run.run import Run
+from tsunax.run.run import REWIND, Run
 from tsunax.states import States, training_states
 
 
@@ -118,7 +118,7 @@ class UserPart(Part):
 
 
 class Agreed(Part):
-    """At each boundary all processes agree whether the run stops, and on the state."""
+    """At each boundary all processes agree on the state, and whether the run stops or goes back."""
 
     def __init__(self, agreement: Any) -> None:
         self.agreement = agreement
@@ -127,8 +127,15 @@ class Agreed(Part):
         return True
 
     def at(self, run: Any, events: list[str]) -> None:
-        report = run.stopped, run.state, bool(run.changed_by)
-        run.stopped = self.agreement.boundary(f"step {run.step}", *report)
+        request = "" if run.rewinding is None else REWIND + run.rewinding.dump()
+        report = run.stopped or request, run.state, bool(run.changed_by)
+        text = self.agreement.boundary(f"step {run.step}", *report)
+        if not text.startswith(REWIND):
+            run.stopped = text
+            return
+        from tsunax.run.rewind_request import Rewind
+
+        run.stopped, run.rewinding = "", Rewind.parse(text.removeprefix(REWIND))
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:

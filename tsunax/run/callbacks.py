@@ -19,6 +19,7 @@ from tsunax._core.cadence import When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
+from tsunax.run.rewinding import rewind
 from tsunax.run.verifying import verify
 from tsunax.run.watchdog import watchdog
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "thaw_at", "throttle", "time_limit", "verify", "watchdog",
+    "rewind", "thaw_at", "throttle", "time_limit", "verify", "watchdog",
 ]  # fmt: skip
 
 
@@ -226,6 +227,8 @@ class time_limit:
     seconds: float
     #: It logs no numbers.
     may_log = False
+    #: The keys of its memory that a rewind does not restore.
+    outlives_rewinds = ("elapsed", "since")
 
     def __post_init__(self) -> None:
         _check_number("time_limit()", "seconds", self.seconds)

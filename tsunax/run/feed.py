@@ -161,6 +161,7 @@ class Feed:
             fix = "Give the data of that run; or start another one, with another path."
             raise DataError("data", "fit()", got, expected, fix)
         self._reading.restore(place, fast_forward)
+        self._place, self._has_ended = None, False
         settings, saved_settings = _settings_of(data), place.get("settings")
         if not is_of_batches and settings and saved_settings and settings != saved_settings:
             count, saved_count = settings["batches"], saved_settings["batches"]

@@ -129,9 +129,10 @@ class Fit:
         return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
     def is_finished(self) -> bool:
-        """Whether the goal is reached, a callback stopped the run, or any process got a signal."""
+        """Whether the goal is reached, a callback or a signal of any process ends the run."""
         run = self.run
-        if self.options.goal.reached(run.step, self.feed.epoch) or run.stopped or self.signal:
+        is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
+        if is_complete or self.signal or run.restart is not None:
             return True
         self.poll(self.agreement.agree)
         return bool(self.signal)

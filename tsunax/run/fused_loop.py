@@ -163,7 +163,7 @@ class Fused:
             if isinstance(step, TrainStep):
                 trace = Traced.from_arguments("loop", shardings, state, {"batches": feed, **extra})
 
-            def one(moving, fixed, batch):
+            def looped_step(moving, fixed, batch):
                 state, step_extra = whole(moving, fixed), extra
                 if (mask := getattr(feed, "mask", None)) is not None:  # rows of padding on a mesh
                     from tsunax._step.on_mesh import masked
@@ -180,8 +180,10 @@ class Fused:
                 changed[:] = new_leaves
                 return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
-            one = jax.jit(convolutions.fast(one))  # traced once for the shapes and the loop
-            shapes = jax.eval_shape(one, moving, fixed, feed.batch_at(0))[2]
+            looped_step = jax.jit(
+                convolutions.fast(looped_step)
+            )  # traced once for the shapes and the loop
+            shapes = jax.eval_shape(looped_step, moving, fixed, feed.batch_at(0))[2]
             # computed from the clock: if the axes of its mesh are explicit, infos are on that mesh
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
@@ -195,7 +197,7 @@ class Fused:
             def body(carry):
                 i, moving, changed_leaves, infos = carry
                 current_fixed = _with_leaves(fixed, dict(zip(changed, changed_leaves, strict=True)))
-                moving, changed_leaves, info = one(moving, current_fixed, feed.batch_at(i))
+                moving, changed_leaves, info = looped_step(moving, current_fixed, feed.batch_at(i))
                 put_row = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
                 return i + 1, moving, changed_leaves, jax.tree.map(put_row, infos, info)
 

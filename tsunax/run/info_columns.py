@@ -242,6 +242,11 @@ def logged_step(state: PyTree, default: int) -> int:
     return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
 
 
+def counts_calls(state: PyTree) -> bool:
+    """Whether `logged_step` of a state is its calls, as for a population."""
+    return counts_of(state).ndim > 1
+
+
 def most_calls(state: PyTree) -> int:
     return int(np.max(counts_of(state)[..., 1]))
 

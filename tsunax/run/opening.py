@@ -29,15 +29,26 @@ from tsunax.states import training_states
 
 
 def begin(
-    step: Step, state: PyTree, data: Iterable[PyTree] | None, options: Options, saver: Any
+    step: Step,
+    state: PyTree,
+    data: Iterable[PyTree] | None,
+    options: Options,
+    saver: Any,
+    rewound: Fit | None = None,
 ) -> Fit:
-    """The run, at its newest checkpoint if there is one; `saver` is `Checkpoints` or None."""
+    """The run, at its newest checkpoint if there is one; `saver` is `Checkpoints` or None.
+
+    `rewound` is the run before a rewind, which begins again at the checkpoint of the rewind.
+    """
     checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
     history, memory, restart = options.history, {}, None
-    if saver is not None:
+    if rewound is not None:
+        restart = rewound.run.restart
+    elif saver is not None:
         from tsunax.run.saving import Restart
 
         restart = Restart.load(saver, step, state, data, options)
+    if restart is not None:
         state = restart.restored.state
     for member in training_states(state).values():
         check_values(member, "fit()")
@@ -48,7 +59,10 @@ def begin(
         saved_history, memory = restart.parts_of_fit()
         history = history if saved_history is None else saved_history
     history = History() if history is None else history
-    options.clock.continue_from(history.time)
+    if rewound is None:
+        options.clock.continue_from(history.time)
+    else:  # its seconds have this clock's
+        options.clock.total = history.time
     beginning = Beginning(history, memory)
     if restart is not None:
         beginning = restart.beginning(history, memory, start, options)
@@ -56,7 +70,10 @@ def begin(
     parts, saving = _parts(options, restart, memory, agreement)
     if data is None:
         _warn_of_epochs(options, restart)
-    feed = _feed(step, state, data, options, start, [*parts, *saving])
+    if rewound is None:
+        feed = _feed(step, state, data, options, start, [*parts, *saving])
+    else:
+        feed = rewound.feed
     if restart is not None and restart.restored.data is not None:
         with options.clock("data"):
             feed.restore(restart.restored.data, options.fast_forward)
@@ -70,17 +87,20 @@ def begin(
         settings=functools.partial(_settings, step, state, start, options, saver),
         note=progress.note if progress else lambda text: None,
         stopped=beginning.stopped,
+        saver=saver,
     )
     _check_last_batch(step, options, feed, start)
     display = [] if progress is None else [progress]
     in_order = (*parts, run.rows, *display, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
     begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
-    interrupt = _interrupt(options, saver, agreement)
+    interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
+    if rewound is not None and rewound.signal:  # it came before the rewind, and ends the run after
+        interrupt.requests.add(("end", rewound.signal))
     order = in_order, begin_order
     fit = Fit(step, options, feed, run, *order, agreement, beginning, interrupt=interrupt)
     fit.compare()
-    if restart is not None and restart.step is not None:
+    if rewound is None and restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
             history.mark("restart", start)
             restart.warn_of_edits(start)

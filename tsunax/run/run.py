@@ -22,6 +22,7 @@ from tsunax.state import TrainState, check_state
 OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
 OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
+REWIND = "rewind "  # the beginning of a request to go back, for other processes
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 
 
@@ -81,6 +82,7 @@ class Run:
         settings: Function,
         note: Callable[[str], None],
         stopped: str = "",
+        saver: Any = None,
     ) -> None:
         self.event = "start"
         self.step: int = step
@@ -93,6 +95,11 @@ class Run:
         self.history = history
         self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
         self.stopped: str = stopped
+        self.feed: Any = feed
+        self.saver: Any = saver  # the `Checkpoints` of the run; None without
+        self.rewinding: Any = None  # the `Rewind` that a callback has requested
+        # the checkpoint of a rewind, from which the run begins again after this boundary
+        self.restart: Any = None
         self.interrupted: bool = False  # whether a signal ends the run
         self.changed_by: list[str] = []  # the callbacks of this boundary that returned a state
         self.unchanged_state: PyTree = None  # the state before they changed it
@@ -144,6 +151,30 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run after this boundary."""
         self.stopped = self.stopped or str(reason)
+
+    def rewind(self, back: int = 100, factor: float = 0.5, data: str = "skip") -> None:
+        """Go back to an earlier checkpoint after this boundary, and train from there.
+
+        It takes the newest checkpoint at least `back` steps earlier; if there is none, the oldest,
+        with a warning. Params, optimizer, averages, history and the memory of callbacks come
+        from the checkpoint. `state.calls` is not reset, so the keys differ from the first time.
+        `factor` multiplies the learning rate. A rate with a schedule leaves the schedule, except
+        with `factor=1`. "skip" skips the batches that were read since then, "repeat" reads them
+        again.
+
+        The rewind is on the disk before the next call. Later checkpoints move to the folder
+        `left/CALLS` of the run's directory. Then the run begins again, as after a kill: callbacks
+        get "start". A run that is stopped at the same boundary does not go back. At the end of the
+        run it is too late: a warning.
+
+        Raises CheckpointError without an earlier checkpoint on a disk, StateError for a population,
+        because its steps are calls, HyperparameterError for a rule without a live learning rate.
+        """
+        from tsunax.run.rewind_request import Rewind
+
+        request = Rewind(back, factor, data)
+        request.check(self)
+        self.rewinding = self.rewinding or request
 
 
 @dataclass(eq=False)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, processes
+from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
@@ -25,6 +26,7 @@ from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.run import INTERRUPTED, Beginning, Run
+from tsunax.state import TrainState, own
 from tsunax.states import COUNTED
 
 
@@ -134,6 +136,21 @@ class Restart:
                 warn(f"fit(): resumed from step {start} in {self.saver.path}, but {note}")
 
 
+def _with_own_numbers(like: PyTree) -> PyTree:
+    """The state of a script, from which a checkpoint is restored after a call has consumed it.
+
+    Of consumed arrays it needs the shapes, and the values of numbers and flags of the script.
+    """
+    is_state = lambda x: isinstance(x, TrainState)
+    own_scalar = lambda x: own(x) if trees.is_array(x) and not x.ndim else x
+
+    def copied(s: TrainState) -> TrainState:
+        numbers, frozen = jax.tree.map(own, (s.numbers, s.frozen))
+        return dataclasses.replace(jax.tree.map(own_scalar, s), numbers=numbers, frozen=frozen)
+
+    return jax.tree.map(lambda x: copied(x) if is_state(x) else x, like, is_leaf=is_state)
+
+
 class Saving(Part):
     """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
@@ -156,7 +173,7 @@ class Saving(Part):
         was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
         self.was_fresh: bool = was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
-        self.like: PyTree = restart.like
+        self.like: PyTree = _with_own_numbers(restart.like)
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
         # A change of the state before this run, which is no callback's: its source, and its call.
         self.foreign_edit: tuple[str, int] | None = restart.foreign_edit()
@@ -200,6 +217,15 @@ class Saving(Part):
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
         must_save = self._record_edits(run, events)
+        if run.rewinding is not None and not run.stopped:
+            if not is_end:
+                from tsunax.run.rewinding import go_back
+
+                with self.options.clock("checkpoint"):
+                    checkpoint = go_back(self, run)
+                run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
+                return
+            warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
         # the end is saved again, because evaluation and callbacks add to the save at this step
         place = run.place()
         key = run.step, place["epoch"], place["position"]

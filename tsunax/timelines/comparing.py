@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import Figure, tables
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.edits import Edit, parse_edits
+from tsunax.checkpoints.edits import Edit, edits_of_line, parse_edits
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.run.history import History
@@ -56,8 +56,11 @@ class SavedRun:
         return None
 
     def edits(self, step: int | None = None) -> list[Edit]:
-        """The edits that a checkpoint has: the newest one, or the checkpoint of a step."""
-        step = self.newest if step is None else step
+        """The edits of the line up to a checkpoint: the newest one, or the checkpoint of a step."""
+        return edits_of_line(self.all_edits(self.newest if step is None else step))
+
+    def all_edits(self, step: int | None) -> list[Edit]:
+        """The edits that a checkpoint has, also of calls that a rewind left, in their order."""
         return [] if step is None else parse_edits(self.script(step).get("edits"))
 
     def calls(self, step: int) -> int:

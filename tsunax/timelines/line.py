@@ -9,6 +9,7 @@ A state of the line is read from the newest checkpoint before it, or made from t
 then the calls of the run are made again, with the same bits.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import Edit
+from tsunax.checkpoints.edits import Edit, edits_of_line, edits_through
 from tsunax.checkpoints.leaves import Damaged
+from tsunax.checkpoints.rewinds import left_run
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.batching import Batches
 from tsunax.data.positions import innermost
@@ -160,17 +162,11 @@ class Timeline:
         for step in (first, last):
             if step not in self.steps:
                 raise CheckpointError("step", "audit()", step, f"one of {self.steps}")
-        start, calls = self._restored(first), self.saved.calls(last)
+        start, calls = self._restored(self.saved, first), self.saved.calls(last)
         if calls < start.calls:
             raise StateError("steps", "audit()", f"{first} and {last}", "the earlier one first")
-        line, self._script = (
-            self._script,
-            dataclasses.replace(self._script, edits=self.saved.edits(last)),
-        )
-        try:
+        with self._with_edits(self.saved.edits(last)):
             end = self._advanced(start, None, calls)
-        finally:
-            self._script = line
         return self.saved.checkpoints.changed_leaves(last, end.state)
 
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
@@ -232,9 +228,30 @@ class Timeline:
             got = f"step={step}, calls={calls}"
             raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
         name = "calls" if step is None else "step"
-        count = checks.check_count(calls if step is None else step, "timeline", name, 0)
+        checks.check_count(calls if step is None else step, "timeline", name, 0)
         if near is None:
             self._look()
+        with self._line_of(calls):
+            return self._reached(step, calls, near)
+
+    @contextlib.contextmanager
+    def _with_edits(self, edits: list[Edit]) -> Iterator[None]:
+        """A block with other edits of the line."""
+        script, self._script = self._script, dataclasses.replace(self._script, edits=edits)
+        try:
+            yield
+        finally:
+            self._script = script
+
+    def _line_of(self, calls: int | None) -> contextlib.AbstractContextManager[None]:
+        """A block with the line on which the call of this number was made; None: the current."""
+        edits = self.saved.all_edits(self.saved.newest)
+        return self._with_edits(edits_through(edits, calls) if calls else edits_of_line(edits))
+
+    def _reached(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
+        """A moment of the line that the script has now."""
+        name = "calls" if step is None else "step"
+        count: int = (calls if step is None else step) or 0
         newest = self._newest_step("timeline")
         limit = self.saved.calls(newest) if step is None else newest
         if count > limit:
@@ -263,16 +280,19 @@ class Timeline:
                 self._check_length(call.start.calls, call.end.calls)
                 if call.end.step >= step:
                     return call
-        return next(self._script.calls(self._moment(None, (calls or 0) - 1)))
+        with self._line_of(calls):
+            return next(self._script.calls(self._reached(None, (calls or 0) - 1)))
 
     def _start(self, count: int, is_of_calls: bool) -> Moment:
         """The newest checkpoint that is not beyond the moment, or the first state."""
-        for saved_step in reversed(self.steps):
-            if saved_step > count or not self._is_on_line(saved_step):
+        left_runs = self._left_runs(count) if is_of_calls else []
+        runs = [(run, step) for run in (self.saved, *left_runs) for step in run.steps]
+        for run, saved_step in sorted(runs, key=lambda x: x[1], reverse=True):
+            if saved_step > count or not self._is_on_line(run, saved_step):
                 continue
-            moment = self._restored(saved_step)
+            moment = self._restored(run, saved_step)
             # At the step itself later calls may have been rejected before it was saved.
-            is_fresh = saved_step < count or self.saved.is_fresh(saved_step)
+            is_fresh = saved_step < count or run.is_fresh(saved_step)
             if moment.calls <= count if is_of_calls else is_fresh:
                 return moment
         self._check_script("state")
@@ -284,24 +304,32 @@ class Timeline:
             raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
         return self._script.edited(first)
 
-    def _is_on_line(self, saved_step: int) -> bool:
+    def _left_runs(self, calls: int) -> list[SavedRun]:
+        """The checkpoints that the first rewind after these calls left, if they are kept."""
+        departures = (edit.departure for edit in self.saved.all_edits(self.saved.newest))
+        later_calls = (x.calls for x in departures if x is not None and calls <= x.calls)
+        first = next(later_calls, None)
+        checkpoints = None if first is None else left_run(self.saved.checkpoints, first)
+        return [SavedRun(checkpoints)] if checkpoints else []
+
+    def _is_on_line(self, run: SavedRun, saved_step: int) -> bool:
         """Whether a checkpoint can be read, and its edits are the first edits of the line."""
         try:
-            edits = self.saved.edits(saved_step)
+            edits = run.edits(saved_step)
         except Damaged:
             return False
         line = self._script.edits[: len(edits)]
         return [edit.dump() for edit in edits] == [edit.dump() for edit in line]
 
-    def _restored(self, saved_step: int) -> Moment:
+    def _restored(self, run: SavedRun, saved_step: int) -> Moment:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
-        restored = self.saved.checkpoints.as_saved(saved_step, like)
+        restored = run.checkpoints.as_saved(saved_step, like)
         if not self._has_compared:
             self._has_compared = True
             self._warn_of_edits(like, restored.script)
-        return Moment(restored.state, restored.data, len(self.saved.edits(saved_step)))
+        return Moment(restored.state, restored.data, len(run.edits(saved_step)))
 
     def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
         script = self._script

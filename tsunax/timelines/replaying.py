@@ -74,21 +74,24 @@ class Script:
             stop = min([edit.calls for edit in following] + [end])
             call = self._repeat(start, stop - start.calls)
             call = dataclasses.replace(call, end=self.edited(call.end))
-            if stop == end:
+            if call.end.calls >= end:  # a rewind may have brought it beyond
                 return call
             start = call.end
 
     def edited(self, moment: Moment) -> Moment:
         """The moment after the edits at its boundary. StateError for one that was not recorded."""
-        state, count = moment.state, moment.edit_count
-        while count < len(self.edits) and self.edits[count].calls <= moment.calls:
-            edit = self.edits[count]
+        while moment.edit_count < len(self.edits):
+            edit = self.edits[moment.edit_count]
+            if edit.calls > moment.calls:
+                break
             if edit.values is None or edit.calls < moment.calls:
                 got = f"a change that has no record at step {edit.step}, by {edit.source}"
                 fix = "Its state is in a checkpoint, if that is kept: keep_last=None."
                 raise StateError("replay", "timeline", got, "edits that are recorded", fix)
-            state, count = edit.applied(state, self.like), count + 1
-        return dataclasses.replace(moment, state=state, edit_count=count)
+            state = edit.applied(moment.state, self.like)
+            place = moment.place if edit.departure is None else edit.departure.place
+            moment = Moment(state, place, moment.edit_count + 1)
+        return moment
 
     def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""

@@ -1,0 +1,285 @@
+"""A run that goes back to an earlier checkpoint: its bits, its files after a kill, its line."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tsunax as ts
+from tests.helpers import medium_if
+from tsunax.checkpoints import _home
+from tsunax.errors import CheckpointError, HyperparameterError, SaveError, StateError
+from tsunax.reproduce import fingerprint
+from tsunax.run import rewinding
+from tsunax.timelines import timeline
+
+import toys
+
+STEPS = 20
+
+
+class Prints:
+    """A callback: the fingerprint of each state of a run by calls, and of its line by step."""
+
+    def __init__(self):
+        self.by_calls, self.by_step = {}, {}
+
+    def __call__(self, run):
+        if run.event == "start":
+            self.by_step = {k: x for k, x in self.by_step.items() if k < run.step}
+        self.by_calls.setdefault(int(run.state.calls), fingerprint(run.state))
+        self.by_step.setdefault(run.step, fingerprint(run.state))
+
+
+def back_after(*calls, **options):
+    """A callback that goes back after these numbers of calls."""
+    when = lambda run: int(run.state.calls) in calls
+    return ts.callbacks.rewind(when, **options)
+
+
+def batches(x=toys.X, **options):
+    return ts.batches(x, 8, shuffle=True, seed=3, **options)
+
+
+def a_state(**options):
+    return toys.state(key=jax.random.key(1), **options)
+
+
+NOISY = ts.train_step(toys.noisy)
+
+
+def a_run(folder, callbacks, make=a_state, step=NOISY, data=None, *, every=4, steps=STEPS, **options):
+    """(its prints, its last state, its history)"""
+    prints = Prints()
+    options = {"progress": False, "log_every": 1, "callbacks": [prints, *callbacks], **options}
+    with ts.Checkpoints(folder, every=every, keep_last=options.pop("keep_last", None)) as checkpoints:
+        data = batches() if data is None else data
+        state, history = ts.fit(step, make(), data or None, steps=steps, checkpoint=checkpoints, **options)
+    return prints, state, history
+
+
+@pytest.mark.parametrize("data_mode", ["skip", "repeat"])
+def test_a_rewind_is_a_restore_by_hand(tmp_path, data_mode):
+    """From step 11 to the checkpoint of step 8, with the calls of step 11 and half the rate."""
+    prints, state, history = a_run(tmp_path / "a", [back_after(11, back=3, data=data_mode)])
+    data = batches()
+    all_batches, by_hand, saved = [*data, *data, *data], a_state(), None
+    for i in range(11):
+        if i == 8:
+            saved = jax.tree.map(np.array, (by_hand.params, by_hand.opt_state))
+        by_hand, _ = NOISY(by_hand, all_batches[i])
+    params, opt_state = jax.tree.map(jnp.asarray, saved)
+    by_hand = ts.adjust(by_hand.replace(params=params, opt_state=opt_state, step=8), learning_rate=0.05)
+    assert prints.by_calls[11] != fingerprint(by_hand) == prints.by_step[8]
+    first = 11 if data_mode == "skip" else 8
+    for i in range(first, first + 12):
+        by_hand, _ = NOISY(by_hand, all_batches[i])
+        assert fingerprint(by_hand) == prints.by_calls[int(by_hand.calls)], i
+    assert int(state.step) == 20 and int(state.calls) == 23 and fingerprint(state) == fingerprint(by_hand)
+    assert history["step"].tolist() == [*range(1, 21)]
+    assert (8, "rewind", f"from step 11, learning rate × 0.5, data {data_mode}") in history.marks
+    assert sorted(os.listdir(tmp_path / "a" / "left" / "11")) == ["8"]
+    assert ts.Checkpoints(tmp_path / "a" / "left" / "11", read_only=True).steps() == [8]
+
+
+def with_a_bad_row():
+    x = toys.X.copy()
+    x[21] = np.nan
+    return x
+
+
+def two_states():
+    return ts.States(first=a_state(), second=toys.state(), carry=jnp.zeros(()))
+
+
+def step_of_two(run, x):
+    step = ts.train_step(toys.noisy, donate=False).pure
+    first, info = step(run.first, x, {})
+    return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
+
+
+def accumulating():
+    return ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)}, key=jax.random.key(1))
+
+
+CASES = {
+    "plain": {},
+    "an average": {"make": lambda: a_state(ema=0.9)},
+    "micro-batches": {"step": ts.train_step(toys.noisy, accumulate=4)},
+    "accumulation over calls": {"make": accumulating, "calls": (33, 48)},
+    "rejected steps": {"data": lambda: batches(with_a_bad_row()), "max_bad": 100},
+    "a mesh": {"make": lambda: ts.shard(a_state(), ts.mesh())},
+    "several states": {"make": two_states, "step": step_of_two},
+    "a step a call": {"steps_per_call": None},
+    "rows on the device": {"data": lambda: batches(device=True)},
+    "read ahead": {"data": lambda: ts.prefetch(batches())},
+    "a list": {"data": lambda: list(batches())},
+    "no data": {"step": ts.train_step(toys.drawn), "data": lambda: False},
+    "a cut after the checkpoint": {"edit": (9, lambda s: ts.adjust(s, "w", learning_rate=0.02))},
+    "a cut before the checkpoint": {"edit": (7, lambda s: ts.adjust(s, "w", learning_rate=0.02))},
+    "a freeze after the checkpoint": {"edit": (9, lambda s: ts.freeze(s, "w"))},
+}
+
+
+def edited_once(step, edit):
+    """A callback that edits the state at a step, the first time only."""
+
+    def change(run):
+        if edit is not None and run.step == step and "done" not in run.memory:
+            run.memory["done"] = True
+            return edit(run.state)
+        return None
+
+    change.outlives_rewinds = ("done",)
+    return change
+
+
+FAST = "plain", "an average", "accumulation over calls", "a mesh"
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in FAST, CASES))
+def test_the_line_of_a_run_that_went_back_twice(tmp_path, name):
+    """Steps of its line, and calls, also those that it left, from files with few checkpoints."""
+    case, data_mode = dict(CASES[name]), "skip" if len(name) % 2 else "repeat"
+    calls, edit = case.pop("calls", (11, 18)), edited_once(*case.pop("edit", (0, None)))
+    make, step, data = case.get("make", a_state), case.get("step", NOISY), case.pop("data", batches)
+    rewind = back_after(*calls, back=3, data=data_mode)
+    prints, state, history = a_run(tmp_path / "a", [rewind, edit], data=data(), **case, keep_last=2)
+    assert [name for _, name, _ in history.marks].count("rewind") == 2
+    line = timeline(tmp_path / "a", step, make, data() or None)
+    steps = [k for k in prints.by_step if k in (6, 8, 9, 13, STEPS)]
+    assert {k: fingerprint(line.at(k)) for k in steps} == {k: prints.by_step[k] for k in steps}
+    last_calls = [c for c in prints.by_calls if c in (calls[0] - 1, *calls, calls[-1] + 1)]
+    assert {c: fingerprint(line.at(calls=c)) for c in last_calls} == {c: prints.by_calls[c] for c in last_calls}
+    assert fingerprint(state) == prints.by_step[STEPS]
+    assert line.audit(*line.steps[-2:]) == []
+
+
+class Killed(BaseException):
+    pass
+
+
+# The renames of a rewind from step 11 to step 4: the state, steps 8 and 4, the state. See `checkpoints/rewinds.py`.
+RENAMES = 4
+
+
+@pytest.mark.parametrize("count", range(RENAMES + 1))
+def test_a_kill_after_each_durable_step_of_a_rewind_changes_no_bit(tmp_path, monkeypatch, count):
+    callbacks = lambda: [back_after(11, back=5, data="repeat")]
+    _, expected, whole = a_run(tmp_path / "whole", callbacks())
+    rename, renamed = os.rename, []
+
+    def killed(source, target):
+        if "rewind" in f"{source} {target}" or "/left/" in str(target):
+            if len(renamed) == count:
+                raise Killed
+            renamed.append(target)
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        patch.setattr(_home.CheckpointHome, "discard", lambda self, name: None)  # a kill leaves the files
+        error = SaveError if count < RENAMES else KeyboardInterrupt
+        with pytest.raises(error):
+            a_run(tmp_path / "a", [*callbacks(), stopped_after(13)])
+    assert len(renamed) == count
+    _, state, history = a_run(tmp_path / "a", callbacks())
+    assert fingerprint(state) == fingerprint(expected)
+    assert sorted(os.listdir(tmp_path / "a" / "left" / "11")) == ["4", "8"]
+    for name in ("step", "loss", "learning_rate"):
+        np.testing.assert_array_equal(history[name], whole[name])
+
+
+def stopped_after(calls):
+    """A callback that ends the process, as far as files show."""
+
+    def stop(run):
+        if int(run.state.calls) == calls:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_the_count_of_rewinds_goes_on_over_rewinds_and_resumes(tmp_path):
+    rewind = lambda: ts.callbacks.rewind(lambda run: run.step == 11, back=3, at_most=2)
+    with pytest.raises(KeyboardInterrupt):
+        a_run(tmp_path / "a", [rewind(), stopped_after(13)])
+    with pytest.warns(UserWarning, match="after 2 rewinds the run goes on from step 11"):
+        _, state, history = a_run(tmp_path / "a", [rewind()])
+    assert int(state.calls) == STEPS + 6
+    np.testing.assert_allclose(history["learning_rate"][[7, 8]], [0.1, 0.025])
+
+
+def test_a_spike_makes_a_run_go_back(tmp_path):
+    data = [*batches(), *batches()]
+    data[10] = data[10] * 30
+    _, _, history = a_run(tmp_path / "a", [ts.callbacks.rewind(back=1)], data=data, steps=14)
+    assert [mark for mark in history.marks if mark[1] == "rewind"] == [
+        (8, "rewind", "from step 11, learning rate × 0.5, data skip")
+    ]
+    assert history["loss"].max() < 30
+
+
+def test_a_loss_is_a_spike_far_above_the_last_ones():
+    losses = 2 + 0.1 * np.random.default_rng(0).normal(size=50)
+    assert not any(rewinding.is_spike(losses[:n]) for n in range(1, 51))
+    assert rewinding.is_spike(np.append(losses, 4.0)) and rewinding.is_spike(np.array([np.nan]))
+    assert not rewinding.is_spike(np.append(losses, 0.0)) and not rewinding.is_spike(np.array([1.0, 100.0]))
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+def test_a_rejected_call_makes_a_run_go_back_behind_its_batch(tmp_path):
+    rewind = ts.callbacks.rewind("rejected", back=1, factor=1)
+    _, state, history = a_run(tmp_path / "a", [rewind], data=batches(with_a_bad_row()), steps=12)
+    marks = [name for _, name, _ in history.marks if name in ("rejected", "rewind")]
+    assert {*marks} == {"rewind"} and int(state.step) == 12 and int(state.rejected) == 0
+
+
+def test_files_of_loggers_have_the_rows_of_the_line_once(tmp_path):
+    log = ts.loggers.csv(tmp_path / "rows.csv")
+    a_run(tmp_path / "a", [back_after(11, back=3)], logger=log)
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    assert [int(line.partition(",")[0]) for line in lines[1:]] == [*range(1, STEPS + 1)]
+
+
+def test_early_stopping_has_the_memory_of_the_checkpoint(tmp_path):
+    """The evaluations that were left do not count: the run stops as one that never had them."""
+    values = iter([1.0, 0.9, 0.1, 0.8, 0.7, 0.6, 0.5])
+    stopping = ts.callbacks.early_stopping("val/x", mode="min", patience=2)
+    callbacks = [stopping, back_after(12, back=1, factor=1)]
+    options = {"evaluate": lambda state: {"val/x": next(values)}, "evaluate_every": 4}
+    _, _, history = a_run(tmp_path / "a", callbacks, steps=24, **options)
+    np.testing.assert_array_equal(history.series("val/x")[1], [1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def test_what_cannot_go_back_is_said(tmp_path):
+    back = lambda **options: ts.callbacks.every(3, lambda run: run.rewind(**options) if run.step == 3 else None)
+    fit = lambda state=None, **options: ts.fit(
+        NOISY, a_state() if state is None else state, batches(), steps=4, progress=False, **options
+    )
+    with pytest.raises(CheckpointError, match="got none, expected fit"):
+        fit(callbacks=[back()])
+    with pytest.raises(CheckpointError, match="none before step 3"):
+        fit(callbacks=[back()], checkpoint=ts.Checkpoints(tmp_path / "a", every="epoch"))
+    with pytest.raises(CheckpointError, match="files on a disk"):
+        fit(callbacks=[back()], checkpoint=ts.Checkpoints(tmp_path / "orbax", every=1, store="orbax"))
+    with pytest.raises(HyperparameterError, match="a live learning rate"):
+        rule = ts.rules.add_decayed_weights(0.1)
+        state = ts.setup(rule, {"w": jnp.ones(8)}, key=jax.random.key(0))
+        fit(state, callbacks=[back()], checkpoint=ts.Checkpoints(tmp_path / "b", every=1))
+    with pytest.raises(StateError, match="a population"):
+        state = ts.population(lambda key: a_state(), 2)
+        fit(state, callbacks=[back()], checkpoint=ts.Checkpoints(tmp_path / "c", every=1))
+    with pytest.raises(HyperparameterError, match=r"data at run\.rewind"):
+        ts.callbacks.rewind(data="again")
+    with pytest.raises(HyperparameterError, match="when at rewind"):
+        ts.callbacks.rewind("later")
+    with pytest.warns(UserWarning, match="goes back to step 1, the oldest"):
+        _, history = fit(
+            callbacks=[ts.callbacks.rewind(lambda run: int(run.state.calls) == 3)],
+            checkpoint=ts.Checkpoints(tmp_path / "d", every=1, keep_last=None),
+            log_every=1,
+        )
+    assert history["step"].tolist() == [1, 2, 3, 4]

@@ -1,0 +1,203 @@
+"""Rewinds: a run goes back to an earlier checkpoint, and trains from there.
+
+run.rewind(back=100)         a request, as `run.stop`; `callbacks.rewind` makes it
+Saving, at the boundary      go_back: the checkpoint of the rewind, on the disk before the next
+                             call (`checkpoints/rewinds.py` has its durable steps)
+the loop ends                the run begins again at that checkpoint, as after a kill
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsunax._core import PyTree, checks, processes, trees
+from tsunax.checkpoints import leaves, rewinds
+from tsunax.checkpoints.edits import (
+    Departure,
+    dump_edits,
+    edit_of,
+    edits_of_line,
+    parse_edits,
+    placed,
+)  # fmt: skip
+from tsunax.checkpoints.saving import Restored
+from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
+from tsunax.run.history import History
+from tsunax.run.info_columns import counts_calls, counts_of, most_calls
+from tsunax.run.rewind_request import Rewind, slowed
+from tsunax.run.run import Run
+from tsunax.states import training_states
+
+# The rows that a loss is compared with. With more, a loss that falls fast hides its spikes; with
+# fewer, noise makes some.
+WINDOW = 20
+LEAST_ROWS = 5
+# A spike is this many median deviations above the median: 8 are 5 standard deviations of a normal
+# distribution, once in millions of rows.
+SPIKE_DEVIATIONS = 8.0
+
+
+def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
+    """The state with the count of calls of another, in each of its clocks."""
+    clocks = {}
+    for old, counted in zip(
+        leaves.tree_of(state).clocks, leaves.tree_of(counted_state).clocks, strict=True
+    ):
+        counts = np.array(old)
+        counts[..., 1] = np.asarray(counted)[..., 1]
+        clocks[id(old)] = placed(counts, old)
+    return jax.tree.map(lambda x: clocks.get(id(x), x), state)
+
+
+def go_back(saving: Any, run: Run) -> Restored:
+    """The checkpoint of a rewind, which is on the disk when this returns.
+
+    `saving` is the part that saves the run.
+    """
+    if counts_calls(run.state):
+        got, expected = "a population", "a TrainState or States with steps that are not its calls"
+        raise StateError("state", "run.rewind()", got, expected)
+    request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
+    restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
+    step: Any = restored.step
+    saved_script = restored.script if isinstance(restored.script, dict) else {}
+    state = slowed(with_calls_of(restored.state, run.state), request.factor)
+    place = run.place()
+    if request.data == "repeat":
+        place = restored.data
+        run.feed.restore(place, fast_forward=False)
+    rate = "" if request.factor == 1 else f", learning rate × {request.factor:g}"
+    text = f"from step {run.step}{rate}, data {request.data}"
+    edit = edit_of(restored.state, state, step, most_calls(restored.state), f"rewind {text}")
+    assert edit is not None  # it has more calls
+    recorded_place = plain_place(place)
+    edit_count = len(edits_of_line(parse_edits(saved_script.get("edits"))))
+    edit = dataclasses.replace(
+        edit, departure=Departure(run.step, calls, edit_count, recorded_place)
+    )
+    if recorded_place is None or not edit.is_exact(restored.state, state, saving.like):
+        edit = dataclasses.replace(edit, values=None)
+    history = History() if restored.history is None else History.of(restored.history)
+    history.mark("rewind", step, text)
+    history.time = dict(run.history.time)
+    script = {"is_fresh": False, "is_looped": True, "has_open_row": False, **saved_script}
+    script |= saving.script | {
+        "has_ended": False,
+        "edits": dump_edits([*saving.edits, edit]),
+        "extra_changed_at": saving.extra_changed_at,
+        "is_script_edited": saving.script["is_script_edited"] or restored.is_edited,
+    }
+    script.pop("stop", None)
+    memory = memory_after(saving, restored.callbacks or {})
+    values = place, history.plain(), memory, saver.metrics().get(step, {}), script
+    saver._save(state, step, *values, calls=calls)
+    saver.wait()
+    run.note(f"rewind to step {step}, {text}")
+    new = {"state": state, "data": None, "history": values[1], "callbacks": memory}
+    return dataclasses.replace(restored, **new, script=script, is_edited=False)
+
+
+def plain_place(place: Any) -> Any:
+    """A position of data that an edit can record, as JSON; None for any other."""
+    try:
+        plain = json.loads(json.dumps(place))
+    except (TypeError, ValueError):
+        return None
+    return plain if plain == place and processes.current().sees_everything else None
+
+
+def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
+    """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
+    memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
+    for name, callback in zip(options.names, options.callbacks, strict=False):
+        current = saving.memory.get(name, {})
+        for key in getattr(getattr(callback, "fn", callback), "outlives_rewinds", ()):
+            if key in current:
+                memory.setdefault(name, {})[key] = current[key]
+    return memory
+
+
+@dataclass(frozen=True)
+class rewind:
+    """Go back to an earlier checkpoint when something goes wrong, at most `at_most` times.
+
+    `when` is "spike": a loss in a row that is not finite, or far above the last twenty rows (eight
+    median absolute deviations above their median); "rejected": a call was rejected since the
+    last boundary; or a function `f(run)`. It is called at every multiple of `log_every`. For
+    `back`, `factor` and `data` see `run.rewind`. The count of rewinds is saved with the run, and
+    no resume and no rewind resets it. After `at_most` rewinds there is a warning instead.
+
+    Give `Checkpoints` a number of steps for `every`, and a `keep_last` that reaches back: with
+    durations a run that is killed before the rewind may go back to another step.
+
+    Raises as `run.rewind`. HyperparameterError for another `when`, and for "rejected" with a loss
+    scale, which rejects calls to find the scale.
+
+    >>> rewind(when="spike", back=500)
+    rewind(when='spike', back=500, factor=0.5, data='skip', at_most=3)
+    """
+
+    when: str | Callable[[Run], Any] = "spike"
+    _: KW_ONLY
+    back: int = 100
+    factor: float = 0.5
+    data: str = "skip"
+    at_most: int = 3
+    #: It logs no numbers.
+    may_log = False
+    #: The keys of its memory that a rewind does not restore.
+    outlives_rewinds = ("rewinds",)
+
+    def __post_init__(self) -> None:
+        Rewind(self.back, self.factor, self.data)
+        checks.check_count(self.at_most, "rewind()", "at_most")
+        if isinstance(self.when, str):
+            checks.check_choice(self.when, "rewind()", "when", ("spike", "rejected"))
+        elif not callable(self.when):
+            expected = "'spike', 'rejected' or f(run)"
+            raise WrongTypeError("when", "rewind()", trees.describe(self.when), expected)
+
+    def __call__(self, run: Run) -> None:
+        scales = [s.loss_scale for s in training_states(run.state).values()]
+        if run.event == "start" and self.when == "rejected" and scales.count(None) < len(scales):
+            got, expected = "'rejected' with a loss scale", "'spike' or f(run)"
+            raise HyperparameterError("when", "rewind()", got, expected)
+        if run.event in ("start", "end") or not self._is_due(run):
+            return
+        count = run.memory.get("rewinds", 0) + 1
+        run.memory["rewinds"] = count
+        if count <= self.at_most:
+            run.rewind(self.back, self.factor, self.data)
+        elif count == self.at_most + 1:
+            warn(f"rewind(): after {self.at_most} rewinds the run goes on from step {run.step}.")
+
+    def _is_due(self, run: Run) -> bool:
+        if not isinstance(self.when, str):
+            return bool(self.when(run))
+        if self.when == "rejected":
+            count, old_count = int(counts_of(run.state)[2]), run.memory.get("rejected", 0)
+            run.memory["rejected"] = count
+            return count > old_count
+        newest = run.history.newest("loss")
+        if newest is None or newest[0] != run.step or run.memory.get("seen") == run.step:
+            return False
+        run.memory["seen"] = run.step
+        return is_spike(run.history.series("loss")[1])
+
+
+def is_spike(losses: np.ndarray) -> bool:
+    """Whether the last of these losses is not finite, or far above the losses before."""
+    earlier, loss = losses[-WINDOW - 1 : -1], losses[-1]
+    earlier = earlier[np.isfinite(earlier)]
+    if not np.isfinite(loss) or len(earlier) < LEAST_ROWS:
+        return not np.isfinite(loss)
+    median = np.median(earlier)
+    deviation = np.median(np.abs(earlier - median))
+    return bool(loss > median + SPIKE_DEVIATIONS * max(deviation, 0.01 * abs(median)))
