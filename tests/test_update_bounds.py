@@ -35,7 +35,7 @@ def plain_rule_of(name):
 
 def is_certain(rule, params):
     """Whether it is certain that updates are finite, or the reason why nobody knows."""
-    found, reason = certainty(ts.setup(rule, params), params, None)
+    found, reason, _ = certainty(ts.setup(rule, params), params, None)
     return reason or bool(found)
 
 

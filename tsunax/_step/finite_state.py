@@ -9,7 +9,7 @@ from a finite state. Numbers that enter a state in other ways are checked there:
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Extra, PyTree, Scalar, checks, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import StateError, warn
 from tsunax.rules import number_table, update_bounds
@@ -30,28 +30,35 @@ RANGES = {
 }
 
 
-def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, str]:
-    """Whether a finite gradient makes a finite update, or `(None, reason)` if that is not known.
+class Certainty(NamedTuple):
+    """Whether a finite gradient makes a finite update."""
 
-    True, or a traced bool if it depends on live numbers.
-    """
+    is_certain: Any  # True, a traced bool if it depends on live numbers, or None: nobody knows
+    reason: str = ""  # why nobody knows
+    by_element: bool = False  # whether an update depends on no other element, but for global norms
+
+
+def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
+    """Whether a finite gradient makes a finite update of this state."""
     inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
     kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
     if len(kinds) > 1 or "" in kinds:
-        return None, "float16, or dtypes of several ranges"
+        return Certainty(None, "float16, or dtypes of several ranges")
     opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
     is_complex = any(map(jnp.iscomplexobj, inputs))
     norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
     try:
-        is_certain = update_bounds.certain(
+        is_certain, by_element = update_bounds.certain(
             state.plan.update, opt_state, kind, is_complex, weight, norm
         )
     except update_bounds.Undeclared as error:
-        return None, f"{error} may make an infinite update of a finite gradient"
-    if not isinstance(is_certain, bool):
-        is_spread = any(map(guard.is_over_mesh, inputs))
-        return (None, "live numbers, over a mesh") if is_spread else (is_certain, "")
-    return (True, "") if is_certain else (None, "its numbers, such as an eps of 0")
+        return Certainty(None, f"{error} may make an infinite update of a finite gradient")
+    if isinstance(is_certain, bool):
+        reason = "" if is_certain else "its numbers, such as an eps of 0"
+        return Certainty(is_certain or None, reason)
+    if any(map(guard.is_over_mesh, inputs)):
+        return Certainty(None, "live numbers, over a mesh")
+    return Certainty(is_certain, by_element=by_element and thawed_flags(state) is None)
 
 
 # Limits of moments, by dtype; 2^100 by default. Gradients below 1e30 make no larger moment, and
@@ -69,7 +76,7 @@ FIX = (
 def _judges_gradient_alone(state: TrainState) -> bool:
     """Whether a step of this state applies updates without judging them."""
     answers: list[bool] = []
-    look = lambda s: answers.append(certainty(s, trained_part(s), None)[0] is not None)
+    look = lambda s: answers.append(certainty(s, trained_part(s), None).is_certain is not None)
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
     return answers[0]
 

@@ -159,7 +159,7 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
     reasons: list[str] = []
 
     def trace_certainty(state: TrainState) -> None:
-        is_certain, reason = finite_state.certainty(state, trained_part(state), None)
+        is_certain, reason, _ = finite_state.certainty(state, trained_part(state), None)
         live_clause = " while its live numbers are within bounds, else also by its update"
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
