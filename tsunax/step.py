@@ -36,9 +36,8 @@ from tsunax._step.applying import (
     with_unmoved,
     without_frozen,
 )
-from tsunax._step.finite_state import certainty
 from tsunax._step.gradients import gradient_of
-from tsunax._step.judging import Attempt, Judge
+from tsunax._step.judging import Attempt, Judge, certainty
 from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text

@@ -20,12 +20,49 @@ import jax
 import jax.numpy as jnp
 
 from tsunax import guard
-from tsunax._core import Function, Maybe, PyTree
-from tsunax._state.state_fields import averages_of
+from tsunax._core import Function, Maybe, PyTree, Scalar, trees
+from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.applying import RuleCall
-from tsunax._step.finite_state import Certainty
 from tsunax.loss import Loss
-from tsunax.state import TrainState, split, with_part
+from tsunax.rules import number_table, update_bounds
+from tsunax.state import TrainState, master_params, split, trained_part, with_part
+
+# {dtype: a real dtype with the same range}
+RANGES = {
+    **{name: name for name in ("float32", "float64")},
+    **{"bfloat16": "float32", "complex64": "float32", "complex128": "float64"},
+}
+
+
+class Certainty(NamedTuple):
+    """Whether a finite gradient makes a finite update."""
+
+    is_certain: Any  # True, a traced bool if it depends on live numbers, or None: nobody knows
+    reason: str = ""  # why nobody knows
+    by_element: bool = False  # whether an update depends on no other element, but for global norms
+
+
+def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
+    """Whether a finite gradient makes a finite update of this state."""
+    inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
+    kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
+    if len(kinds) > 1 or "" in kinds:
+        return Certainty(None, "float16, or dtypes of several ranges")
+    opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
+    is_complex = any(map(jnp.iscomplexobj, inputs))
+    norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
+    try:
+        is_certain, by_element = update_bounds.certain(
+            state.plan.update, opt_state, kind, is_complex, weight, norm
+        )
+    except update_bounds.Undeclared as error:
+        return Certainty(None, f"{error} may make an infinite update of a finite gradient")
+    if isinstance(is_certain, bool):
+        reason = "" if is_certain else "its numbers, such as an eps of 0"
+        return Certainty(is_certain or None, reason)
+    if any(map(guard.is_over_mesh, inputs)):
+        return Certainty(None, "live numbers, over a mesh")
+    return Certainty(is_certain, by_element=by_element and thawed_flags(state) is None)
 
 
 class Attempt(NamedTuple):
