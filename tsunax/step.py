@@ -265,7 +265,7 @@ def update_unchecked(
             new = dataclasses.replace(
                 new, params=params_with_trained(new, trained_part(new), replaced)
             )
-        return Attempt.between(state, new, emitted, without_frozen(updates, thawed))
+        return Attempt.from_states(state, new, emitted, without_frozen(updates, thawed))
 
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None

@@ -37,8 +37,8 @@ RANGES = {
 class Certainty(NamedTuple):
     """Whether a finite gradient makes a finite update."""
 
-    is_certain: Any  # True, a traced bool if it depends on live numbers, or None: nobody knows
-    reason: str = ""  # why nobody knows
+    is_certain: Any  # True, a traced bool if it depends on live numbers, or None if unknown
+    reason: str = ""  # why it is unknown
     by_element: bool = False  # whether an update depends on no other element, but for global norms
 
 
@@ -73,7 +73,9 @@ class Attempt(NamedTuple):
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
 
     @classmethod
-    def between(cls, old: TrainState, new: TrainState, emitted: Maybe, updates: PyTree) -> Attempt:
+    def from_states(
+        cls, old: TrainState, new: TrainState, emitted: Maybe, updates: PyTree
+    ) -> Attempt:
         """The attempt that makes the state `new` of `old`."""
         moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
         fields = {name: getattr(new, name) for name in moving if name != "params"}
@@ -105,7 +107,7 @@ class Judge:
 
     state: TrainState
     loss: Loss
-    value: Maybe  # of the loss
+    value: Maybe  # the mean loss
     grad_norm: jax.Array
     call: RuleCall
     attempt: Function  # () -> Attempt

@@ -58,7 +58,7 @@ class Survey:
     weight: Scalar  # the weight of the loss of this call
     params_norm: Function  # () -> the norm of the params
     conditions: list[Any] = field(default_factory=list)
-    by_element: bool = True  # No rule so far reads names or shapes of leaves.
+    by_element: bool = True  # whether no rule reads names or shapes of leaves
 
     def need(self, *conditions: Any) -> None:
         self.conditions += conditions
