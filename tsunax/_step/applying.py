@@ -101,8 +101,9 @@ class RuleCall(NamedTuple):
             ]
 
         join = lambda x: guard.joined(jax.tree.leaves(x), groups) if is_like_params(x) else x
-        joined_trees = jax.tree.map(join, self[1:4], is_leaf=is_like_params)
-        return RuleCall(self.update, *joined_trees, self.keywords)
+        inputs = self.grads, self.opt_state, self.params
+        grads, opt_state, params = jax.tree.map(join, inputs, is_leaf=is_like_params)
+        return self._replace(grads=grads, opt_state=opt_state, params=params)
 
 
 def rule_call(

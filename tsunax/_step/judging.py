@@ -74,7 +74,7 @@ class Attempt(NamedTuple):
 
     @classmethod
     def from_states(
-        cls, old: TrainState, new: TrainState, emitted: Maybe, updates: PyTree
+        cls, old: TrainState, new: TrainState, emitted: Any, updates: PyTree
     ) -> Attempt:
         """The attempt that makes the state `new` of `old`."""
         moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
@@ -108,7 +108,7 @@ class Judge:
     state: TrainState
     loss: Loss
     value: Maybe  # the mean loss
-    grad_norm: jax.Array
+    grad_norm: Maybe
     call: RuleCall
     attempt: Function  # () -> Attempt
 
