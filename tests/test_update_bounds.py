@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tsunax._step.finite_state import certainty
+from tsunax._step.applying import rule_call
+from tsunax._step.judging import certainty
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 # The rules whose steps loss and gradient alone judge, with the defaults of their numbers.
@@ -35,7 +36,7 @@ def plain_rule_of(name):
 
 def is_certain(rule, params):
     """Whether it is certain that updates are finite, or the reason why nobody knows."""
-    found, reason = certainty(ts.setup(rule, params), params, None)
+    found, reason, _ = certainty(ts.setup(rule, params), params, None)
     return reason or bool(found)
 
 
@@ -259,3 +260,54 @@ class NotOfOurs:
 def test_a_method_of_a_user_says_nothing_about_bounds():
     rule = optax.GradientTransformation(lambda params: (), NotOfOurs())
     assert "may make an infinite update" in is_certain(rule, {"w": jnp.ones(3)})
+
+
+# A look at the updates of rules that work by element runs them on all small leaves in one vector.
+TREE = {"a": jnp.array([1.0, -2.0, 3.0]), "b": {"c": jnp.full((2, 2), 0.5)}}
+CLIPPED = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(1e-3))
+
+
+@pytest.mark.parametrize("name", [*DECLARED, "clipped"])
+def test_rules_by_element_make_the_same_update_of_joined_leaves(name):
+    @jax.jit
+    def updates(state, grads):
+        state, _ = ts.update(state, grads)
+        assert certainty(state, grads, None).by_element
+        call = rule_call(state, grads, None, None, None, {})
+        short_call = call.with_joined_leaves()
+        assert len(jax.tree.leaves(short_call.params)) == 1
+        return call()[0], short_call()[0]
+
+    grads = jax.tree.map(lambda p: 0.3 * p + 0.1, TREE)
+    by_leaf, (joined,) = updates(ts.setup(CLIPPED if name == "clipped" else rule_of(name), TREE), grads)
+    expected = np.concatenate([np.ravel(x) for x in jax.tree.leaves(by_leaf)])
+    np.testing.assert_allclose(joined, expected, rtol=1e-5)
+
+
+BY_NAME = {
+    "partition": ts.rules.partition({"a": ts.rules.adam(1e-3), "**": ts.rules.sgd(0.1)}),
+    "pattern": ts.rules.chain(ts.rules.add_decayed_weights(1e-4, ["**", "!a"]), ts.rules.adam(1e-3)),
+    "mask": ts.rules.adamw(1e-3, mask={"a": True, "b": False}),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "numbers of a subtree", "frozen"])
+def test_rules_that_read_names_of_leaves_are_looked_at_leaf_by_leaf(name):
+    state = ts.setup(BY_NAME.get(name, ts.rules.adam(1e-3)), TREE)
+    if name == "numbers of a subtree":
+        state = ts.adjust(state, "a", learning_rate=1e-4)
+    if name == "frozen":
+        state = ts.freeze(state, "a")
+    found = []
+    jax.eval_shape(lambda state: found.append(certainty(state, TREE, None)), state)
+    assert found[0].is_certain is not None and not found[0].by_element
+
+
+def test_an_infinite_update_of_one_of_the_joined_leaves_rejects_the_step():
+    state, update = ts.setup(ts.rules.adam(0.1, eps=0.0), TREE), jax.jit(ts.update)
+    grads = {"a": jnp.ones(3), "b": {"c": jnp.array([[1.0, 0.0], [1.0, 1.0]])}}  # 0/0 of the zero
+    after, info = update(state, grads)
+    assert not bool(info.applied) and int(after.rejected) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.params, TREE)
+    after, info = update(state, jax.tree.map(jnp.ones_like, TREE))
+    assert bool(info.applied) and float(after.params["a"][0]) == pytest.approx(0.9)

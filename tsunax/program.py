@@ -14,13 +14,12 @@ import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.finite_state import FirstLook
 from tsunax._step.gradients import axes_around, gradient_of, search_functions
 from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, inputs_of_loss_fn
 from tsunax._step.programs import Programs, Traced, call_on_mesh, check_byte_order, place_state
@@ -29,6 +28,9 @@ from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
 from tsunax.state import Plan, TrainState, assemble, check_state, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
+
+if TYPE_CHECKING:
+    from tsunax._step.finite_state import FirstLook
 
 
 def _over_members(
@@ -75,6 +77,8 @@ class TrainStep(GradientOptions):
     @functools.cached_property
     def row_probe(self) -> FirstLook:
         """The checks before the first call: of the state, and whether the loss mixes rows."""
+        from tsunax._step.finite_state import FirstLook
+
         return FirstLook(self, judges_updates=self.norms == "update")
 
     @property
@@ -138,11 +142,8 @@ class TrainStep(GradientOptions):
                 state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # after the step: a trace that raises does not count
             # The caller puts numbers back and makes the info, which is faster outside of jit.
-            return split(state)[0], (
-                loss,
-                StaticWeight.unless_array(weight) or weight,
-                *other_fields,
-            )
+            weight = StaticWeight.unless_array(weight) or weight
+            return split(state)[0], (loss, weight, *other_fields)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         return jax.jit(

@@ -15,8 +15,6 @@ the next; `loop.py` calls steps, or your code does.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,32 +25,25 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
-from tsunax._state.state_fields import averages_of, thawed_flags
+from tsunax._state.state_fields import thawed_flags
 from tsunax._step.applying import (
     fit_gradients,
     mean_over_rows,
+    rule_call,
     run_rule,
     with_moved_averages,
     with_params,
     with_unmoved,
     without_frozen,
 )
-from tsunax._step.finite_state import certainty
 from tsunax._step.gradients import gradient_of
+from tsunax._step.judging import Attempt, Judge, certainty
 from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
 from tsunax.rules.number_table import Numbers
-from tsunax.state import (
-    TrainState,
-    check_state,
-    master_params,
-    params_with_trained,
-    split,
-    trained_part,
-    with_part,
-)
+from tsunax.state import TrainState, check_state, master_params, params_with_trained, trained_part
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
@@ -253,11 +244,12 @@ def update_unchecked(
     # Offloaded leaves come to the device once the gradient, and so its norm, is there.
     stored_state, state = state, trees.on_device(state, earlier_result=grad_norm)
 
+    norm_of_rule = grad_norm if shares_norm else None
+    call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra)
+
     def attempt() -> Attempt:
         """The result of the step if the verdict applies it."""
-        updates, opt_state = run_rule(
-            state, grads, grad_norm if shares_norm else None, value, loss.weight, extra
-        )
+        updates, opt_state = run_rule(call)
         emitted = guard.emitted(opt_state)
         opt_state = number_table.without_numbers(opt_state)
         if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
@@ -273,115 +265,22 @@ def update_unchecked(
             new = dataclasses.replace(
                 new, params=params_with_trained(new, trained_part(new), replaced)
             )
-        return Attempt(_changed_fields(new, state), emitted, without_frozen(updates, thawed))
+        return Attempt.from_states(state, new, emitted, without_frozen(updates, thawed))
 
-    def judge(make: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
-        """The attempt that `make` returns, or the unchanged state; and the verdict on it."""
-        verdict = _verdict(state, value, grad_norm, make, update_norm, loss)
-        without_updates = lambda: make()._replace(updates=None)
-        unchanged = _rejected(state, jax.eval_shape(without_updates))
-        return decide(verdict == 0, without_updates, unchanged), verdict
-
-    # Whether finite gradients make finite updates: True, a bool of the program, or None if that is
-    # not known. Outside of a program each call would compile the branches anew.
-    is_certain: Any = None
-    if is_judged and norms != "update" and trees.is_tracing():
-        is_certain = certainty(state, grads, loss.weight)[0]
-    if is_certain is not None:
-        attempt = jax.jit(attempt)  # It is traced once, although several branches call it.
-
-    def judge_early(is_certain: Any) -> tuple[Attempt, Any]:
-        """The rule runs after the verdict, unless the verdict needs its report or its update."""
-        excess = lambda: guard.excess(attempt().updates)
-        update_norm = None if is_certain is True else guard.unless(is_certain, excess)
-        # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
-        decide = guard.decide if loss.overwritten is None else guard.select
-        return judge(attempt, update_norm, decide)
-
-    def judge_late() -> tuple[Attempt, Any, jax.Array]:
-        """The verdict includes the norm of the update, which is the third result."""
-        finished = attempt()
-        update_norm = _update_norm(finished)
-        return *judge(lambda: finished, update_norm, guard.select), update_norm
-
+    judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None
     if not is_judged:
         chosen = attempt()
-        update_norm = _update_norm(chosen) if norms == "update" else None
-    elif is_certain is True:
-        chosen, verdict = judge_early(True)
-    elif is_certain is not None:
-        early, late = lambda: judge_early(is_certain), lambda: judge_late()[:2]
-        chosen, verdict = guard.early_or_late(early, late, grads)
+        update_norm = chosen.update_norm() if norms == "update" else None
+    elif norms == "update" or not trees.is_tracing():  # Without jit, branches would compile anew.
+        chosen, verdict, update_norm = judge.choose_late()
     else:
-        chosen, verdict, update_norm = judge_late()
-    new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
+        chosen, verdict = judge.choose(certainty(state, grads, loss.weight))
+    new = _recorded(state, chosen.applied_to(state), verdict, chosen.emitted, loss)
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
     info = _info(state, loss, value, norms_in_info, verdict)
     return trees.offloaded_like(new, stored_state), info
-
-
-class Attempt(NamedTuple):
-    """The result of a step on a state if its verdict is to apply it."""
-
-    fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
-    emitted: jax.Array | None  # bool: whether it moves params; None: every call does
-    updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
-
-
-def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
-    """The fields that only an applied step changes, of params only the part that moves."""
-    moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
-    fields = {name: getattr(new, name) for name in moving if name != "params"}
-    fields = {name: x for name, x in fields.items() if x is not getattr(old, name)}
-    return {**fields, "params": split(new)[0][0]}
-
-
-def _rejected(state: TrainState, attempt: Attempt) -> Attempt:
-    """The fields of the attempt as they are in the state."""
-    fields = {name: getattr(state, name) for name in attempt.fields}
-    emitted = None if attempt.emitted is None else jnp.bool_(False)
-    return Attempt({**fields, "params": split(state)[0][0]}, emitted)
-
-
-def _with_fields(state: TrainState, fields: Extra) -> TrainState:
-    """The state with these fields."""
-    params = with_part(fields["params"], state.params, state.plan.moving)
-    return dataclasses.replace(state, **{**fields, "params": params})
-
-
-def _update_norm(attempt: Attempt) -> jax.Array:
-    """The norm of the updates, infinite if they make a float16 parameter infinite."""
-    norm = guard.global_norm(attempt.updates)
-    halves = [x for x in jax.tree.leaves(attempt.fields["params"]) if x.dtype == jnp.float16]
-    overflows = ~jnp.isfinite(guard.global_norm(halves)) & jnp.isfinite(norm)
-    return jnp.where(overflows, jnp.inf, norm) if halves else norm
-
-
-def _verdict(
-    state: TrainState,
-    value: Maybe,
-    grad_norm: Maybe,
-    attempt: Function,
-    update_norm: Maybe,
-    loss: Loss,
-) -> jax.Array:
-    """The verdict on the loss, its gradient, the reports of rules, and the norm of the updates.
-
-    It calls `attempt` if a rule reports: the reports are in the new state of the rule.
-    """
-    must_be_finite: list[Any] = [] if update_norm is None else [update_norm]
-    if loss.overwritten is not None:  # Neither norm covers overwritten leaves.
-        must_be_finite.append(guard.global_norm(loss.overwritten))
-    must_be_finite += [
-        average.scheduled_rate(state.step + 1)
-        for average in averages_of(state).values()
-        if average.schedule is not None
-    ]
-    last = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
-    opt_state = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
-    return guard.judge(value, grad_norm, state.calls, opt_state, last)
 
 
 def _info(

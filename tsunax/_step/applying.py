@@ -5,15 +5,17 @@ The steps of `update`, in `step.py`, call these functions in their order.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tsunax import guard
-from tsunax._core import Extra, Maybe, PyTree, Scalar, checks, trees
+from tsunax._core import Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import averages_of
 from tsunax._step.gradients import conjugated
@@ -70,16 +72,50 @@ def without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
     return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
 
 
-def run_rule(
+class RuleCall(NamedTuple):
+    """A call of the rule of a state, with its live numbers."""
+
+    update: Function
+    grads: PyTree
+    opt_state: PyTree
+    params: PyTree
+    keywords: Extra
+
+    def __call__(self) -> tuple[PyTree, PyTree]:
+        """The updates and the new state of the rule."""
+        return self.update(self.grads, self.opt_state, self.params, **self.keywords)
+
+    def with_joined_leaves(self) -> RuleCall:
+        """The call with all small leaves in one vector, for a rule that works by element.
+
+        Its program has one operation where the program of the call has one for each leaf.
+        """
+        leaves, structure = jax.tree.flatten(self.params)
+        groups, shapes = guard.groups_of_leaves(leaves), [x.shape for x in leaves]
+        if len(groups) == len(leaves):
+            return self
+
+        def is_like_params(tree: PyTree) -> bool:
+            return jax.tree.structure(tree) == structure and shapes == [
+                np.shape(x) for x in jax.tree.leaves(tree)
+            ]
+
+        join = lambda x: guard.joined(jax.tree.leaves(x), groups) if is_like_params(x) else x
+        inputs = self.grads, self.opt_state, self.params
+        grads, opt_state, params = jax.tree.map(join, inputs, is_leaf=is_like_params)
+        return self._replace(grads=grads, opt_state=opt_state, params=params)
+
+
+def rule_call(
     state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
-) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the rule."""
+) -> RuleCall:
+    """The call of the rule for these gradients."""
     params, policy, opt_state = master_params(state), state.plan.precision, state.opt_state
     if state.masters is not None or (policy is not None and policy.stochastic):
         grads = trees.cast_like(grads, params)
-    mean = mean_over_rows(grads, params)
     # Complex gradients are as JAX makes them: line searches compare them with the gradient of
     # `value_fn`.
+    mean = mean_over_rows(grads, params)
     arguments: Extra = {"grad": conjugated(mean), "step": state.step, "weight": weight}
     arguments |= ({} if value is None else {"value": value}) | extra
     arguments |= {} if grad_norm is None else {"grad_norm": grad_norm}
@@ -88,8 +124,14 @@ def run_rule(
             arguments[name] = checks.accepting(arguments[name], arguments)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     opt_state = number_table.join_numbers(opt_state, state.numbers, state.step)
-    results = state.plan.update(grads, opt_state, params, **arguments)
-    _check_results(results, (params, opt_state), has_rows=mean is not grads)
+    return RuleCall(state.plan.update, grads, opt_state, params, arguments)
+
+
+def run_rule(call: RuleCall) -> tuple[PyTree, PyTree]:
+    """The updates and the new state of the rule. Raises RuleError if their shapes are wrong."""
+    results = call()
+    has_rows = bool(_rows_in(call.grads, call.params))
+    _check_results(results, (call.params, call.opt_state), has_rows=has_rows)
     return results
 
 

@@ -1,58 +1,22 @@
-"""Whether loss and gradient are enough for the verdict on a step, and the state finite for it.
+"""Whether a state is finite, so that its steps may judge loss and gradient alone (`judging.py`).
 
-If finite gradients make finite updates, a step judges only its gradient, and makes a finite state
-from a finite state. Numbers that enter a state in other ways are checked there: in `restore` and
-`migrate`, and before the first call of a step.
+Such a step makes a finite state from a finite state. Numbers that enter a state in other ways are
+checked here: in `restore` and `migrate`, and before the first call of a step.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 import functools
 import re
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tsunax import guard
-from tsunax._core import Extra, PyTree, Scalar, checks, trees
+from tsunax._core import Extra, PyTree, checks, trees
 from tsunax._state.state_fields import averages_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import StateError, warn
-from tsunax.rules import number_table, update_bounds
 from tsunax.state import TrainState, master_params, trained_part
-
-# {dtype: a real dtype with the same range}
-RANGES = {
-    **{name: name for name in ("float32", "float64")},
-    **{"bfloat16": "float32", "complex64": "float32", "complex128": "float64"},
-}
-
-
-def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> tuple[Any, str]:
-    """Whether a finite gradient makes a finite update, or `(None, reason)` if that is not known.
-
-    True, or a traced bool if it depends on live numbers.
-    """
-    inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
-    kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
-    if len(kinds) > 1 or "" in kinds:
-        return None, "float16, or dtypes of several ranges"
-    opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
-    is_complex = any(map(jnp.iscomplexobj, inputs))
-    norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
-    try:
-        is_certain = update_bounds.certain(
-            state.plan.update, opt_state, kind, is_complex, weight, norm
-        )
-    except update_bounds.Undeclared as error:
-        return None, f"{error} may make an infinite update of a finite gradient"
-    if not isinstance(is_certain, bool):
-        is_spread = any(map(guard.is_over_mesh, inputs))
-        return (None, "live numbers, over a mesh") if is_spread else (is_certain, "")
-    return (True, "") if is_certain else (None, "its numbers, such as an eps of 0")
-
 
 # Limits of moments, by dtype; 2^100 by default. Gradients below 1e30 make no larger moment, and
 # updates of smaller moments are finite if eps is at least 1e-8: 2^100 / 2^-27 = 2^127.
@@ -68,8 +32,10 @@ FIX = (
 
 def _judges_gradient_alone(state: TrainState) -> bool:
     """Whether a step of this state applies updates without judging them."""
+    from tsunax._step.judging import certainty
+
     answers: list[bool] = []
-    look = lambda s: answers.append(certainty(s, trained_part(s), None)[0] is not None)
+    look = lambda s: answers.append(certainty(s, trained_part(s), None).is_certain is not None)
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
     return answers[0]
 

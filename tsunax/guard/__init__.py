@@ -4,7 +4,16 @@
 calls that only gather a gradient.
 """
 
-from tsunax.guard.norms import SMALL, excess, global_norm, is_over_mesh, square_sums, tracing
+from tsunax.guard.norms import (
+    SMALL,
+    excess,
+    global_norm,
+    groups_of_leaves,
+    is_over_mesh,
+    joined,
+    square_sums,
+    tracing,
+)
 from tsunax.guard.verdict import (
     GOT,
     POLICIES,
@@ -41,9 +50,11 @@ __all__ = [
     "excess",
     "explain",
     "global_norm",
+    "groups_of_leaves",
     "in_batch",
     "is_of_loss",
     "is_over_mesh",
+    "joined",
     "judge",
     "locate",
     "overflowed",

@@ -5,8 +5,8 @@
 import contextlib
 import contextvars
 import functools
-from collections import defaultdict
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,15 +55,24 @@ def square_sums(tree: PyTree) -> list[jax.Array]:
     return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+def groups_of_leaves(leaves: list[Any]) -> list[list[int]]:
+    """The places of leaves to join: all small leaves of a dtype together, each large leaf alone."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        is_small = x.size <= SMALL and not is_over_mesh(x)
+        groups.setdefault(x.dtype if is_small else i, []).append(i)
+    return list(groups.values())
+
+
+def joined(leaves: list[Any], groups: list[list[int]]) -> list[jax.Array]:
+    """One vector for each group of leaves; a leaf that is alone is returned."""
+    join = lambda xs: jnp.concatenate([x.ravel() for x in xs]) if len(xs) > 1 else xs[0]
+    return [join([leaves[i] for i in group]) for group in groups]
+
+
 def _joined(tree: PyTree) -> list[jax.Array]:
-    """The large leaves of a tree, and for each dtype one vector of all small leaves."""
-    large, small = [], defaultdict(list)
-    for x in map(jnp.asarray, jax.tree.leaves(tree)):
-        if x.size > SMALL or is_over_mesh(x):
-            large.append(x)
-        else:
-            small[x.dtype].append(x.ravel())
-    return large + [jnp.concatenate(xs) if len(xs) > 1 else xs[0] for xs in small.values()]
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    return joined(leaves, groups_of_leaves(leaves))
 
 
 def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:

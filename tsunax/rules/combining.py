@@ -176,6 +176,7 @@ class _PartitionUpdate(MadeOfRules):
         return jax.tree.unflatten(jax.tree.structure(grads), all_updates), PartitionState(inner)
 
     def bounded(self, survey, state, bounds):
+        survey.by_element = False
         named_updates = zip(self.patterns, self.updates, strict=True)
         return [x for name, f in named_updates for x in survey.walk(f, state.inner[name], bounds)]
 

@@ -251,6 +251,7 @@ class LiveUpdate(MadeOfRules):
         table: Any = state.table
         groups = (self.live.read(table[:, i], state.count) for i in range(state.groups))
         rules = map(self.live.build, groups)
+        survey.by_element &= state.groups == 1
         return [x for tx in rules for x in survey.walk(tx.update, state.inner, bounds, tx.init)]
 
 

@@ -58,6 +58,7 @@ class Survey:
     weight: Scalar  # the weight of the loss of this call
     params_norm: Function  # () -> the norm of the params
     conditions: list[Any] = field(default_factory=list)
+    by_element: bool = True  # whether no rule reads names or shapes of leaves
 
     def need(self, *conditions: Any) -> None:
         self.conditions += conditions
@@ -81,9 +82,10 @@ class Survey:
                 bounds = self.walk(inner, inner_state, bounds)
             return bounds
         if name == "masked" and "inner" in numbers:
-            inner = numbers["inner"]
+            self.by_element, inner = False, numbers["inner"]
             return bounds + self.walk(inner.update, state.inner_state, bounds, inner.init)
         if name in ("_stateless", "_decay"):
+            self.by_element &= numbers.get("where", "**") == "**"
             name, numbers = _factory(numbers["f"]), _closure(numbers["f"])
         if name not in _BOUNDS:
             raise Undeclared(name or trees.describe_call(update))
@@ -100,10 +102,12 @@ def certain(
     is_complex: bool,
     weight: Scalar,
     params_norm: Function,
-) -> Any:
+) -> tuple[Any, bool]:
     """Whether updates are finite if the gradient is: a bool, or a traced one if numbers are live.
 
-    Raises Undeclared, with the name of the rule, if there is no bound.
+    The second result is whether the rule computes each element of its update from the same element
+    of gradient, state and params, and from global norms. Raises Undeclared, with the name of the
+    rule, if there is no bound.
     """
     survey = Survey(*LARGEST[dtype], is_complex, weight, params_norm)
     try:
@@ -116,7 +120,8 @@ def certain(
         raise Undeclared(trees.describe_call(update)) from error
     if np.ndim(is_certain):  # a number of optax may be an array, with one for each column
         is_certain = is_certain.all()
-    return bool(is_certain) if isinstance(is_certain, np.bool_) else is_certain
+    is_certain = bool(is_certain) if isinstance(is_certain, np.bool_) else is_certain
+    return is_certain, survey.by_element
 
 
 def _is_static(x: Any, value: float) -> bool:
