@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from tsunax.guard import tracing
 from tsunax.loss import Loss, StaticWeight
 from tsunax.state import Plan, TrainState, assemble, check_state, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
+
+if TYPE_CHECKING:
+    from tsunax.watching import Watch
 
 
 def _over_members(
@@ -55,6 +58,7 @@ class TrainStep(GradientOptions):
     donate: bool = True
     norms: bool | str = True
     at_once: int | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, check_rows=self.check_rows)
@@ -106,7 +110,8 @@ class TrainStep(GradientOptions):
         search = search_functions(self.fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
         extra = {"device_mesh": mesh, **search, **extra}
-        return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
+        options = self.on_nonfinite, self.norms, extra, self.watch
+        return update_unchecked(state, grads, loss, None, *options)
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
@@ -242,6 +247,7 @@ def train_step(
     per_example: bool | Function = False,
     noise_scale: bool = False,
     check_rows: bool = True,
+    watch: Watch | None = None,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -283,6 +289,7 @@ def train_step(
         gradients between micro-batches. It takes an `accumulate` of at least 2.
       check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a
         few rows with the loss of their micro-batches, and warns if they differ.
+      watch: a `ts.Watch`, for numbers of each layer in `info.watch`.
 
     `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
     arrays.
@@ -315,6 +322,7 @@ def train_step(
         per_example=per_example,
         noise_scale=noise_scale,
         check_rows=check_rows,
+        watch=watch,
     )
 
 

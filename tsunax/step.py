@@ -56,6 +56,7 @@ from tsunax.state import (
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
+    from tsunax.watching import Watch, Watched
 
 
 def value_and_grad(
@@ -127,7 +128,7 @@ class StepInfo(NamedTuple):
     `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and, under
     `norms="update"`, `update_norm` (else None). `metrics` is a dict; `verdict` is 0 if the step was
     `applied`. Not every step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live
-    `numbers`, which `hyperparams` names.
+    `numbers`, which `hyperparams` names, or a `watch`.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` got no loss
@@ -143,6 +144,7 @@ class StepInfo(NamedTuple):
     loss_scale: jax.Array | None  # f32: the loss scale of this step, if the state has one
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
+    watch: Watched | None  # the numbers of layers, under `watch=`
     numbers: Numbers | None  # the live hyperparameters of this step
 
     @property
@@ -232,6 +234,7 @@ def update_unchecked(
     on_nonfinite: str,
     norms: bool | str,
     extra: Extra,
+    watch: Watch | None = None,
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
@@ -273,7 +276,9 @@ def update_unchecked(
             new = dataclasses.replace(
                 new, params=params_with_trained(new, trained_part(new), replaced)
             )
-        return Attempt(_changed_fields(new, state), emitted, without_frozen(updates, thawed))
+        updates = without_frozen(updates, thawed)
+        of_updates = None if watch is None else watch.of_updates(state, updates)
+        return Attempt(_changed_fields(new, state), emitted, updates, of_updates)
 
     def judge(make: Function, update_norm: Maybe, decide: Function) -> tuple[Attempt, Any]:
         """The attempt that `make` returns, or the unchanged state; and the verdict on it."""
@@ -302,7 +307,8 @@ def update_unchecked(
         """The verdict includes the norm of the update, which is the third result."""
         finished = attempt()
         update_norm = _update_norm(finished)
-        return *judge(lambda: finished, update_norm, guard.select), update_norm
+        chosen, verdict = judge(lambda: finished, update_norm, guard.select)
+        return chosen._replace(of_updates=finished.of_updates), verdict, update_norm
 
     update_norm = verdict = None
     if not is_judged:
@@ -319,6 +325,8 @@ def update_unchecked(
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
     info = _info(state, loss, value, norms_in_info, verdict)
+    if watch is not None:
+        info = info._replace(watch=watch.report(state, new, mean, chosen.of_updates))
     return trees.offloaded_like(new, stored_state), info
 
 
@@ -328,6 +336,7 @@ class Attempt(NamedTuple):
     fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
+    of_updates: jax.Array | None = None  # their numbers, for a `Watch` of updates
 
 
 def _changed_fields(new: TrainState, old: TrainState) -> dict[str, Any]:
@@ -342,7 +351,9 @@ def _rejected(state: TrainState, attempt: Attempt) -> Attempt:
     """The fields of the attempt as they are in the state."""
     fields = {name: getattr(state, name) for name in attempt.fields}
     emitted = None if attempt.emitted is None else jnp.bool_(False)
-    return Attempt({**fields, "params": split(state)[0][0]}, emitted)
+    numbers = attempt.of_updates
+    of_updates = None if numbers is None else jnp.full(numbers.shape, jnp.nan, numbers.dtype)
+    return Attempt({**fields, "params": split(state)[0][0]}, emitted, None, of_updates)
 
 
 def _with_fields(state: TrainState, fields: Extra) -> TrainState:
@@ -399,6 +410,7 @@ def _info(
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
         noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
+        watch=None,
         numbers=numbers,
     )
 

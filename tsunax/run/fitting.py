@@ -350,6 +350,7 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop ended there
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns, numbers = self.columns_of(infos, named, epochs, rejected)
+        is_measured = info_columns.measured_calls(columns, len(epochs))
         state = run.state  # a callback may replace run.state
 
         def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -360,12 +361,16 @@ class Fit:
             return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
-        is_due = (steps[applied] % log_every == 0) | (steps[applied] == 1)
-        if len(due := applied[is_due]):
-            run.rows.emit(rows_of(due), steps[due])
+        is_due = (steps % log_every == 0) | (steps == 1)
+        is_due = is_measured | (is_due & (verdicts == 0))
+        due = np.flatnonzero(is_due[:n])
+        for rows in info_columns.in_rows(due, is_measured):
+            is_applied = bool(verdicts[rows[0]] == 0)
+            run.rows.emit(rows_of(rows), steps[rows], is_applied=is_applied)
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
-            run.rows.pending = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
+            has_row = is_due[applied[-1]]
+            run.rows.pending = None if has_row else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info

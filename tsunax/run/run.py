@@ -198,8 +198,19 @@ class Rows(Part):
                 with contextlib.suppress(Exception):
                     self.flush()
 
-    def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add rows to the history and the loggers, which get the last row when it is complete."""
+    def emit(
+        self, columns: dict[str, np.ndarray], steps: np.ndarray, *, is_applied: bool
+    ) -> None:
+        """Add rows to the history and the loggers, which get the last row when it is complete.
+
+        Masked numbers are in no row. If the step was not applied, the row of the last applied step
+        gets the numbers that may be masked, those of a `Watch`.
+        """
+        columns = {name: x for name, x in columns.items() if not np.all(np.ma.getmaskarray(x))}
+        if not is_applied:
+            watched = {k: x for k, x in columns.items() if isinstance(x, np.ma.MaskedArray)}
+            return self.add({name: float(x[0]) for name, x in watched.items()}, int(steps[0]))
+        columns = {name: np.ma.getdata(x) for name, x in columns.items()}
         self.flush()
         self.run.history.extend(columns, steps)
         for i in range(len(steps)) if self.loggers else [len(steps) - 1]:
