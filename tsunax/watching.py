@@ -214,7 +214,9 @@ class Watched:
         """`named()` of stacked infos on the host as columns of rows, masked where not due."""
 
         def masked(x: np.ndarray) -> np.ma.MaskedArray:
-            is_absent = np.reshape(self.due == 0, (*self.due.shape, *[1] * (x.ndim - self.due.ndim)))
+            is_absent = np.reshape(
+                self.due == 0, (*self.due.shape, *[1] * (x.ndim - self.due.ndim))
+            )
             return np.ma.masked_array(x, np.broadcast_to(is_absent, x.shape))
 
         return {f"{COLUMNS}{name}": masked(x) for name, x in self.named().items()}

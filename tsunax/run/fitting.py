@@ -354,7 +354,7 @@ class Fit:
         state = run.state  # a callback may replace run.state
 
         def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
-            rows_by_name = {name: x[rows] for name, x in columns.items()}
+            rows_by_name = info_columns.at_rows(columns, rows)
             if self.options.steps_per_call is None:
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
                 rows_by_name |= info_columns.scheduled(infos, state, stack)
@@ -367,6 +367,8 @@ class Fit:
         for rows in info_columns.in_rows(due, is_measured):
             is_applied = bool(verdicts[rows[0]] == 0)
             run.rows.emit(rows_of(rows), steps[rows], is_applied=is_applied)
+            if is_measured[rows[0]]:
+                run.media |= info_columns.histograms(infos, int(rows[0]))
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
             has_row = is_due[applied[-1]]

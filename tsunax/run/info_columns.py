@@ -13,6 +13,7 @@ from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
+from tsunax.run.media import Histogram
 from tsunax.run.run import OF_FIT
 from tsunax.states import COUNTED, States, numbers_of, training_states
 from tsunax.step import StepInfo
@@ -228,7 +229,15 @@ def by_element(name: str, x: Any) -> dict[str, Any]:
 def measured_calls(columns: Mapping[str, Any], n: int) -> np.ndarray:
     """bool (n,): the calls at which a `Watch` was due. Each has a row."""
     masked = [x for x in columns.values() if isinstance(x, np.ma.MaskedArray)]
-    return functools.reduce(np.logical_or, [~np.ma.getmaskarray(x) for x in masked], np.zeros(n, bool))
+    return functools.reduce(
+        np.logical_or, [~np.ma.getmaskarray(x) for x in masked], np.zeros(n, bool)
+    )
+
+
+def at_rows(columns: Mapping[str, Any], calls: np.ndarray) -> dict[str, Any]:
+    """The numbers of these calls, without the columns that have none."""
+    numbers = {name: x[calls] for name, x in columns.items()}
+    return {name: x for name, x in numbers.items() if not np.all(np.ma.getmaskarray(x))}
 
 
 def in_rows(calls: np.ndarray, is_alone: np.ndarray) -> list[np.ndarray]:
@@ -240,8 +249,21 @@ def in_rows(calls: np.ndarray, is_alone: np.ndarray) -> list[np.ndarray]:
 
 def histograms(infos: PyTree, i: int) -> dict[str, Any]:
     """The histograms that call i of stacked infos measured, by name."""
-    found: dict[str, Any] = {}
-    return found
+    if isinstance(infos, StatesInfo):
+        return histograms(infos.info, i)
+    if isinstance(infos, Mapping):
+        parts = [(name, histograms(part, i)) for name, part in infos.items()]
+        return {f"{name}/{inner}": x for name, part in parts for inner, x in part.items()}
+    if not isinstance(infos, StepInfo) or infos.watch is None or not np.any(infos.watch.due[i]):
+        return {}
+    by_name: dict[str, Any] = {}
+    for name, arrays in infos.watch.histograms().items():
+        counts, edges = (np.reshape(x[i], (-1, x.shape[-1])) for x in arrays)
+        for k in range(len(counts)):  # members and layers have a number
+            number = f"/{k}" if len(counts) > 1 else ""
+            histogram = Histogram(counts[k], edges=edges[k])
+            by_name[f"watch/{name}{number}"] = histogram
+    return by_name
 
 
 def counts_of(state: PyTree) -> np.ndarray:
