@@ -143,11 +143,8 @@ class TrainStep(GradientOptions):
                 state, (loss, weight, *other_fields, _) = self.pure(state, batch, extra, mesh)
             self.traces.append(trace)  # after the step: a trace that raises does not count
             # The caller puts numbers back and makes the info, which is faster outside of jit.
-            return split(state)[0], (
-                loss,
-                StaticWeight.unless_array(weight) or weight,
-                *other_fields,
-            )
+            weight = StaticWeight.unless_array(weight) or weight
+            return split(state)[0], (loss, weight, *other_fields)
 
         out = None if shardings is None else (shardings.of_leaves, shardings.replicated)
         return jax.jit(
@@ -272,10 +269,8 @@ def train_step(
         see `update`; or "drop" such micro-batches, and skip the step if none is left.
       donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
         grad) is never consumed.
-      remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
-        recompute activations instead of storing them.
-      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass
-        over all updates.
+      remat: recompute activations: `True`, or a policy of `jax.checkpoint_policies`, or its name.
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices with their own
         rows and keys: losses, metrics and gradients are combined over it (once, by weight), and
         model states averaged. () for none: combine them yourself. Sharded arrays need none, and
@@ -291,8 +286,7 @@ def train_step(
         few rows with the loss of their micro-batches, and warns if they differ.
       watch: a `ts.Watch`, for numbers of each layer in `info.watch`.
 
-    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
-    arrays.
+    `extra` (another network) is neither differentiated nor donated. Batches may be on the host.
 
     Raises, before anything is compiled: WrongTypeError, and LossError for a loss_fn that cannot be
     used or that no trained leaf moves. When called: StateError for a donated state, NonFiniteError

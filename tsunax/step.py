@@ -31,6 +31,7 @@ from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.applying import (
     fit_gradients,
     mean_over_rows,
+    norm_of_updates,
     run_rule,
     with_moved_averages,
     with_params,
@@ -144,8 +145,8 @@ class StepInfo(NamedTuple):
     loss_scale: jax.Array | None  # f32: the loss scale of this step, if the state has one
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
-    watch: Watched | None  # the numbers of layers, under `watch=`
-    numbers: Numbers | None  # the live hyperparameters of this step
+    watch: Watched | None = None  # the numbers of layers, under `watch=`
+    numbers: Numbers | None = None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -188,8 +189,7 @@ def update(
     Args:
       grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
         `value_and_grad` conjugates gradients of complex leaves, `jax.grad` does not.
-      loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for
-        the rules that take it.
+      loss: the `Loss` or scalar that they are the gradient of, for the verdict and for rules.
       model_state: replaces `state.model_state` if the step is applied; default: `loss.model_state`.
       on_nonfinite: what to do if the loss, a gradient, an update that the rule would add to params,
         or a rule's report is not finite. Loss and gradient are judged before the rule runs; the
@@ -197,8 +197,7 @@ def update(
         `describe`). "skip" rejects the step: every array of the state but its counts and its loss
         scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
         "ignore" applies the step.
-      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass over
-        all updates.
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
@@ -306,14 +305,15 @@ def update_unchecked(
     def judge_late() -> tuple[Attempt, Any, jax.Array]:
         """The verdict includes the norm of the update, which is the third result."""
         finished = attempt()
-        update_norm = _update_norm(finished)
+        update_norm = norm_of_updates(finished.updates, finished.fields["params"])
         chosen, verdict = judge(lambda: finished, update_norm, guard.select)
         return chosen._replace(of_updates=finished.of_updates), verdict, update_norm
 
     update_norm = verdict = None
     if not is_judged:
         chosen = attempt()
-        update_norm = _update_norm(chosen) if norms == "update" else None
+        if norms == "update":
+            update_norm = norm_of_updates(chosen.updates, chosen.fields["params"])
     elif is_certain is True:
         chosen, verdict = judge_early(True)
     elif is_certain is not None:
@@ -324,9 +324,8 @@ def update_unchecked(
     new = _recorded(state, _with_fields(state, chosen.fields), verdict, chosen.emitted, loss)
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
-    info = _info(state, loss, value, norms_in_info, verdict)
-    if watch is not None:
-        info = info._replace(watch=watch.report(state, new, mean, chosen.of_updates))
+    watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
+    info = _info(state, loss, value, norms_in_info, verdict)._replace(watch=watched)
     return trees.offloaded_like(new, stored_state), info
 
 
@@ -351,8 +350,7 @@ def _rejected(state: TrainState, attempt: Attempt) -> Attempt:
     """The fields of the attempt as they are in the state."""
     fields = {name: getattr(state, name) for name in attempt.fields}
     emitted = None if attempt.emitted is None else jnp.bool_(False)
-    numbers = attempt.of_updates
-    of_updates = None if numbers is None else jnp.full(numbers.shape, jnp.nan, numbers.dtype)
+    of_updates = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), attempt.of_updates)
     return Attempt({**fields, "params": split(state)[0][0]}, emitted, None, of_updates)
 
 
@@ -360,14 +358,6 @@ def _with_fields(state: TrainState, fields: Extra) -> TrainState:
     """The state with these fields."""
     params = with_part(fields["params"], state.params, state.plan.moving)
     return dataclasses.replace(state, **{**fields, "params": params})
-
-
-def _update_norm(attempt: Attempt) -> jax.Array:
-    """The norm of the updates, infinite if they make a float16 parameter infinite."""
-    norm = guard.global_norm(attempt.updates)
-    halves = [x for x in jax.tree.leaves(attempt.fields["params"]) if x.dtype == jnp.float16]
-    overflows = ~jnp.isfinite(guard.global_norm(halves)) & jnp.isfinite(norm)
-    return jnp.where(overflows, jnp.inf, norm) if halves else norm
 
 
 def _verdict(
@@ -410,7 +400,6 @@ def _info(
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
         noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
-        watch=None,
         numbers=numbers,
     )
 

@@ -10,7 +10,6 @@ program skips the work of all other calls.
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -206,7 +205,8 @@ class Watched:
         for name, block, values in self._blocks():
             if block.bins:
                 low, high, counts = jnp.split(values[..., len(block.numbers) :], [1, 2], -1)
-                edges = low + (high - low) * np.linspace(0, 1, block.bins + 1, dtype=np.float32)
+                shares = np.linspace(0, 1, block.bins + 1, dtype=np.float32)
+                edges = low + (high - low) * shares.reshape(*[1] * (low.ndim - 1), -1)
                 histograms[f"{name}_{HISTOGRAM}"] = counts, edges
         return histograms
 
@@ -285,7 +285,8 @@ def _histogram(arrays: Sequence[jax.Array], bins: int) -> jax.Array:
         number = jnp.clip(jnp.floor((of_finite(x, low) - low) * scale), 0, bins - 1)
         number = jnp.where(jnp.isfinite(x), number, -1)
         # A comparison with each bin fuses into one reduction, also over the shards of a mesh.
-        is_in_bin = number[..., None] == jnp.arange(bins, dtype=number.dtype)
+        bin_numbers = jnp.arange(bins, dtype=number.dtype).reshape(*[1] * x.ndim, bins)
+        is_in_bin = number[..., None] == bin_numbers
         counts += jnp.sum(is_in_bin, range(x.ndim))
     return jnp.concatenate([jnp.stack([low, high]).astype(jnp.float32), counts])
 

@@ -109,6 +109,14 @@ def _check_results(results: PyTree, trees_before: PyTree, *, has_rows: bool) -> 
         raise RuleError("result of the rule", place, got, expected, fix)
 
 
+def norm_of_updates(updates: PyTree, params: PyTree) -> jax.Array:
+    """The norm of the updates, infinite if they make a float16 parameter infinite."""
+    norm = guard.global_norm(updates)
+    halves = [x for x in jax.tree.leaves(params) if x.dtype == jnp.float16]
+    overflows = ~jnp.isfinite(guard.global_norm(halves)) & jnp.isfinite(norm)
+    return jnp.where(overflows, jnp.inf, norm) if halves else norm
+
+
 def with_params(state: TrainState, params: PyTree) -> TrainState:
     """The state with new trained params, rounded as it stores them."""
     policy = state.plan.precision

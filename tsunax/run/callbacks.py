@@ -19,6 +19,7 @@ from tsunax._core.cadence import When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
+from tsunax.run.profiling import profile
 from tsunax.run.verifying import verify
 from tsunax.run.watchdog import watchdog
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "thaw_at", "throttle", "time_limit", "verify", "watchdog",
+    "profile", "thaw_at", "throttle", "time_limit", "verify", "watchdog",
 ]  # fmt: skip
 
 

@@ -361,18 +361,14 @@ class Fit:
             return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
-        is_due = (steps % log_every == 0) | (steps == 1)
-        is_due = is_measured | (is_due & (verdicts == 0))
+        is_due = ((steps % log_every == 0) | (steps == 1)) & (verdicts == 0) | is_measured
         due = np.flatnonzero(is_due[:n])
         for rows in info_columns.in_rows(due, is_measured):
-            is_applied = bool(verdicts[rows[0]] == 0)
-            run.rows.emit(rows_of(rows), steps[rows], is_applied=is_applied)
-            if is_measured[rows[0]]:
-                run.media |= info_columns.histograms(infos, int(rows[0]))
+            run.rows.emit(rows_of(rows), steps[rows], is_applied=verdicts[rows[0]] == 0)
+            run.media |= info_columns.histograms(infos, rows[0])
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
-            has_row = is_due[applied[-1]]
-            run.rows.pending = None if has_row else (row_of, int(steps[applied[-1]]))
+            run.rows.pending = None if is_due[applied[-1]] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info

@@ -188,7 +188,8 @@ def user_names(infos: PyTree) -> list[str]:
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos by name: of a `StepInfo`, a mapping of infos, or a single loss.
 
-    Numbers of a `Watch` are masked arrays, masked at the calls that did not measure them. A number with more than `MOST_COLUMNS` elements a step is a single array of two axes.
+    A number with more than `MOST_COLUMNS` elements a step is a single array of two axes. Numbers of
+    a `Watch` are masked at the calls that it did not measure.
     """
     if isinstance(infos, StatesInfo):
         numbers = dict(columns(infos.info))

@@ -260,8 +260,7 @@ class jsonl(_TextFile):
         folder = self.path.with_name(f"{self.path.name}.media") / self._run_id
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{step}-{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.png"
-        path.unlink(missing_ok=True)  # from a process that wrote this row before
-        durable_files.write(path, value.png())
+        durable_files.write_whole(path, value.png())  # it may replace that of an ended process
         return str(path.relative_to(self.path.parent))
 
     def _note(self, settings: Mapping[str, Any]) -> None:
@@ -380,8 +379,8 @@ class tensorboard(_Log):
 class tracker:
     """Log rows to a library that tracks experiments, `wandb` or `trackio`, with its open run.
 
-    `library` has the functions `log(row, step=)`, `Image`, `Histogram`, and `Markdown` or `Html` for
-    texts. For numbers alone, `logger=wandb.log` does the same.
+    `library` has `log(row, step=)`, `Image`, `Histogram`, and `Markdown` or `Html` for texts. For
+    numbers alone, `logger=wandb.log` does the same.
 
         wandb.init()
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.tracker(wandb))
