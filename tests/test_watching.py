@@ -72,7 +72,7 @@ def test_each_number_is_that_of_numpy_and_scanned_layers_are_split():
 
 def test_a_layer_is_all_leaves_of_a_parent_and_a_pattern_must_match():
     _, grads = ts.value_and_grad(loss_fn)(new_state(), X)
-    watch = ts.Watch(["**", "!blocks/**"], "grads", by="layer")
+    watch = ts.Watch(["**", "!blocks/**"], "grads", unit="layer")
     _, info = ts.train_step(loss_fn, watch=watch)(new_state(), X)
     both = np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads["out"])])
     assert_close(info.watch.named(), {"out/grads_norm": norm_of(both)})

@@ -33,14 +33,13 @@ HISTOGRAM = "histogram"
 
 @dataclass(frozen=True)
 class Watch:
-    """What `train_step(loss_fn, watch=...)` measures of each layer, and how often.
+    """The numbers of each layer that `train_step(loss_fn, watch=...)` measures.
 
     The numbers are in `info.watch`, `info.watch.named()` by name, such as
     `"encoder/kernel/grads_norm"`; in rows of `fit`, "watch/encoder/kernel/grads_norm". They are
     computed at the first call of a state and at each multiple of `every`, as `state.calls` counts
-    them. `info.watch.due` is 0 at other calls, which have no numbers and whose rows have no such
-    columns. A rejected step reports what it saw: its gradients with their NaN. Only its updates are
-    NaN if the step was rejected before the rule ran.
+    them. At other calls `info.watch.due` is 0, and the row has no such columns. A rejected step
+    reports its gradients with their NaN; its updates are NaN if the rule did not run.
 
     Args:
       where: the trained leaves, by the patterns of `freeze`.
@@ -49,8 +48,8 @@ class Watch:
       every: calls from one measurement to the next.
       numbers: of "norm" (L2), "rms", "zeros" (the share of elements that are 0) and "max" (the
         largest absolute value).
-      by: "leaf", or "layer" for one number of all leaves with the same parent.
-      stacked: patterns of the leaves whose first axis numbers the layers, as `nn.scan` and
+      unit: "leaf", or "layer" for one number of all leaves with the same parent.
+      stacked: patterns of the leaves with a first axis of layers, as `nn.scan` and
         `nnx.scan` make them: they get numbers of each layer, `"blocks/kernel/grads_norm"` of shape
         (layers,).
       histogram: the number of bins of a histogram of each leaf or layer, 0 for none.
@@ -72,14 +71,14 @@ class Watch:
     every: int = 100
     _: KW_ONLY
     numbers: Sequence[str] = ("norm",)
-    by: str = "leaf"
+    unit: str = "leaf"
     stacked: Where | None = None
     histogram: int = 0
 
     def __post_init__(self) -> None:
         checks.check_count(self.every, "Watch()", "every")
         checks.check_count(self.histogram, "Watch()", "histogram", 0)
-        checks.check_choice(self.by, "Watch()", "by", ("leaf", "layer"))
+        checks.check_choice(self.unit, "Watch()", "unit", ("leaf", "layer"))
         for name, choices in (("of", KINDS), ("numbers", NUMBERS)):
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else tuple(value)
@@ -149,7 +148,7 @@ class Watch:
             if not watched:
                 continue
             layers = np.shape(array)[0] if stacked and np.ndim(array) else None
-            place = path.rpartition("/")[0] if self.by == "layer" else path
+            place = path.rpartition("/")[0] if self.unit == "layer" else path
             key = place, name, layers
             groups.setdefault(key, Group(place, name, layers, [])).arrays.append(array)
         return list(groups.values())
@@ -239,7 +238,7 @@ def _leaves(kind: str, tree: PyTree) -> list[tuple[str, str, Any]]:
 def _moments(opt_state: PyTree, paths: Sequence[str]) -> list[tuple[str, str, Any]]:
     """`(path of the param, name of the moment, array)` of the arrays that belong to a leaf.
 
-    Their path ends with that of the leaf: "0/mu/encoder/kernel". The name is "mu", or "0.mu" if
+    Their path ends with the path of the leaf: "0/mu/encoder/kernel". The name is "mu", or "0.mu" if
     several moments of the leaf are called so.
     """
     moments: list[tuple[str, str, Any]] = []
@@ -295,7 +294,7 @@ def _if_any_due(measure: Function) -> Function:
     """`f(due, arrays)`: `measure(arrays)` under a condition, which stays one under `vmap`.
 
     `vmap` turns a condition with an axis into a select, which computes both sides in every call.
-    Members of a population are due together, so their condition is whether any of them is.
+    Members of a population are due together, so their condition is whether a member is due.
     """
 
     def f(due: jax.Array, arrays: Any) -> jax.Array:

@@ -260,7 +260,7 @@ class jsonl(_TextFile):
         folder = self.path.with_name(f"{self.path.name}.media") / self._run_id
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{step}-{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.png"
-        durable_files.write_whole(path, value.png())  # it may replace that of an ended process
+        durable_files.write_whole(path, value.png())  # an ended process may have written it
         return str(path.relative_to(self.path.parent))
 
     def _note(self, settings: Mapping[str, Any]) -> None:
@@ -337,9 +337,9 @@ class tensorboard(_Log):
         if isinstance(x, Histogram):
             centers = (x.edges[1:] + x.edges[:-1]) / 2
             sums = (float(np.sum(x.counts * centers**power)) for power in (0, 1, 2))
-            ends = float(x.edges[0]), float(x.edges[-1])
+            limits = float(x.edges[0]), float(x.edges[-1])
             arrays = x.edges[1:].tolist(), x.counts.tolist()
-            return self._summary.histogram_raw(name, *ends, *sums, *arrays).value[0]
+            return self._summary.histogram_raw(name, *limits, *sums, *arrays).value[0]
         return self._summary.scalar(name, x).value[0]
 
     @property

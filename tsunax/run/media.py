@@ -1,4 +1,4 @@
-"""Images, histograms and texts that `run.log` takes beside numbers.
+"""Images, histograms and texts that `run.log` takes like numbers.
 
 A history keeps numbers only. Loggers with the attribute `media = True` get these objects in their
 rows.

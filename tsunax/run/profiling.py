@@ -20,7 +20,7 @@ class profile(Part):
     after step 110. xprof and TensorBoard's profile plugin read the directory `path`. Each call of
     the compiled loop is a step there, with the number of the first step that it makes; with
     `fit(steps_per_call=1)` each step is. A run that is resumed between these steps profiles the
-    rest, and an exception ends the profile. Each process writes the file of its own devices.
+    rest, and an exception ends the profile. Each process writes a file for its devices.
 
     Raises HyperparameterError unless 0 ≤ steps[0] < steps[1], and CheckpointError unless `path` is
     a str or Path; RuntimeError, from JAX, if another profile is running.
@@ -45,19 +45,19 @@ class profile(Part):
         """The next of the two steps beyond `step`."""
         return min((place for place in self.steps if place > step), default=float("inf"))
 
-    def _is_inside(self, run: Any) -> bool:
+    def _is_profiled(self, run: Any) -> bool:
         return self.steps[0] <= run.step < self.steps[1]
 
     def due(self, run: Any, events: Any) -> bool:
         """Whether the profile begins or ends here."""
-        return (self._is_inside(run) and "end" not in events) != self._is_running
+        return (self._is_profiled(run) and "end" not in events) != self._is_running
 
     def at(self, run: Any, events: list[str]) -> None:
         """Begin or end the profile."""
         if self._is_running:
             self._stop()
             run.history.mark("profile", run.step, str(self._path))
-        elif self._is_inside(run):
+        elif self._is_profiled(run):
             jax.profiler.start_trace(self._path)
             self._is_running = True
 

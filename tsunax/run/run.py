@@ -101,7 +101,7 @@ class Run:
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
-        self.media: dict[str, Any] = {}  # what is no number, for the loggers of this row
+        self.media: dict[str, Any] = {}  # images, histograms and texts of this row
         self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
@@ -210,7 +210,7 @@ class Rows(Part):
         """Add rows to the history and the loggers, which get the last row when it is complete.
 
         Masked numbers are in no row. If the step was not applied, the row of the last applied step
-        gets the numbers that may be masked, those of a `Watch`.
+        gets the numbers of its `Watch`.
         """
         if not is_applied:
             watched = {k: x for k, x in columns.items() if isinstance(x, np.ma.MaskedArray)}
