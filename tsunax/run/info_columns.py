@@ -13,7 +13,6 @@ from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
-from tsunax.run.media import Histogram
 from tsunax.run.run import OF_FIT
 from tsunax.states import COUNTED, States, numbers_of, training_states
 from tsunax.step import StepInfo
@@ -257,6 +256,8 @@ def histograms(infos: PyTree, i: int) -> dict[str, Any]:
         return {f"{name}/{inner}": x for name, part in parts for inner, x in part.items()}
     if not isinstance(infos, StepInfo) or infos.watch is None or not np.any(infos.watch.due[i]):
         return {}
+    from tsunax.run.media import Histogram
+
     by_name: dict[str, Any] = {}
     for name, arrays in infos.watch.histograms().items():
         counts, edges = (np.reshape(x[i], (-1, x.shape[-1])) for x in arrays)

@@ -14,7 +14,6 @@ import numpy as np
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
 from tsunax.run.history import Clock, History, check_names, check_row
-from tsunax.run.media import MEDIA
 from tsunax.run.options import Goal, Options
 from tsunax.run.part import Part, blamed
 from tsunax.state import TrainState, check_state
@@ -116,6 +115,8 @@ class Run:
 
         A `loggers.Image`, `Histogram` or `Text` goes to the loggers that take it, with the row.
         """
+        from tsunax.run.media import MEDIA
+
         self.check_own(values, "run.log()")
         media = {name: x for name, x in values.items() if isinstance(x, MEDIA)}
         check_names(media, "run.log()")
