@@ -25,7 +25,7 @@ PACKAGE = ROOT / "tsunax"
 TIERS = {
     0: "errors _core _cpu",
     1: "metrics losses loss regularize guard precision averages reproduce rules schedules",
-    2: "_state state states microbatches _step step program hyper between_steps",
+    2: "_state state states microbatches _step step program hyper between_steps watching",
     3: "distributed data devices",
     4: "checkpoints models run loop",
     5: "populations migration insight testing tuning timelines",

@@ -64,5 +64,6 @@ from tsunax.step import update as update
 from tsunax.step import value_and_grad as value_and_grad
 from tsunax.timelines import timeline as timeline
 from tsunax.tuning import tune as tune
+from tsunax.watching import Watch as Watch
 
 __version__: str

@@ -136,7 +136,7 @@ def run_epoch(
 
     for _ in caller.calls(next_chunks):
         for chunk, infos in caller.read():
-            steps_done += chunk.steps
+            trainee.step = steps_done = steps_done + chunk.steps
             _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
             parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -187,7 +187,7 @@ def iterate(
 
     for calls in caller.calls(next_chunks):  # no calls at the end of an epoch
         for chunk, infos in caller.read():
-            steps_done += chunk.steps
+            trainee.step = steps_done = steps_done + chunk.steps
             _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
             info = infos.stacked(trainee.state, chunk.steps - 1)
         is_due = steps_done - yielded_at == steps_per_call or goal.reached(steps_done, feed.epoch)

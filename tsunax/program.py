@@ -31,6 +31,7 @@ from tsunax.step import StepInfo, check_norms, update_unchecked
 
 if TYPE_CHECKING:
     from tsunax._step.finite_state import FirstLook
+    from tsunax.watching import Watch
 
 
 def _over_members(
@@ -57,6 +58,7 @@ class TrainStep(GradientOptions):
     donate: bool = True
     norms: bool | str = True
     at_once: int | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, check_rows=self.check_rows)
@@ -110,7 +112,8 @@ class TrainStep(GradientOptions):
         search = search_functions(self.fn, state, batch, extra, self.axis_name)
         loss, grads = self.gradient(state, batch, **extra)
         extra = {"device_mesh": mesh, **search, **extra}
-        return update_unchecked(state, grads, loss, None, self.on_nonfinite, self.norms, extra)
+        options = self.on_nonfinite, self.norms, extra, self.watch
+        return update_unchecked(state, grads, loss, None, *options)
 
     @functools.cached_property
     def traces(self) -> list[Traced]:
@@ -243,6 +246,7 @@ def train_step(
     per_example: bool | Function = False,
     noise_scale: bool = False,
     check_rows: bool = True,
+    watch: Watch | None = None,
 ) -> TrainStep:
     """The compiled step of a loss function: `step(state, batch, **extra) -> (state, info)`.
 
@@ -267,10 +271,8 @@ def train_step(
         see `update`; or "drop" such micro-batches, and skip the step if none is left.
       donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
         grad) is never consumed.
-      remat: `True`, or a policy of `jax.checkpoint_policies` or its name ("dots_saveable"):
-        recompute activations instead of storing them.
-      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass
-        over all updates.
+      remat: recompute activations: `True`, or a policy of `jax.checkpoint_policies`, or its name.
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices with their own
         rows and keys: losses, metrics and gradients are combined over it (once, by weight), and
         model states averaged. () for none: combine them yourself. Sharded arrays need none, and
@@ -284,9 +286,9 @@ def train_step(
         gradients between micro-batches. It takes an `accumulate` of at least 2.
       check_rows: whether the first call under `accumulate` or `per_example` compares the loss of a
         few rows with the loss of their micro-batches, and warns if they differ.
+      watch: a `ts.Watch`, for numbers of each layer in `info.watch`.
 
-    `extra` (another network, a teacher) is neither differentiated nor donated. Batches may be host
-    arrays.
+    `extra` (another network) is neither differentiated nor donated. Batches may be on the host.
 
     Raises, before anything is compiled: WrongTypeError, and LossError for a loss_fn that cannot be
     used or that no trained leaf moves. When called: StateError for a donated state, NonFiniteError
@@ -316,6 +318,7 @@ def train_step(
         per_example=per_example,
         noise_scale=noise_scale,
         check_rows=check_rows,
+        watch=watch,
     )
 
 

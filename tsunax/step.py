@@ -47,6 +47,7 @@ from tsunax.state import TrainState, check_state, master_params, params_with_tra
 
 if TYPE_CHECKING:
     from tsunax.microbatches import NoiseScale
+    from tsunax.watching import Watch, Watched
 
 
 def value_and_grad(
@@ -118,7 +119,7 @@ class StepInfo(NamedTuple):
     `weight` (the rows or tokens behind it) are f32 scalars, as are `grad_norm` and, under
     `norms="update"`, `update_norm` (else None). `metrics` is a dict; `verdict` is 0 if the step was
     `applied`. Not every step has `dropped`, `loss_scale`, `noise_scale`, `step`, or the live
-    `numbers`, which `hyperparams` names.
+    `numbers`, which `hyperparams` names, or a `watch`.
     """
 
     loss: jax.Array  # f32, the mean. None if `update` got no loss
@@ -134,7 +135,8 @@ class StepInfo(NamedTuple):
     loss_scale: jax.Array | None  # f32: the loss scale of this step, if the state has one
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
-    numbers: Numbers | None  # the live hyperparameters of this step
+    watch: Watched | None = None  # the numbers of layers, under `watch=`
+    numbers: Numbers | None = None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -177,8 +179,7 @@ def update(
     Args:
       grads: of the structure of `trainable(state)`, or of the full tree. They are used as they are:
         `value_and_grad` conjugates gradients of complex leaves, `jax.grad` does not.
-      loss: the `Loss` or scalar that they are the gradient of: part of the verdict, and `value` for
-        the rules that take it.
+      loss: the `Loss` or scalar that they are the gradient of, for the verdict and for rules.
       model_state: replaces `state.model_state` if the step is applied; default: `loss.model_state`.
       on_nonfinite: what to do if the loss, a gradient, an update that the rule would add to params,
         or a rule's report is not finite. Loss and gradient are judged before the rule runs; the
@@ -186,8 +187,7 @@ def update(
         `describe`). "skip" rejects the step: every array of the state but its counts and its loss
         scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
         "ignore" applies the step.
-      norms: whether info has `grad_norm`; "update" for `update_norm` too, which costs a pass over
-        all updates.
+      norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       extra: goes to the rule, if it takes extra arguments.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
@@ -223,6 +223,7 @@ def update_unchecked(
     on_nonfinite: str,
     norms: bool | str,
     extra: Extra,
+    watch: Watch | None = None,
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
     if state.loss_scale is not None and on_nonfinite == "ignore":
@@ -265,7 +266,9 @@ def update_unchecked(
             new = dataclasses.replace(
                 new, params=params_with_trained(new, trained_part(new), replaced)
             )
-        return Attempt.from_states(state, new, emitted, without_frozen(updates, thawed))
+        updates = without_frozen(updates, thawed)
+        of_updates = None if watch is None else watch.of_updates(state, updates)
+        return Attempt.from_states(state, new, emitted, updates, of_updates)
 
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None
@@ -279,7 +282,8 @@ def update_unchecked(
     new = _recorded(state, chosen.applied_to(state), verdict, chosen.emitted, loss)
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
-    info = _info(state, loss, value, norms_in_info, verdict)
+    watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
+    info = _info(state, loss, value, norms_in_info, verdict)._replace(watch=watched)
     return trees.offloaded_like(new, stored_state), info
 
 

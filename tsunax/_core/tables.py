@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 # Columns of a history that pictures and the progress leave out.
-ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped"}
+ASIDE = {"epoch", "rejected", "grad_norm", "update_norm", "loss_scale", "dropped", "watch"}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

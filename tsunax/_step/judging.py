@@ -71,22 +71,24 @@ class Attempt(NamedTuple):
     fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
+    of_updates: jax.Array | None = None  # their numbers, for a `Watch` of updates
 
     @classmethod
     def from_states(
-        cls, old: TrainState, new: TrainState, emitted: Any, updates: PyTree
+        cls, old: TrainState, new: TrainState, emitted: Any, updates: PyTree, of_updates: Any
     ) -> Attempt:
         """The attempt that makes the state `new` of `old`."""
         moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
         fields = {name: getattr(new, name) for name in moving if name != "params"}
         fields = {name: x for name, x in fields.items() if x is not getattr(old, name)}
-        return cls({**fields, "params": split(new)[0][0]}, emitted, updates)
+        return cls({**fields, "params": split(new)[0][0]}, emitted, updates, of_updates)
 
     def undone(self, state: TrainState) -> Attempt:
         """The attempt that leaves its fields as they are in the state."""
         fields = {name: getattr(state, name) for name in self.fields}
         emitted = None if self.emitted is None else jnp.bool_(False)
-        return Attempt({**fields, "params": split(state)[0][0]}, emitted)
+        of_updates = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), self.of_updates)
+        return Attempt({**fields, "params": split(state)[0][0]}, emitted, None, of_updates)
 
     def applied_to(self, state: TrainState) -> TrainState:
         """The state with the fields of this attempt."""
@@ -137,7 +139,9 @@ class Judge:
         """The rule runs before the verdict on the norm of its update, which is the third result."""
         attempt = self.attempt()
         update_norm = attempt.update_norm()
-        return *self._chosen(lambda: attempt, update_norm, guard.select), update_norm
+        chosen, verdict = self._chosen(lambda: attempt, update_norm, guard.select)
+        # The rule ran, so its updates are known also if they are rejected.
+        return chosen._replace(of_updates=attempt.of_updates), verdict, update_norm
 
     def _chosen(
         self, attempt: Function, update_norm: Maybe, decide: Function

@@ -19,6 +19,7 @@ from tsunax._core.cadence import When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
+from tsunax.run.profiling import profile
 from tsunax.run.rewinding import rewind
 from tsunax.run.verifying import verify
 from tsunax.run.watchdog import watchdog
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "At", "Part", "adjust_at", "early_stopping", "every", "freeze_at", "patience", "plateau",
-    "rewind", "thaw_at", "throttle", "time_limit", "verify", "watchdog",
+    "profile", "rewind", "thaw_at", "throttle", "time_limit", "verify", "watchdog",
 ]  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
 from tsunax._core import PyTree, placement, processes
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop
@@ -27,6 +29,7 @@ class Trainee:
     """An object with a state that each call replaces, as a `Run` has it."""
 
     state: PyTree
+    step: int = 0  # steps with infos that were read
 
 
 class Caller:
@@ -75,19 +78,24 @@ class Caller:
 
     def _dispatch(self, chunks: list[Chunk]) -> None:
         first, state, extra = chunks[0], self.trainee.state, self.extra
+        # A profile numbers each call by its first step.
+        step = self.trainee.step + self.ahead + 1
+        annotation = functools.partial(jax.profiler.StepTraceAnnotation, "train")
         if first.n is None:  # the step is called as it is
-            if isinstance(step := self.loop.step, TrainStep):
-                self.agreement.program(
-                    functools.partial(step.trace, **extra), state, first.feed.batch
-                )
-            self.trainee.state, infos = self.loop.call_step(state, first.feed.batch, extra)
+            if isinstance(train_step := self.loop.step, TrainStep):
+                trace = functools.partial(train_step.trace, **extra)
+                self.agreement.program(trace, state, first.feed.batch)
+            with annotation(step_num=step):
+                self.trainee.state, infos = self.loop.call_step(state, first.feed.batch, extra)
             self.unread.append(Call(first, infos))
             return
         self.agreement.program(self.loop.trace, state, first.feed, first.n, extra)
         calls = fused_loop.Calls(self.loop, state, extra)
         try:
             for chunk in chunks:
-                self.unread.append(Call(chunk, calls(chunk.feed, chunk.n)))
+                with annotation(step_num=step):
+                    self.unread.append(Call(chunk, calls(chunk.feed, chunk.n)))
+                step += chunk.steps
         finally:  # earlier calls count, also if a later one raises
             self.trainee.state = calls.state
 

@@ -352,22 +352,25 @@ class Fit:
         n = len(epochs) if fatal is None else fatal + 1  # the loop ended there
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns, numbers = self.columns_of(infos, named, epochs, rejected)
+        is_measured = info_columns.measured_calls(columns, len(epochs))
         state = run.state  # a callback may replace run.state
 
         def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
-            rows_by_name = {name: x[rows] for name, x in columns.items()}
+            rows_by_name = info_columns.at_rows(columns, rows)
             if self.options.steps_per_call is None:
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
                 rows_by_name |= info_columns.scheduled(infos, state, stack)
             return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
-        is_due = (steps[applied] % log_every == 0) | (steps[applied] == 1)
-        if len(due := applied[is_due]):
-            run.rows.emit(rows_of(due), steps[due])
+        is_due = ((steps % log_every == 0) | (steps == 1)) & (verdicts == 0) | is_measured
+        due = np.flatnonzero(is_due[:n])
+        for rows in info_columns.in_rows(due, is_measured):
+            run.rows.emit(rows_of(rows), steps[rows], is_applied=verdicts[rows[0]] == 0)
+            run.media |= info_columns.histograms(infos, rows[0])
         if len(applied):
             row_of = functools.partial(rows_of, applied[-1:])
-            run.rows.pending = None if is_due[-1] else (row_of, int(steps[applied[-1]]))
+            run.rows.pending = None if is_due[applied[-1]] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info

@@ -187,7 +187,8 @@ def user_names(infos: PyTree) -> list[str]:
 def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
     """The numbers of stacked infos by name: of a `StepInfo`, a mapping of infos, or a single loss.
 
-    A number with more than `MOST_COLUMNS` elements a step is a single array of two axes.
+    A number with more than `MOST_COLUMNS` elements a step is a single array of two axes. Numbers of
+    a `Watch` are masked at the calls that it did not measure.
     """
     if isinstance(infos, StatesInfo):
         numbers = dict(columns(infos.info))
@@ -202,6 +203,7 @@ def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
         numbers = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
         noise = {} if infos.noise_scale is None else infos.noise_scale._asdict()
         numbers |= {f"noise_scale/{name}": x for name, x in noise.items()}
+        numbers |= {} if infos.watch is None else infos.watch.columns()
     elif isinstance(infos, Mapping):
         numbers = {}
         for name, part in infos.items():
@@ -222,6 +224,48 @@ def by_element(name: str, x: Any) -> dict[str, Any]:
     if np.ndim(x) == 1 or flat.shape[1] > MOST_COLUMNS:
         return {name: x if np.ndim(x) == 1 else flat}
     return {f"{name}/{i}": column for i, column in enumerate(flat.T)}
+
+
+def measured_calls(columns: Mapping[str, Any], n: int) -> np.ndarray:
+    """bool (n,): the calls at which a `Watch` was due. Each has a row."""
+    masked = [x for x in columns.values() if isinstance(x, np.ma.MaskedArray)]
+    return functools.reduce(
+        np.logical_or, [~np.ma.getmaskarray(x) for x in masked], np.zeros(n, bool)
+    )
+
+
+def at_rows(columns: Mapping[str, Any], calls: np.ndarray) -> dict[str, Any]:
+    """The numbers of these calls, without the columns that have none."""
+    numbers = {name: x[calls] for name, x in columns.items()}
+    return {name: x for name, x in numbers.items() if not np.all(np.ma.getmaskarray(x))}
+
+
+def in_rows(calls: np.ndarray, is_alone: np.ndarray) -> list[np.ndarray]:
+    """These calls in groups of rows with the same columns: some calls form a group alone."""
+    flags = is_alone[calls]
+    starts = np.flatnonzero(flags[1:] | flags[:-1]) + 1
+    return np.split(calls, starts) if len(calls) else []
+
+
+def histograms(infos: PyTree, i: int) -> dict[str, Any]:
+    """The histograms that call i of stacked infos measured, by name."""
+    if isinstance(infos, StatesInfo):
+        return histograms(infos.info, i)
+    if isinstance(infos, Mapping):
+        parts = [(name, histograms(part, i)) for name, part in infos.items()]
+        return {f"{name}/{inner}": x for name, part in parts for inner, x in part.items()}
+    if not isinstance(infos, StepInfo) or infos.watch is None or not np.any(infos.watch.due[i]):
+        return {}
+    from tsunax.run.media import Histogram
+
+    by_name: dict[str, Any] = {}
+    for name, arrays in infos.watch.histograms().items():
+        counts, edges = (np.reshape(x[i], (-1, x.shape[-1])) for x in arrays)
+        for k in range(len(counts)):  # members and layers have a number
+            number = f"/{k}" if len(counts) > 1 else ""
+            histogram = Histogram(counts[k], edges=edges[k])
+            by_name[f"watch/{name}{number}"] = histogram
+    return by_name
 
 
 def counts_of(state: PyTree) -> np.ndarray:

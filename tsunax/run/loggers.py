@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import csv as _csv
+import html
 import io
 import itertools
 import json
@@ -35,14 +36,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tsunax._core import StrPath, durable_files
 from tsunax._core.libraries import library
 from tsunax._core.tables import short
 from tsunax.errors import SaveError
+from tsunax.run.media import Histogram, Image, Text
 
-__all__ = ["console", "csv", "jsonl", "tensorboard"]
+__all__ = ["Histogram", "Image", "Text", "console", "csv", "jsonl", "tensorboard", "tracker"]
 
-Row = Mapping[str, float]
+Row = Mapping[str, Any]  # numbers; with `media = True` also images, histograms and texts
 RUN_ID = "run_id"  # a setting, and a column with the run of each row
 
 
@@ -230,18 +234,34 @@ class jsonl(_TextFile):
     """Append rows to the file at `path`, one JSON object a line: `{"step": 100, "loss": 0.69}`.
 
     The line `{"settings": {...}}` comes before the rows of a run; the rows of a run with a
-    checkpoint have its "run_id". NaN and ±inf are written as null. CheckpointError for a path that
-    is no str or Path.
+    checkpoint have its "run_id". NaN and ±inf are written as null. A histogram is an object with
+    "counts" and "edges", an image the path of a PNG file in the folder `path` + ".media".
+    CheckpointError for a path that is no str or Path.
 
         ts.fit(step, state, data, steps=1000, logger=ts.loggers.jsonl("run/rows.jsonl"))
     """
 
     _BEGINNINGS = '{"step": ', '{"settings": '
+    #: It takes images, histograms and texts.
+    media = True
 
     def __call__(self, row: Row, step: int) -> None:
+        row = {name: self._as_json(name, x, step) for name, x in row.items()}
         line = json.dumps(_finite(self._full_row(row, step)))
         with self._ready():
             self._append(f"{line}\n".encode())
+
+    def _as_json(self, name: str, value: Any, step: int) -> Any:
+        """A number or a text; a histogram as a dict; the path of a new PNG file for an image."""
+        if isinstance(value, Histogram):
+            return {"counts": value.counts.tolist(), "edges": value.edges.tolist()}
+        if not isinstance(value, Image):
+            return value.text if isinstance(value, Text) else value
+        folder = self.path.with_name(f"{self.path.name}.media") / self._run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{step}-{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.png"
+        durable_files.write_whole(path, value.png())  # an ended process may have written it
+        return str(path.relative_to(self.path.parent))
 
     def _note(self, settings: Mapping[str, Any]) -> None:
         if settings:
@@ -269,6 +289,9 @@ class tensorboard(_Log):
     "settings". Characters that a tag must not contain become "_". Raises CheckpointError for a
     directory that is no path, and MissingLibraryError without tensorboardX, both when it is made.
     """
+
+    #: It takes images, histograms and texts.
+    media = True
 
     def __init__(self, directory: StrPath) -> None:
         super().__init__(directory)
@@ -299,8 +322,25 @@ class tensorboard(_Log):
     def __call__(self, row: Row, step: int) -> None:
         if self._file is None:
             self._open()
-        scalars = [self._summary.scalar(name, value).value[0] for name, value in row.items()]
-        self._append_event(step=step, summary=self._summaries.Summary(value=scalars))
+        values = [self._value_of(name, x) for name, x in row.items()]
+        self._append_event(step=step, summary=self._summaries.Summary(value=values))
+
+    def _value_of(self, name: str, x: Any) -> Any:
+        """A value of a summary."""
+        if isinstance(x, Text):
+            return self._summary.text(name, x.text).value[0]
+        if isinstance(x, Image):
+            height, width, channels = x.pixels.shape
+            fields = {"height": height, "width": width, "colorspace": channels}
+            image = self._summaries.Summary.Image(**fields, encoded_image_string=x.png())
+            return self._summaries.Summary.Value(tag=name, image=image)
+        if isinstance(x, Histogram):
+            centers = (x.edges[1:] + x.edges[:-1]) / 2
+            sums = (float(np.sum(x.counts * centers**power)) for power in (0, 1, 2))
+            limits = float(x.edges[0]), float(x.edges[-1])
+            arrays = x.edges[1:].tolist(), x.counts.tolist()
+            return self._summary.histogram_raw(name, *limits, *sums, *arrays).value[0]
+        return self._summary.scalar(name, x).value[0]
 
     @property
     def _suffixes(self) -> list[str]:
@@ -329,7 +369,37 @@ class tensorboard(_Log):
             end = start + 16 + int.from_bytes(content[start : start + 8], "little")
             is_whole = end <= len(content)
             event = self._events.Event.FromString(content[start + 12 : end - 4] * is_whole)
-            has_scalar = any(x.HasField("simple_value") for x in event.summary.value)
-            if not is_whole or (event.step >= first and has_scalar):
+            is_row = any(not x.tag.startswith("settings/") for x in event.summary.value)
+            if not is_whole or (event.step >= first and is_row):
                 os.truncate(path, start)
                 return durable_files.sync(path)
+
+
+@dataclass(eq=False)
+class tracker:
+    """Log rows to a library that tracks experiments, `wandb` or `trackio`, with its open run.
+
+    `library` has `log(row, step=)`, `Image`, `Histogram`, and `Markdown` or `Html` for texts. For
+    numbers alone, `logger=wandb.log` does the same.
+
+        wandb.init()
+        ts.fit(step, state, data, steps=1000, logger=ts.loggers.tracker(wandb))
+    """
+
+    library: Any
+    #: It takes images, histograms and texts.
+    media = True
+
+    def __call__(self, row: Row, step: int) -> None:
+        self.library.log({name: self._converted(x) for name, x in row.items()}, step=step)
+
+    def _converted(self, x: Any) -> Any:
+        library = self.library
+        if isinstance(x, Image):
+            return library.Image(x.pixels)
+        if isinstance(x, Histogram):
+            return library.Histogram(np_histogram=(x.counts, x.edges))
+        if isinstance(x, Text):
+            is_plain = hasattr(library, "Markdown")
+            return library.Markdown(x.text) if is_plain else library.Html(html.escape(x.text))
+        return x

@@ -206,17 +206,26 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
             }  # fmt: skip
             (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
     single_lines = [line for name, line in lines.items() if name in kinds]
+    if len(single_lines) > _MOST_NAMES and panel.endswith("norm"):
+        # Of many layers the legend names the lowest and the highest.
+        by_height = sorted(single_lines, key=lambda line: float(line.get_ydata()[-1]))
+        single_lines = [
+            *by_height[: -_MOST_NAMES // 2 - 1 : -1],
+            *by_height[_MOST_NAMES // 2 - 1 :: -1],
+        ]
     if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:
         # To the right of the panel, because inside it could hide points.
         axes.legend(handles=single_lines, loc="upper left", bbox_to_anchor=(1, 1), **_LEGEND)
     all_values = np.concatenate([values for _, values in columns.values()])
     finite_values = all_values[np.isfinite(all_values)]
+    if panel.endswith("norm"):  # A norm of 0 is at the lower edge.
+        finite_values = finite_values[finite_values > 0]
     if (
-        panel.endswith("loss")
+        panel.endswith(("loss", "norm"))
         and finite_values.size
         and 0 < 20 * finite_values.min() < finite_values.max()
     ):
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="clip")
         log_ticks(axes.yaxis, finite_values)
     else:
         axes.ticklabel_format(axis="y", useOffset=False)

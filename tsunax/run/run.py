@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
-from tsunax.run.history import Clock, History, check_row
+from tsunax.run.history import Clock, History, check_names, check_row
 from tsunax.run.options import Goal, Options
 from tsunax.run.part import Part, blamed
 from tsunax.state import TrainState, check_state
@@ -107,6 +107,7 @@ class Run:
         self.evaluated_names: frozenset[str] = frozenset()  # the same on all processes
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
+        self.media: dict[str, Any] = {}  # images, histograms and texts of this row
         self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
@@ -116,10 +117,18 @@ class Run:
         parts_of_rows = options.goal, options.loggers, options.clock, settings
         self.rows: Rows = Rows(self, *parts_of_rows)
 
-    def log(self, **numbers: Any) -> None:
-        """Add numbers to the row of this step; a newer number replaces an older one of its name."""
-        self.check_own(numbers, "run.log()")
-        row = check_row(numbers, "run.log()")
+    def log(self, **values: Any) -> None:
+        """Add numbers to the row of this step; a newer number replaces an older one of its name.
+
+        A `loggers.Image`, `Histogram` or `Text` goes to the loggers that take it, with the row.
+        """
+        from tsunax.run.media import MEDIA
+
+        self.check_own(values, "run.log()")
+        media = {name: x for name, x in values.items() if isinstance(x, MEDIA)}
+        check_names(media, "run.log()")
+        self.media |= media
+        row = check_row({name: values[name] for name in values if name not in media}, "run.log()")
         self.row |= row
         self.metrics |= row
 
@@ -229,8 +238,16 @@ class Rows(Part):
                 with contextlib.suppress(Exception):
                     self.flush()
 
-    def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray) -> None:
-        """Add rows to the history and the loggers, which get the last row when it is complete."""
+    def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray, *, is_applied: bool) -> None:
+        """Add rows to the history and the loggers, which get the last row when it is complete.
+
+        Masked numbers are in no row. If the step was not applied, the row of the last applied step
+        gets the numbers of its `Watch`.
+        """
+        if not is_applied:
+            watched = {k: x for k, x in columns.items() if isinstance(x, np.ma.MaskedArray)}
+            return self.add({name: float(x[0]) for name, x in watched.items()}, int(steps[0]))
+        columns = {name: np.ma.getdata(x) for name, x in columns.items()}
         self.flush()
         self.run.history.extend(columns, steps)
         for i in range(len(steps)) if self.loggers else [len(steps) - 1]:
@@ -242,7 +259,7 @@ class Rows(Part):
         """Begin the row of this step, to which numbers belong from now on."""
         if step != self.step:
             self.flush()
-            self.step, self.run.row = step, {}
+            self.step, self.run.row, self.run.media = step, {}, {}
 
     def add(self, row: Mapping[str, float], step: int) -> None:
         """Add a row of numbers, or more numbers to the row of this step."""
@@ -300,10 +317,13 @@ class Rows(Part):
         """Give the newest row to the loggers."""
         # A number that a resumed run logs again comes from the history, which has floats.
         row, self.run.row = {name: float(x) for name, x in self.run.row.items()}, {}
-        self.flushed_step = self.step if row else self.flushed_step
-        for logger in self.loggers if row and self.step != self.resumed_row else ():
-            with self.clock("callbacks", logger), blamed("logger", logger, self.run, self.step):
-                logger(dict(row), step=self.step)
+        media, self.run.media = self.run.media, {}
+        self.flushed_step = self.step if row or media else self.flushed_step
+        for logger in self.loggers if self.step != self.resumed_row else ():
+            full_row = row | (media if getattr(logger, "media", False) is True else {})
+            if full_row:
+                with self.clock("callbacks", logger), blamed("logger", logger, self.run, self.step):
+                    logger(full_row, step=self.step)
 
     def sync(self) -> None:
         """Put the rows on the disk, because a run that resumes here does not log them again."""
