@@ -155,7 +155,10 @@ def _commit(saver, name: str, first: _manifest.Manifest, count: int) -> None:
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
+    steps, links = saver.home.metrics_by_step(), saver.home.links
+    whole = whole.linked({step: link for step, link in links.items() if step in steps})
     saver.home.commit(name, whole)
+    links[whole.step] = whole.links[whole.step]
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -10,7 +10,7 @@ then the calls of the run are made again, with the same bits.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +88,12 @@ class Timeline:
         self._has_compared = False
 
     def __repr__(self) -> str:
-        return f"Timeline({self.saved.checkpoints.path}, {len(self.steps)} checkpoints)"
+        newest = self.saved.newest
+        link = None if newest is None else self.saved.manifest(newest).links.get(newest)
+        text = f"{len(self.steps)} checkpoints" + (
+            f", link {link} at step {newest}" if link else ""
+        )
+        return f"Timeline({self.saved.checkpoints.path}, {text})"
 
     @property
     def steps(self) -> list[int]:
@@ -151,11 +156,15 @@ class Timeline:
         earlier = self._moment(first, None)
         return explained(self._script, earlier, call, rows)
 
-    def audit(self, first: int, last: int) -> list[str]:
+    def audit(self, first: int | None = None, last: int | None = None) -> list[str]:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
 
-        [] attests that the script makes the saved bits of `last` from the bits of `first`.
+        [] attests that the script makes the saved bits of `last` from the bits of `first`. Without
+        steps, no step is repeated: the result lists the checkpoints whose manifest has been edited
+        or exchanged, because later checkpoints are linked to other contents.
         """
+        if first is None and last is None:
+            return self.saved.broken_links()
         self._look()
         for step in (first, last):
             if step not in self.steps:
@@ -163,10 +172,11 @@ class Timeline:
         start, calls = self._restored(first), self.saved.calls(last)
         if calls < start.calls:
             raise StateError("steps", "audit()", f"{first} and {last}", "the earlier one first")
-        line, self._script = (
-            self._script,
-            dataclasses.replace(self._script, edits=self.saved.edits(last)),
-        )
+        line, edits = self._script, self.saved.edits(last)
+        if not starts_with(edits, self.saved.edits(first)):
+            got = f"{first} and {last}, which have other edits"
+            raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
+        self._script = dataclasses.replace(line, edits=edits)
         try:
             end = self._advanced(start, None, calls)
         finally:
@@ -290,8 +300,7 @@ class Timeline:
             edits = self.saved.edits(saved_step)
         except Damaged:
             return False
-        line = self._script.edits[: len(edits)]
-        return [edit.dump() for edit in edits] == [edit.dump() for edit in line]
+        return starts_with(self._script.edits, edits)
 
     def _restored(self, saved_step: int) -> Moment:
         self._check_script("state")
@@ -329,6 +338,12 @@ class Timeline:
         if value is None:
             expected = "timeline(run, step, state, data), as fit got them"
             raise WrongTypeError(name, "timeline()", "None", expected)
+
+
+def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
+    """Whether a record of edits begins with these edits."""
+    dumped = [edit.dump() for edit in first_edits]
+    return dumped == [edit.dump() for edit in edits[: len(dumped)]]
 
 
 def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
