@@ -26,8 +26,8 @@ from tsunax.errors import WrongTypeError
 
 FORMAT = 1
 LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
-# Links of earlier checkpoints in a manifest. The checkpoints that stay on the disk are fewer between
-# two that stay, so that each is linked; with all kept, 64 links are 3 KB of each manifest.
+# Links of earlier checkpoints in a manifest, 3 KB. Between two checkpoints that stay on the disk
+# fewer are there at a time, so that one that stays is always linked to the next that stays.
 MOST_LINKS = 64
 DEPTH = 64  # levels of a user's value; more could exhaust Python's stack when it is read
 _SAVED_TYPES = (
