@@ -87,9 +87,8 @@ class CheckpointHome:
         self.bad: dict[int, str] = {}  # why a step failed its verification
         self.deletion_warnings: list[str] = []  # warnings of steps that could not be deleted
         self._metrics: dict[int, dict[str, float]] | None = None
-        self.links: dict[
-            int, str
-        ] = {}  # of steps that `metrics_by_step` has read, or this run made
+        # the link of each step, once `metrics_by_step` has read the manifests
+        self.links: dict[int, str] = {}
 
     # --------------------------------------------------------- orbax's home has its own of these
 

@@ -26,8 +26,8 @@ from tsunax.errors import WrongTypeError
 
 FORMAT = 1
 LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
-# Links of earlier checkpoints in a manifest, 3 KB. Between two checkpoints that stay on the disk
-# fewer are there at a time, so that one that stays is always linked to the next that stays.
+# Links of earlier checkpoints in a manifest, 3 KB. A manifest has a link to each checkpoint on the
+# disk if there are fewer. With more, later manifests have links to the newest 64 alone.
 MOST_LINKS = 64
 DEPTH = 64  # levels of a user's value; more could exhaust Python's stack when it is read
 _SAVED_TYPES = (
@@ -69,7 +69,7 @@ class Manifest:
         """A hash of the link before, the step, the hashes of all leaves, edits and settings.
 
         So the newest link attests all checkpoints that led to it. The same script with checkpoints
-        at the same steps makes the same links: times and the history are no part of them.
+        at the same steps makes the same links, because times and the history are left out.
         """
         previous_step = max((step for step in self.links if step < self.step), default=None)
         previous = "" if previous_step is None else self.links[previous_step]

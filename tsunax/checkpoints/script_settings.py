@@ -20,7 +20,7 @@ from tsunax.data import batching, positions
 from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
-# Libraries whose versions are saved, because another one may round differently.
+# The versions of these libraries are saved, because results of two versions may round differently.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _MAX_VALUES = 200  # values that are saved by name, so that a warning can name the edited value
 

@@ -65,7 +65,7 @@ class SavedRun:
         return max(int(np.max(clock[..., 1])) for clock in self.values(step).state)
 
     def broken_links(self) -> list[str]:
-        """The checkpoints that are not the ones which later checkpoints are linked to."""
+        """The checkpoints with other contents than later checkpoints have links to."""
         faults, links = [], dict[int, set[str]]()
         for step in reversed(self.steps):
             try:

@@ -160,8 +160,8 @@ class Timeline:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
 
         [] attests that the script makes the saved bits of `last` from the bits of `first`. Without
-        steps, no step is repeated: the result lists the checkpoints whose manifest has been edited
-        or exchanged, because later checkpoints are linked to other contents.
+        steps, no step is repeated: the result lists checkpoints with an edited or an exchanged
+        manifest, because later checkpoints have links to other contents.
         """
         if first is None and last is None:
             return self.saved.broken_links()
