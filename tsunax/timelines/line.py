@@ -165,6 +165,8 @@ class Timeline:
         """
         if first is None and last is None:
             return self.saved.broken_links()
+        if first is None or last is None:
+            raise WrongTypeError("steps", "audit()", f"{first} and {last}", "two steps, or none")
         self._look()
         for step in (first, last):
             if step not in self.steps:
