@@ -162,7 +162,7 @@ def test_pages_are_read_block_by_block(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- notebooks
 
-NOTEBOOKS = {"quickstart": 1, "finetune_lora": 1, "population": 3}  # pictures
+NOTEBOOKS = {"quickstart": 1, "finetune_lora": 1, "population": 3, "timeline": 3}  # pictures
 
 
 def notebook(name: str) -> list[dict]:

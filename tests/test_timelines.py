@@ -1,5 +1,6 @@
 """A run as a line of exact states: visited, explained, audited, compared."""
 
+import json
 import re
 import threading
 import time
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tsunax.checkpoints import edits
+from tsunax.checkpoints import edits, script_settings
+from tsunax.checkpoints._home import sum_of
 from tsunax.checkpoints.leaves import Damaged
+from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
 from tsunax.run import control
@@ -212,6 +215,70 @@ def test_an_audit_names_the_leaves_that_differ(tmp_path, name):
     assert all("params" in x or "opt_state" in x for x in differ)
 
 
+def rewrite_manifest(folder, step, change):
+    """Change the JSON of a manifest, with a valid sum, as somebody could."""
+    path = folder / str(step)
+    body = json.loads((path / "manifest.json").read_bytes())
+    change(body)
+    content = json.dumps(body).encode()
+    (path / "manifest.json").write_bytes(content)
+    (path / "manifest.sha256").write_bytes(sum_of(content))
+
+
+def test_a_manifest_that_was_edited_or_exchanged_shows(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    for name in ("a", "b"):
+        with ts.Checkpoints(tmp_path / name, every=4, keep_every=8) as checkpoints:
+            ts.fit(step, toys.state(), data(), steps=STEPS, checkpoint=checkpoints, progress=False)
+    link_of = lambda name: re.search("link .* at step 24", repr(timeline(tmp_path / name)))[0]
+    line = timeline(tmp_path / "a")
+    assert line.steps == [8, 16, 20, 24] and line.audit() == []
+    assert link_of("a") == link_of("b") and len(link_of("a").split()[1]) == 32  # the same script
+
+    def edit(body):
+        body["parts"][0][0]["script"]["settings"]["accumulate"] = "2"
+
+    def edit_with_its_link(body):
+        edit(body)
+        body["links"][-1][1] = Manifest.parse(json.dumps(body).encode()).link()
+
+    manifest = (tmp_path / "a" / "16" / "manifest.json").read_bytes()
+    for change in (edit, edit_with_its_link):
+        rewrite_manifest(tmp_path / "a", 16, change)
+        (fault,) = timeline(tmp_path / "a").audit()
+        assert "checkpoint 16: its contents have link" in fault
+        rewrite_manifest(tmp_path / "a", 16, lambda body: body.update(json.loads(manifest)))
+    assert timeline(tmp_path / "a").audit() == []
+    rewrite_manifest(tmp_path / "a", 20, lambda body: body.pop("links"))
+    assert timeline(tmp_path / "a").audit() != []
+    for k in (8, 16, 20, 24):  # as an earlier version saved them: no links, no promise
+        rewrite_manifest(tmp_path / "b", k, lambda body: body.pop("links", None))
+    assert timeline(tmp_path / "b").audit() == []
+    ts.fit(step, toys.state(), data(), steps=STEPS + 4, checkpoint=tmp_path / "b", progress=False)
+    assert timeline(tmp_path / "b").audit() == []
+
+
+def test_another_platform_is_one_warning(tmp_path, monkeypatch):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data())
+    settings = timeline(tmp_path / "a").saved.script(24)["settings"]
+    assert settings["version of jax"] == jax.__version__ and settings["devices"] == "1 cpu (cpu)"
+    assert {f"version of {x}" for x in ("python", "jaxlib", "flax", "optax", "tsunax", "numpy")} < {*settings}
+    meshed = script_settings.script_of(step, a_mesh_state(), None, {})["settings"]
+    assert (meshed["devices"], meshed["mesh"]) == ("8 cpu (cpu)", "data=8, fsdp=1, tensor=1")
+    later = script_settings._versions() | {"version of jax": "9.0", "version of numpy": "8.0"}
+    monkeypatch.setattr(script_settings, "_versions", lambda: later)
+    text = r"on another platform \(version of jax: .* then, 9.0 now; version of numpy: .* now\). The same bits are not"
+    with pytest.warns(UserWarning, match=rf"timeline\(\): {text}") as caught:
+        timeline(tmp_path / "a", step, toys.state, data()).at(12)
+    with pytest.warns(UserWarning, match=rf"resumed from step 24 in .*, but {text}") as resumed:
+        a_run(tmp_path / "a", step, toys.state, data(), steps=32)
+    assert len(caught) == len(resumed) == 1
+    old = {name: x for name, x in settings.items() if "version" not in name and name not in ("devices", "mesh")}
+    facts = script_settings.script_of(step, toys.state(), data(), {})["settings"]
+    assert [*script_settings.edits(old, facts)] == []  # saved by an earlier version
+
+
 def test_two_runs_are_compared_from_their_files_and_by_replay(tmp_path):
     step = ts.train_step(toys.loss_fn)
     a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
@@ -278,6 +345,32 @@ def test_edits_are_part_of_the_line(tmp_path, name):
     # The note of a step was taken before the edit at its boundary.
     same = [k for k in prints if fingerprint(line.at(k)) == prints[k]]
     assert sorted({*prints} - {*same}) == [edit.step for edit in line.edits]
+
+
+def test_a_long_record_of_edits_begins_anew(tmp_path, monkeypatch):
+    """Checkpoints repeat all edits: at some number the older ones are dropped, and no replay is wrong."""
+    monkeypatch.setattr(edits, "MOST_EDITS", 10)
+    step, data, prints = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8), {}
+
+    def adjusted(run):
+        state = ts.adjust(run.state, learning_rate=0.1 / (1 + run.step))
+        prints[run.step] = fingerprint(state)
+        return state
+
+    with pytest.warns(UserWarning, match="edited the state 10 times, and the record of edits begins anew"):
+        a_run(tmp_path / "a", step, toys.state, data(), callbacks=[ts.callbacks.every(1, adjusted)])
+    line = timeline(tmp_path / "a", step, toys.state, data())
+    assert line.steps == [8, 10, 16, 19, 24] and len(line.edits) == 1 + 5
+    unreachable = []
+    for k in range(1, STEPS + 1):
+        try:
+            assert fingerprint(line.at(k)) == prints[k], k
+        except StateError as error:
+            assert "10 edits" in str(error)
+            unreachable.append(k)
+    assert unreachable == [*range(1, 19)] and line.audit(19, 24) == [] and line.audit() == []
+    with pytest.raises(StateError, match="other edits"):
+        line.audit(8, 16)
 
 
 def test_a_callback_makes_its_edit_again_after_a_kill(tmp_path):
@@ -383,7 +476,7 @@ def test_a_state_that_the_script_cuts_has_exact_edits_or_saves(tmp_path):
     line = timeline(tmp_path / "a", step, make, data())
     for k in (5, 10, 12, 20):
         try:
-            assert fingerprint(line.at(k)) == prints[k]
+            assert fingerprint(line.at(k)) == prints[k], k
         except ts.errors.TsunaxError as error:
             assert k > 10, error
 

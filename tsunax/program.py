@@ -269,14 +269,12 @@ def train_step(
         if loss_fn names `mask`.
       on_nonfinite: "skip", "raise" or "ignore" a step with a loss or gradient that is not finite,
         see `update`; or "drop" such micro-batches, and skip the step if none is left.
-      donate: whether the step consumes the given state. A traced state (inside jit, scan, vmap,
-        grad) is never consumed.
+      donate: whether the step consumes the given state. A traced state is never consumed.
       remat: recompute activations: `True`, or a policy of `jax.checkpoint_policies`, or its name.
       norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the axis, or axes, of devices with their own
         rows and keys: losses, metrics and gradients are combined over it (once, by weight), and
-        model states averaged. () for none: combine them yourself. Sharded arrays need none, and
-        refuse one.
+        model states averaged. () for none: combine them yourself. Sharded arrays take none.
       at_once: how many members of a population are computed together: memory grows with them.
       per_example: True for a rule that takes the gradient of each row, along a new first axis, such
         as `optax.contrib.differentially_private_aggregate`. Or a function: it gets the gradient of

@@ -23,6 +23,7 @@ from tsunax._core import trees
 from tsunax.errors import CheckpointError, warn
 
 LOCK = "tsunax.lock"
+CONTROL = "control"  # the folder of commands, in the directory of a run
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")  # `C:/` is a drive; a Path drops a second slash
 _HIDDEN_NAME = re.compile(r"\.tsunax-(tmp|old|rewind)-(\d{1,19})-[0-9a-f]{8}")
 

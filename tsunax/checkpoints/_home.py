@@ -51,7 +51,7 @@ STEP_NAME = re.compile(r"(0|[1-9][0-9]{0,14})(?:\.([1-9][0-9]{0,5}))?", re.ASCII
 # A run may find or leave these before its first checkpoint: hidden names, its lock, rows of loggers
 # and small files of scripts, such as their settings. No such name can be a lost checkpoint.
 EARLY_NAMES = re.compile(
-    r"\.|tsunax\.lock$|control$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log"
+    rf"\.|tsunax\.lock$|{durable_files.CONTROL}$|lost\+found$|wandb$|mlruns$|events\.out\.|.+\.(csv|jsonl|new|log"
     r"|unfinished|json|ya?ml|toml|ini|cfg|txt|md|py|ipynb|sh|diff|patch|png|svg|pdf|html)$"
 )
 
@@ -95,6 +95,8 @@ class CheckpointHome:
         self.bad: dict[int, str] = {}  # why a step failed its verification
         self.deletion_warnings: list[str] = []  # warnings of steps that could not be deleted
         self._metrics: dict[int, dict[str, float]] | None = None
+        # the link of each step, once `metrics_by_step` has read the manifests
+        self.links: dict[int, str] = {}
 
     # --------------------------------------------------------- orbax's home has its own of these
 
@@ -320,7 +322,10 @@ class CheckpointHome:
     def metrics_by_step(self) -> dict[int, dict[str, float]]:
         """The complete steps, with their metrics: read once, for no other process writes here."""
         if self._metrics is None:
-            self._metrics = {step: manifest.metrics for step, manifest in self.manifests().items()}
+            manifests = self.manifests()
+            self._metrics = {step: manifest.metrics for step, manifest in manifests.items()}
+            for manifest in manifests.values():
+                self.links |= manifest.links
         for step in self.bad:
             self._metrics.pop(step, None)
         return self._metrics

@@ -163,10 +163,13 @@ def _commit(
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
+    steps, links = saver.home.metrics_by_step(), saver.home.links
+    whole = whole.linked({step: link for step, link in links.items() if step in steps})
     if left_calls is None:
         saver.home.commit(name, whole)
     else:
         saver.home.commit_rewind(name, whole, left_calls)
+    links[whole.step] = whole.links[whole.step]
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

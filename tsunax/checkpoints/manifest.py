@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import trees
+from tsunax._core import durable_files, trees
 from tsunax.checkpoints import _foreign, leaves
 from tsunax.checkpoints.checksums import MODULUS
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, TooNew, finite, unfinite
@@ -26,6 +26,9 @@ from tsunax.errors import WrongTypeError
 
 FORMAT = 1
 LIMIT = 28 << 20  # bytes of a manifest, because parsing a long string takes three times as much
+# Links of earlier checkpoints in a manifest, 3 KB. A manifest has a link to each checkpoint on the
+# disk if there are fewer. With more, later manifests have links to the newest 64 alone.
+MOST_LINKS = 64
 DEPTH = 64  # levels of a user's value; more could exhaust Python's stack when it is read
 _SAVED_TYPES = (
     "None, numbers, strings, bytes, arrays, torch's tensors on the CPU; "
@@ -52,6 +55,30 @@ class Manifest:
     # One per process that wrote; parts after the first have only values that differ from it.
     parts: list[Parts] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    # {step: link} of the checkpoint itself and of earlier ones; none of an earlier version
+    links: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def linked(self, links: Mapping[int, str]) -> "Manifest":
+        """The manifest with its link, behind the links of the earlier checkpoints that are kept."""
+        earlier_steps = sorted(step for step in links if step < self.step)[-MOST_LINKS:]
+        earlier = {step: links[step] for step in earlier_steps}
+        own_link = dataclasses.replace(self, links=earlier).link()
+        return dataclasses.replace(self, links={**earlier, self.step: own_link})
+
+    def link(self) -> str:
+        """A hash of the link before, the step, the hashes of all leaves, edits and settings.
+
+        So the newest link attests all checkpoints that led to it. The same script with checkpoints
+        at the same steps makes the same links, because times and the history are left out.
+        """
+        previous_step = max((step for step in self.links if step < self.step), default=None)
+        previous = "" if previous_step is None else self.links[previous_step]
+        script = self.parts[0].values.get("script") if self.parts else None
+        is_of_fit = isinstance(script, Mapping)
+        facts = [script.get("settings"), script.get("edits")] if is_of_fit else []
+        leaf_rows = [[*x.path, x.kind, [*x.shape], x.dtype, x.hash, x.value] for x in self.leaves]
+        content = json.dumps([previous, self.step, leaf_rows, facts], sort_keys=True)
+        return durable_files.sha256(content.encode())[:32]
 
     def with_hashes(self, hashes: dict[str, int]) -> "Manifest":
         """The manifest with these hashes by name. A process may have a part of a hash only."""
@@ -68,6 +95,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "step": self.step,
+            "links": [*self.links.items()],
             "metrics": {name: finite(value) for name, value in self.metrics.items()},
             "states": [[list(path), facts] for path, facts in self.states.items()],
             "leaves": [row(x) for x in self.leaves],
@@ -179,7 +207,8 @@ def _parsed(body) -> Manifest:
     if len(set(names)) != len(names):
         raise ValueError("two leaves of one name")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
-    return Manifest(body["step"], described, states, parts, metrics)
+    check(links := body.get("links", []), [(Size, str)])  # earlier versions did not save them
+    return Manifest(body["step"], described, states, parts, metrics, dict(links))
 
 
 def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: Any) -> Any:

@@ -253,9 +253,7 @@ class Checkpoints:
         """
         self._save(state, step, data, history, callbacks, metrics)
 
-    def _save(
-        self, state, step, data, history, callbacks, metrics, script=None, calls=None
-    ) -> None:
+    def _save(self, state, step, data, history, callbacks, metrics, script=None, calls=None):
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start(self, state, step, values, metrics, calls)
         self._timer.restart()

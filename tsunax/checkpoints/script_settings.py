@@ -2,8 +2,11 @@
 compared when the script is started again. This file uses states, rules and data, but no files.
 """
 
+import contextlib
 import enum
+import functools
 import hashlib
+import importlib.metadata
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +20,8 @@ from tsunax.data import batching, positions
 from tsunax.schedules import Schedule
 from tsunax.state import TrainState
 
+# The versions of these libraries are saved, because results of two versions may round differently.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _MAX_VALUES = 200  # values that are saved by name, so that a warning can name the edited value
 
 
@@ -32,6 +37,7 @@ class Kind(enum.Enum):
     RULE = enum.auto()
     DATA = enum.auto()  # this and the next are hashes
     KEY = enum.auto()
+    PLATFORM = enum.auto()  # a version, or devices: all of their changes are one note
 
 
 _CODE = {Kind.LOSS, Kind.OBJECTIVE, Kind.SCHEDULE, Kind.FUNCTION_OF_RULE}
@@ -69,11 +75,35 @@ def script_of(
         settings[f"extra{jax.tree_util.keystr(path)}"] = Setting(stable_text.value_text(x))
     if (rows := _some_rows(data)) is not None:
         settings["data"] = Setting(rows, Kind.DATA)
+    platform = _versions() | _devices_of(state)
+    settings |= {name: Setting(text, Kind.PLATFORM) for name, text in platform.items()}
     return {
         "calls": state_facts.total_calls(state),
         "states": [state_facts.script_numbers(s) for s in states],
         "settings": settings,
     }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = {"python": python, "tsunax": sys.modules["tsunax"].__version__}
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {f"version of {name}": text for name, text in versions.items()}
+
+
+def _devices_of(state: PyTree) -> dict[str, str]:
+    """Number, kind and platform of the devices of a state, and the axes of its mesh, as texts."""
+    shardings = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    devices = set().union(*(sharding.device_set for sharding in shardings))
+    if not devices:
+        return {}
+    kinds = ", ".join(sorted({f"{x.device_kind} ({x.platform})" for x in devices}))
+    on_mesh = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)]
+    axes = ", ".join(f"{name}={size}" for name, size in on_mesh[0].shape.items()) if on_mesh else ""
+    return {"devices": f"{len(devices)} {kinds}", "mesh": axes or "none"}
 
 
 def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
@@ -124,11 +154,14 @@ def code_text(f: object) -> str:
 def edits(old_settings: Any, new_settings: Mapping[str, Setting]) -> Iterator[str]:
     """A note for each setting that differs from the script that saved the checkpoint."""
     old_settings = old_settings if isinstance(old_settings, Mapping) else {}
-    changed_kinds = set[Kind]()
+    changed_kinds, platform = set[Kind](), list[str]()
     for name, setting in new_settings.items():
         old_text, kind = old_settings.get(name), setting.kind
         is_edited = isinstance(old_text, str) and old_text != setting
         if not is_edited or changed_kinds & _NAMED_BY.get(kind, set()):
+            continue
+        if kind is Kind.PLATFORM:
+            platform.append(f"{name}: {old_text} then, {setting} now")
             continue
         changed_kinds.add(kind)
         is_code = kind in _CODE
@@ -142,3 +175,5 @@ def edits(old_settings: Any, new_settings: Mapping[str, Setting]) -> Iterator[st
             change = ""
         owner = "checkpoint" if kind is Kind.KEY else "script"
         yield f"{name} has changed{change}. The {owner}'s is used."
+    if platform:
+        yield f"on another platform ({'; '.join(platform)}). The same bits are not promised."

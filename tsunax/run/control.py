@@ -23,7 +23,6 @@ from tsunax.hyper import adjust, freeze, thaw
 from tsunax.run.part import EVALUATE, Part
 from tsunax.run.run import Run
 
-FOLDER = "control"
 MOST_BYTES = 4096  # the length of a command
 # Seconds between two looks at the folder. A shorter time would cost a slow disk more, with a longer
 # one people would send their command again.

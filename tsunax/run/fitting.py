@@ -5,8 +5,7 @@
 
 A boundary is a step at which the state is needed: for an evaluation, a callback, the end of an
 epoch. Between boundaries the host sends batches, and reads the numbers of a call while the next
-call is under way. The clock may decide how many steps a call has: that never changes a bit
-(`run/fused_loop.py`). The loop over calls and boundaries itself is in `loop.py`.
+call is under way. The clock may decide how many steps a call has: that never changes a bit.
 """
 
 import collections
@@ -107,7 +106,7 @@ class Fit:
 
     @property
     def _boundary_parts(self) -> list[Part]:
-        """The parts for which the run holds boundaries: the same on all processes."""
+        # They are the same on all processes.
         return [part for part in self.parts if part.cadence != Cadence()]
 
     def begin(self) -> None:

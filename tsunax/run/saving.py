@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, processes, trees
+from tsunax._core import PyTree, Step, StrPath, durable_files, processes, trees
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import Edit, dump_edits, edit_of, parse_edits
+from tsunax.checkpoints.edits import Edit, bounded, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed, check_is_lasting
@@ -81,7 +81,7 @@ class Restart:
     def control_folder(self) -> Path | None:
         """The folder of commands to the run; None in a bucket."""
         is_local = isinstance(self.saver.path, Path)
-        return self.saver.path / "control" if is_local else None
+        return self.saver.path / durable_files.CONTROL if is_local else None
 
     def foreign_edit(self) -> tuple[str, int] | None:
         """A change of the state since the checkpoint, by no callback: its source, and its call."""
@@ -287,9 +287,9 @@ class Saving(Part):
             return must_save
         if edit.values is not None and not edit.is_exact(old_state, run.state, self.like):
             edit = dataclasses.replace(edit, values=None)
-        self.edits.append(edit)
+        self.edits = bounded([*self.edits, edit])
         # No run repeats a command, so its edit has to be on the disk before the next call.
-        return must_save or edit.values is None or "save" in events
+        return must_save or self.edits[-1].values is None or "save" in events
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""

@@ -16,7 +16,7 @@ from typing import Any
 from tsunax._core import durable_files, tables
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, TsunaxError
-from tsunax.run.control import FOLDER, LOOK_SECONDS, MOST_BYTES, VERBS
+from tsunax.run.control import LOOK_SECONDS, MOST_BYTES, VERBS
 from tsunax.timelines.comparing import SavedRun
 
 
@@ -57,7 +57,8 @@ def ask(
     if len(content) > MOST_BYTES:
         raise CheckpointError("command", verb, f"{len(content)} bytes", f"at most {MOST_BYTES}")
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
-    path, answer = run / FOLDER / name, (run / FOLDER / name).with_suffix(".answer")
+    path = run / durable_files.CONTROL / name
+    answer = path.with_suffix(".answer")
     durable_files.write_whole(path, content)
     end = time.monotonic() + wait
     while time.monotonic() < end:

@@ -67,6 +67,24 @@ class SavedRun:
         """The calls of the state in a checkpoint."""
         return max(int(np.max(clock[..., 1])) for clock in self.values(step).state)
 
+    def broken_links(self) -> list[str]:
+        """The checkpoints with other contents than later checkpoints have links to."""
+        faults, links = [], dict[int, set[str]]()
+        for step in reversed(self.steps):
+            try:
+                manifest = self.manifest(step)
+            except leaves.Damaged as error:
+                faults.append(f"checkpoint {step}: {error}")
+                continue
+            for linked_step, link in manifest.links.items():
+                links.setdefault(linked_step, set()).add(link)
+            # checkpoints of an earlier version have no link
+            if step in links and links[step] != {manifest.link()}:
+                saved_links = ", ".join(sorted(links[step]))
+                text = f"its contents have link {manifest.link()}, but saved was {saved_links}"
+                faults.append(f"checkpoint {step}: {text}")
+        return faults
+
     def forget(self) -> None:
         """Read manifests again, because a run may save meanwhile."""
         self._values.clear()

@@ -11,7 +11,7 @@ then the calls of the run are made again, with the same bits.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +90,12 @@ class Timeline:
         self._has_compared = False
 
     def __repr__(self) -> str:
-        return f"Timeline({self.saved.checkpoints.path}, {len(self.steps)} checkpoints)"
+        newest = self.saved.newest
+        link = None if newest is None else self.saved.manifest(newest).links.get(newest)
+        text = f"{len(self.steps)} checkpoints" + (
+            f", link {link} at step {newest}" if link else ""
+        )
+        return f"Timeline({self.saved.checkpoints.path}, {text})"
 
     @property
     def steps(self) -> list[int]:
@@ -153,11 +158,17 @@ class Timeline:
         earlier = self._moment(first, None)
         return explained(self._script, earlier, call, rows)
 
-    def audit(self, first: int, last: int) -> list[str]:
+    def audit(self, first: int | None = None, last: int | None = None) -> list[str]:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
 
-        [] attests that the script makes the saved bits of `last` from the bits of `first`.
+        [] attests that the script makes the saved bits of `last` from the bits of `first`. Without
+        steps, no step is repeated: the result lists checkpoints with an edited or an exchanged
+        manifest, because later checkpoints have links to other contents.
         """
+        if first is None and last is None:
+            return self.saved.broken_links()
+        if first is None or last is None:
+            raise WrongTypeError("steps", "audit()", f"{first} and {last}", "two steps, or none")
         self._look()
         for step in (first, last):
             if step not in self.steps:
@@ -165,7 +176,11 @@ class Timeline:
         start, calls = self._restored(self.saved, first), self.saved.calls(last)
         if calls < start.calls:
             raise StateError("steps", "audit()", f"{first} and {last}", "the earlier one first")
-        with self._with_edits(self.saved.edits(last)):
+        edits = self.saved.edits(last)
+        if not starts_with(edits, self.saved.edits(first)):
+            got = f"{first} and {last}, which have other edits"
+            raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
+        with self._with_edits(edits):
             end = self._advanced(start, None, calls)
         return self.saved.checkpoints.changed_leaves(last, end.state)
 
@@ -318,8 +333,7 @@ class Timeline:
             edits = run.edits(saved_step)
         except Damaged:
             return False
-        line = self._script.edits[: len(edits)]
-        return [edit.dump() for edit in edits] == [edit.dump() for edit in line]
+        return starts_with(self._script.edits, edits)
 
     def _restored(self, run: SavedRun, saved_step: int) -> Moment:
         self._check_script("state")
@@ -357,6 +371,12 @@ class Timeline:
         if value is None:
             expected = "timeline(run, step, state, data), as fit got them"
             raise WrongTypeError(name, "timeline()", "None", expected)
+
+
+def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
+    """Whether a record of edits begins with these edits."""
+    dumped = [edit.dump() for edit in first_edits]
+    return dumped == [edit.dump() for edit in edits[: len(dumped)]]
 
 
 def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
