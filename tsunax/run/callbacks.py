@@ -229,7 +229,7 @@ class time_limit:
     #: It logs no numbers.
     may_log = False
     #: The keys of its memory that a rewind does not restore.
-    outlives_rewinds = ("elapsed", "since")
+    outlives_rewinds: tuple[str, ...] = ("elapsed", "since")
 
     def __post_init__(self) -> None:
         _check_number("time_limit()", "seconds", self.seconds)

@@ -153,7 +153,7 @@ class rewind:
     #: It logs no numbers.
     may_log = False
     #: The keys of its memory that a rewind does not restore.
-    outlives_rewinds = ("rewinds",)
+    outlives_rewinds: tuple[str, ...] = ("rewinds",)
 
     def __post_init__(self) -> None:
         Rewind(self.back, self.factor, self.data)
