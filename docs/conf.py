@@ -41,7 +41,9 @@ def code_of() -> str:
     """A hash of what the outputs follow from besides the page: the package, jax, and what draws the
     pictures.
     """
-    told = hashlib.sha256(f"{sys.version} {version_of('jax')} {version_of('matplotlib')}".encode())
+    told = hashlib.sha256(
+        f"{sys.version} {version_of('jax')} {version_of('matplotlib')}".encode()
+    )
     for path in sorted((ROOT / "tsunax").rglob("*.py")):
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
@@ -63,9 +65,17 @@ def as_notebook(app, docname: str, source: list[str]) -> None:
     """A page with Python to run: its ```python fences, which forges and tests read, become
     cells.
     """
-    if docname in ("benchmarks", "cost") and not (ROOT / "benchmarks" / "RESULTS.md").is_file():
-        source[0] = source[0].partition("```{include}")[0] + "Nothing has been measured in this copy.\n"
-    cells = re.sub(r"^```python$", "```{code-cell} python", source[0], flags=re.MULTILINE)
+    if (
+        docname in ("benchmarks", "cost")
+        and not (ROOT / "benchmarks" / "RESULTS.md").is_file()
+    ):
+        source[0] = (
+            source[0].partition("```{include}")[0]
+            + "Nothing has been measured in this copy.\n"
+        )
+    cells = re.sub(
+        r"^```python$", "```{code-cell} python", source[0], flags=re.MULTILINE
+    )
     if "```{code-cell}" in cells:
         source[0] = NOTEBOOK + cells
 
@@ -87,18 +97,32 @@ def as_rst(app, what, name: str, obj, options, lines: list[str]) -> None:
     napoleon reads `Args:` and `Raises:`.
     """
     if getattr(getattr(obj, "factory", obj), "__module__", "").startswith("optax"):
-        own = literal(lines[0]) if hasattr(obj, "factory") else f"This is ``optax.losses.{obj.__name__}``."
+        own = (
+            literal(lines[0])
+            if hasattr(obj, "factory")
+            else f"This is ``optax.losses.{obj.__name__}``."
+        )
         text = lines[1:] if hasattr(obj, "factory") else ["", *lines]
-        if name.endswith((".muon", ".sophia")):  # their texts are no reStructuredText
+        if name.endswith(
+            (".muon", ".sophia")
+        ):  # their texts are no reStructuredText
             text = text[:3]
-        lines[:] = [own, *(re.sub(r":doc:`[^`]*`", "the documentation of optax", line) for line in text)]
+        lines[:] = [
+            own,
+            *(
+                re.sub(r":doc:`[^`]*`", "the documentation of optax", line)
+                for line in text
+            ),
+        ]
         return
     out, block, section = [], "", False  # block: "", "code" or "example"
     for line in lines:
         indented = line.startswith("    ")
         if line and not line.startswith(" "):
             section = bool(re.fullmatch(r"[A-Z]\w+:", line))
-        if (block == "example" and not line) or (block == "code" and line and not indented):
+        if (block == "example" and not line) or (
+            block == "code" and line and not indented
+        ):
             block = ""
         if not block and line.lstrip().startswith(">>>"):
             block = "example"
@@ -110,4 +134,6 @@ def as_rst(app, what, name: str, obj, options, lines: list[str]) -> None:
 
 def setup(app):
     app.connect("source-read", as_notebook)
-    app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon
+    app.connect(
+        "autodoc-process-docstring", as_rst, priority=400
+    )  # before napoleon

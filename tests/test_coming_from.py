@@ -810,6 +810,8 @@ BOTH_SIDES = {
     "`DistributedDataParallel`, `FSDP`": "test_sharding::test_the_numbers_of_one_device",
     "weights of a torch model in a safetensors file": ("test_transforms::test_torchs_modules_compute_the_same_in_flax"),
     "`model.evaluate(x, y)`": exact_means,
+    "`model.predict(x)`": "test_prediction::test_the_outputs_are_those_of_a_jitted_loop",
+    "`trainer.predict(model, loader)`": "test_prediction::test_the_outputs_are_those_of_a_jitted_loop",
     "`class_weight`, `sample_weight`": class_weights,
     "`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`": on_plateau,
     "`layer.trainable = False`": frozen,

@@ -127,7 +127,7 @@ def test_a_state_is_made_of_each_field_once():
     for names, make in wrong.items():
         with pytest.raises(TypeError, match=names):
             make()
-    for make in (lambda: ts.StepInfo(1.0), lambda: ts.StepInfo._make([1.0]), lambda: ts.StepInfo(*range(12))):
+    for make in (lambda: ts.StepInfo(1.0), lambda: ts.StepInfo._make([1.0]), lambda: ts.StepInfo(*range(13))):
         with pytest.raises(TypeError):
             make()
 

@@ -135,8 +135,8 @@ class StepInfo(NamedTuple):
     loss_scale: jax.Array | None  # f32: the loss scale of this step, if the state has one
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
-    watch: Watched | None = None  # the numbers of layers, under `watch=`
-    numbers: Numbers | None = None  # the live hyperparameters of this step
+    watch: Watched | None  # the numbers of layers, under `watch=`
+    numbers: Numbers | None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -283,12 +283,17 @@ def update_unchecked(
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
     watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
-    info = _info(state, loss, value, norms_in_info, verdict)._replace(watch=watched)
+    info = _info(state, loss, value, norms_in_info, verdict, watched)
     return trees.offloaded_like(new, stored_state), info
 
 
 def _info(
-    state: TrainState, loss: Loss, value: Any, norms: tuple[Any, Any], verdict: Scalar
+    state: TrainState,
+    loss: Loss,
+    value: Any,
+    norms: tuple[Any, Any],
+    verdict: Scalar,
+    watched: Watched | None,
 ) -> StepInfo:
     scale, numbers = state.loss_scale, state.numbers
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
@@ -302,6 +307,7 @@ def _info(
         loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
         noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
+        watch=watched,
         numbers=numbers,
     )
 
