@@ -72,8 +72,8 @@ def _strict_ranks():
         yield
 
 
-# `TSUNAX_TEST_THIRD=0`, `1` or `2` leaves out all but that third of the tests, the same ones in every run.
-_THIRD = "TSUNAX_TEST_THIRD"
+# `TSUNAX_TEST_PART=0/5`, `1/5`, ... leaves out all but that fifth of the tests, the same ones in every run.
+_PART = "TSUNAX_TEST_PART"
 
 # In a chain of runs with more and more libraries, a test has to pass once. This names a file, which is made if it is
 # missing: a run adds the tests that pass, and leaves out the ones in it.
@@ -101,9 +101,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.name.startswith("tsunax."):
             item.add_marker(pytest.mark.medium)
-    if _THIRD in os.environ:
-        third = int(os.environ[_THIRD])
-        _keep(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % 3 == third)
+    if _PART in os.environ:
+        part, parts = map(int, os.environ[_PART].split("/"))
+        _keep(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % parts == part)
     if _PASSED in os.environ and Path(os.environ[_PASSED]).exists():
         already = set(Path(os.environ[_PASSED]).read_text().splitlines())
         _keep(config, items, lambda item: item.nodeid not in already)
