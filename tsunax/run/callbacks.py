@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tsunax._core import PyTree, Where, checks
 from tsunax._core.cadence import When, cadence_of
@@ -229,7 +229,7 @@ class time_limit:
     #: It logs no numbers.
     may_log = False
     #: The keys of its memory that a rewind does not restore.
-    outlives_rewinds: tuple[str, ...] = ("elapsed", "since")
+    outlives_rewinds: ClassVar[tuple[str, ...]] = ("elapsed", "since")
 
     def __post_init__(self) -> None:
         _check_number("time_limit()", "seconds", self.seconds)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -153,7 +153,7 @@ class rewind:
     #: It logs no numbers.
     may_log = False
     #: The keys of its memory that a rewind does not restore.
-    outlives_rewinds: tuple[str, ...] = ("rewinds",)
+    outlives_rewinds: ClassVar[tuple[str, ...]] = ("rewinds",)
 
     def __post_init__(self) -> None:
         Rewind(self.back, self.factor, self.data)
