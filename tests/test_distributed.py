@@ -700,7 +700,9 @@ def test_process_0_tells_which_process_is_late(launch):
     assert one == []  # process 0 alone tells
     (text,) = zero
     name = rf"process 1 \(host \S+, pid {started[1].process.pid}\)"
-    assert re.search(rf"process 0 .* has waited \d\.\d s for {name}, which has waited \d\.\d s for data, after step", text)
+    assert re.search(
+        rf"process 0 .* has waited \d\.\d s for {name}, which has waited \d\.\d s for data, after step", text
+    )
     assert re.search(rf"tsunax: {name} has waited \d\.\d s for data, after step", started[1].text)
 
 

@@ -176,9 +176,9 @@ class Comparison:
 
     def plot(self, name: str = "loss") -> Figure:
         """A matplotlib Figure with a column of both histories. RowError for an unknown name."""
-        from tsunax._core.libraries import library
+        from tsunax.run import plots
 
-        figure = library("matplotlib.figure", "compare().plot()").Figure(figsize=(7, 4))
+        figure = plots.new_figure(7, 4)
         axes = figure.add_subplot()
         series = [history.series(name) for history in self.histories]
         labels = [os.path.basename(path) for path in self.names]

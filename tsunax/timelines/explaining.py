@@ -72,11 +72,9 @@ class Explanation:
 
     def plot(self) -> Figure:
         """A matplotlib Figure: the losses of the rows, and the gradient norms of the leaves."""
-        from tsunax._core.libraries import library
+        from tsunax.run import plots
 
-        figure = library("matplotlib.figure", "explain().plot()").Figure(
-            figsize=(9, 4), layout="constrained"
-        )
+        figure = plots.new_figure(9, 4)
         row_axes, norm_axes = figure.subplots(1, 2)
         row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], self.losses[:MOST_LISTED])
         row_axes.set_xlabel("row")
