@@ -127,8 +127,9 @@ class Judge:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
         attempt, update_norm = jax.jit(self.attempt), None  # Its callers share one trace.
         if certainty.is_certain is not True:
-            short_call = self.call.with_joined_leaves()
-            updates = lambda: short_call()[0] if certainty.by_element else attempt().updates
+            # Leaves are joined in the branch alone: other calls do not pay for it.
+            joined_updates = lambda: self.call.with_joined_leaves()()[0]
+            updates = joined_updates if certainty.by_element else lambda: attempt().updates
             excess = lambda: guard.excess(updates())
             update_norm = guard.unless(certainty.is_certain, excess)
         # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
