@@ -117,10 +117,10 @@ def _check_model(x: Any, kind: type, adapter: str) -> None:
 
 def _modes(fn: Callable) -> Callable[[bool], dict]:
     """The keywords of `fn` for a mode: its parameters among the usual names."""
-    found = [
+    flags = [
         name for name in inspect.signature(fn).parameters if name in (*_TRAIN_FLAGS, *_EVAL_FLAGS)
     ]
-    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in found}
+    return lambda train: {name: train != (name in _EVAL_FLAGS) for name in flags}
 
 
 def nnx(module: Any, *, wrt: Any = None) -> Model:

@@ -82,18 +82,18 @@ class Policy:
         """`tree` with its real float leaves in the dtype `output`; other leaves are unchanged."""
         return cast(tree, self.output)
 
-    def seen(self, train: bool) -> str:
+    def loss_dtype(self, train: bool) -> str:
         """The dtype of params and inputs in loss_fn: `compute if train else evaluate`."""
         return self.compute if train else self.evaluate  # type: ignore[return-value]
 
     def batch_to_compute(self, batch: PyTree, train: bool, inputs: Function) -> PyTree:
-        """The tree `batch` with its inputs in the dtype `seen(train)`, and other leaves unchanged.
+        """The tree `batch` with its inputs in the dtype `loss_dtype(train)`; other leaves stay.
 
         Without the pattern `self.batch`, inputs are the leaves for which `inputs(batch)` is true.
         `inputs` gets the batch with all float leaves cast, and is only called if a cast changed it.
         Raises PatternError if `self.batch` matches no leaf.
         """
-        cast_batch = cast(batch, self.seen(train))
+        cast_batch = cast(batch, self.loss_dtype(train))
         pairs = list(zip(jax.tree.leaves(batch), jax.tree.leaves(cast_batch), strict=True))
         if all(trees.dtype_of(x) == trees.dtype_of(y) for x, y in pairs):
             return batch

@@ -238,7 +238,7 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
         return params
     from tsunax.precision import cast
 
-    low = cast(params, policy.seen(train))
+    low = cast(params, policy.loss_dtype(train))
     if plan.overwritten is None:
         return low
     return with_part(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
