@@ -132,6 +132,16 @@ def test_processes_have_the_index_of_jax(group):
     assert peers[0].name_of(0) == "process 0 (host h, pid 7)"
 
 
+def test_a_process_that_has_left_is_not_lost(group, left, monkeypatch):
+    """Of processes that stop together one is late: those that have left meanwhile are not missed."""
+    monkeypatch.setattr(_peers, "PATIENCE", 0.5)
+    peers = group(3, patience=2.0)
+    together(2, lambda i: peers[0].part(lambda: None) if i else peers[1].part(peers[1]._store._client.shutdown))
+    rounds = peers[2]._rounds
+    until(lambda: peers[2]._rounds > rounds + 2 or left)
+    assert left == {}
+
+
 def test_threads_gather_beside_each_other(group):
     peers = group(2)
     found = together(4, lambda i: peers[i % 2].gather("a", str(i % 2), thread="saves/1" if i > 1 else ""))

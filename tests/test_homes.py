@@ -676,15 +676,15 @@ def test_of_runs_that_start_at_the_same_moment_one_has_the_bucket(place, home):
     path = Checkpoints(**place(home), read_only=True).path
 
     def start(_):
-        with warnings.catch_warnings(), contextlib.suppress(CheckpointError, FileExistsError):
-            warnings.simplefilter("ignore")
+        with contextlib.suppress(CheckpointError, FileExistsError):
             return _bucket_home.BucketLock(path, is_first=True)
 
     def create(_):
         with contextlib.suppress(FileExistsError):
             return (path / "object").write(b"x", "create") is None
 
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+    with concurrent.futures.ThreadPoolExecutor(64) as pool, warnings.catch_warnings():  # the filters are all threads'
+        warnings.simplefilter("ignore")
         assert sum(filter(None, pool.map(create, range(64)))) == 1
         locks = list(filter(None, pool.map(start, range(64))))
     assert [lock.text for lock in locks].count((path / "tsunax.lock").read(400)[0].decode()) == 1

@@ -4,6 +4,7 @@
     news/end, news/request <number>   why the run ends; a request on which all processes agree
     count/<number>/<i>                how often process i has called `agree`
     heard/<i>, report/<i>             process i has read the end; the wait of process i
+    left/<i>                          process i has parted: nobody misses it
 
 These are keys of JAX's coordination service, which process 0 carries. The first writer of a key
 wins, so all processes read the same. JAX starts processes and sends their heartbeats. No other file
@@ -254,10 +255,13 @@ class Peers:
     def part(self, shutdown: Callable[[], None] | None) -> None:
         """End the threads, of which Python would abort those within JAX at its exit."""
         self._closing.set()
+        with contextlib.suppress(RuntimeError):  # process 0 is gone
+            self._store.write(f"left/{self.node}", "")
         if shutdown is not None and self.node:
             shutdown()
+        # The thread of process 0 that counts rounds ends when no other process lives.
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(PATIENCE + (0 if self.node else 2 * self.patience))
         if shutdown is not None and not self.node:  # all clients are gone, and the service may stop
             shutdown()
 
@@ -280,8 +284,10 @@ class Peers:
         with contextlib.suppress(RuntimeError):  # the thread that listens reports it
             while len(live := self._store.live_nodes(self.count)) > 1 or not self._closing.is_set():
                 first = first or live
-                for i in range(self.count):
-                    if not self._closing.is_set() and (i not in live or live[i] != first[i]):
+                absent = [i for i in range(self.count) if i not in live or live[i] != first[i]]
+                left = self._store.below("left") if absent else {}
+                for i in absent:
+                    if str(i) not in left and not self._closing.is_set():
                         return self._end(self._silence(i, self.patience), i)
                 self._rounds += 1
                 self._closing.wait(SLICE)
