@@ -92,7 +92,7 @@ _PASSED = "TSUNAX_TEST_PASSED"
 
 def pytest_runtest_logreport(report):
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # whose reports the first process sees as well
-    if _PASSED in os.environ and not is_worker and report.when == "call" and report.passed:
+    if os.environ.get(_PASSED) and not is_worker and report.when == "call" and report.passed:
         _passed.append(report.nodeid)
 
 
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
     if _PART in os.environ:
         part, parts = map(int, os.environ[_PART].split("/"))
         _keep(config, items, lambda item: zlib.crc32(item.nodeid.encode()) % parts == part)
-    if _PASSED in os.environ and Path(os.environ[_PASSED]).exists():
+    if os.environ.get(_PASSED) and Path(os.environ[_PASSED]).exists():
         already = set(Path(os.environ[_PASSED]).read_text().splitlines())
         _keep(config, items, lambda item: item.nodeid not in already)
 
