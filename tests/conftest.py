@@ -35,9 +35,10 @@ if _PLATFORM is not None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers of pytest share the memory of the device
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # the tolerances are of float32, not of TF32
 elif _COUNT not in os.environ.get("XLA_FLAGS", ""):
-    # Two thirds of the time of the tests is XLA's. That of jaxlib before 0.11 takes half of it with older emitters of fusions
-    # and less effort of LLVM. Products and sums are contracted as ever, so bits are as hard to keep. TSUNAX_TEST_COMPILER=default
-    # compiles as users' programs are compiled: .ci/run does so with a fifth of the tests, .ci/weekly with all.
+    # Two thirds of the time of the tests is XLA's. Before jaxlib 0.11 it takes half of that with older emitters of
+    # fusions and less effort of LLVM; products and sums are contracted as ever, so bits are as hard to keep.
+    # TSUNAX_TEST_COMPILER=default compiles as users' programs are compiled: .ci/run does so with a fifth of the
+    # tests, .ci/weekly with all.
     flags, jaxlib = [os.environ.get("XLA_FLAGS", ""), f"{_COUNT}=8"], Version(version("jaxlib"))
     if jaxlib < Version("0.11") and os.environ.get("TSUNAX_TEST_COMPILER") != "default":
         flags.append("--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")

@@ -2131,3 +2131,19 @@ def test_a_finished_run_says_that_nothing_is_to_do_whatever_would_not_divide(tmp
     again(ts.train_step(toys.loss_fn), checkpoint=tmp_path)
     with pytest.warns(UserWarning, match="nothing to do"):
         again(ts.train_step(toys.loss_fn, accumulate=3), checkpoint=tmp_path)
+
+
+def test_jax_debug_nans_and_the_guard_do_not_fight():
+    """A run that rejects steps and accumulates over calls is the same run: no integer looks like a NaN to JAX."""
+    rows = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+    rows[9] = np.nan
+    data = [{"x": rows[i : i + 4], "y": rows[i : i + 4, 0]} for i in range(0, 32, 4)]
+    step = ts.train_step(lambda params, batch: jnp.mean((batch["x"] @ params - batch["y"]) ** 2))
+    rule = ts.rules.accumulate(ts.rules.adam(optax.linear_schedule(0.1, 0.01, 8)), 2)
+    found = []
+    for debugs in (False, True):
+        with jax.debug_nans(debugs), pytest.warns(RuntimeWarning, match="step 1 .* was rejected"):
+            found.append(ts.fit(step, ts.setup(rule, jnp.zeros(3)), data, steps=3, progress=False, log_every=1))
+    assert_trees_equal(found[0][0], found[1][0])
+    for name in ("loss", "grad_norm", "rejected", "learning_rate"):
+        assert_trees_equal(found[0][1][name], found[1][1][name])

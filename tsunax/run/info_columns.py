@@ -35,7 +35,8 @@ class StatesInfo(NamedTuple):
 class Infos:
     """The infos of many steps: all 32-bit numbers in one array, for one transfer to the host."""
 
-    table: jax.Array | np.ndarray  # f32 (steps, numbers): the bits of all 32-bit types
+    # int32 (steps, numbers): the bits of all 32-bit types. As f32, -1 would be a NaN, 1 denormal.
+    table: jax.Array | np.ndarray
     other_leaves: list[Any]  # stacked leaves that are no 32-bit number
     treedef: TreeDef = dataclasses.field(metadata={"static": True})
     # the dtype of each leaf; None if it is in `other_leaves`
@@ -48,9 +49,8 @@ class Infos:
         """The infos of one step."""
         leaves, treedef = jax.tree.flatten(info)
         dtypes = tuple(x.dtype if x.shape == () and x.dtype.itemsize == 4 else None for x in leaves)
-        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
-        bits = [as_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
-        table = jnp.stack(bits) if bits else jnp.zeros(0, jnp.float32)
+        bits = [_bits(x) for x, dtype in zip(leaves, dtypes, strict=True) if dtype is not None]
+        table = jnp.stack(bits) if bits else jnp.zeros(0, jnp.int32)
         other_leaves = [x for x, dtype in zip(leaves, dtypes, strict=True) if dtype is None]
         return cls(table, other_leaves, treedef, dtypes, ())
 
@@ -59,7 +59,8 @@ class Infos:
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
         other_columns = zip(*([x[:n] for x in part.other_leaves] for part, n in parts), strict=True)
         infos = self._unflattened(columns, map(np.concatenate, other_columns), np.ndarray.view)
-        return infos, dict(zip(self.named, columns, strict=True))
+        scheduled_columns = (x.view(np.float32) for x in columns)
+        return infos, dict(zip(self.named, scheduled_columns, strict=True))
 
     def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
         """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
@@ -74,6 +75,10 @@ class Infos:
             next(other_columns) if d is None else as_dtype(next(columns), d) for d in self.dtypes
         ]
         return self.treedef.unflatten(leaves)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
@@ -121,7 +126,8 @@ def with_scheduled(infos: Infos, state: PyTree) -> Infos:
     columns = scheduled(infos.stacked(state), state, lambda f, steps: jax.vmap(f)(steps))
     if not columns:
         return infos
-    table = jnp.column_stack([infos.table, *(x.astype(jnp.float32) for x in columns.values())])
+    bits = (_bits(x.astype(jnp.float32)) for x in columns.values())
+    table = jnp.column_stack([infos.table, *bits])
     return dataclasses.replace(infos, table=table, named=tuple(columns))
 
 

@@ -169,7 +169,7 @@ def _batch_of(i: int, chunks) -> tuple[Any, int]:
     """The batch of call i of these chunks, on the host, and its epoch."""
     chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
     i += chunk.steps
-    with jax.transfer_guard("allow"):  # once for a rejected call
+    with jax.transfer_guard("allow"), jax.debug_nans(False):  # once for a rejected call
         batch, mask = jax.device_get((chunk.feed.batch_at(i), getattr(chunk.feed, "mask", None)))
     if mask is not None and (rows := int(np.sum(mask))):
         batch = jax.tree.map(lambda x: x[:rows] if np.ndim(x) else x, batch)
