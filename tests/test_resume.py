@@ -1604,10 +1604,10 @@ def test_a_terminal_that_is_closed(tmp_path):
 
 
 KILLED_AT_THE_END = """
-import os, sys
+import sys, os
 import jax.numpy as jnp, numpy as np, tsunax as ts
 
-goal, dies = int(sys.argv[1]), sys.argv[2] == "dies"
+goal, log_every, dies = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "dies"
 saver = ts.Checkpoints("run", every=5)
 
 def evaluate(state):
@@ -1617,17 +1617,25 @@ def evaluate(state):
     return {"val": 1.0}
 
 step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
-ts.fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), ts.batches(np.ones((80, 2), np.float32), 2), steps=goal,
-       evaluate=evaluate, evaluate_every=1000, log_every=5, progress=False, checkpoint=saver, logger=ts.loggers.csv("rows.csv"))
+_, history = ts.fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), ts.batches(np.ones((80, 2), np.float32), 2),
+                    steps=goal, evaluate=evaluate, evaluate_every=1000, log_every=log_every, progress=False,
+                    checkpoint=saver, logger=ts.loggers.csv("rows.csv"))
+print([*zip(*history.series("grad_norm")), *zip(*history.series("val"))])
 """
 
 
 @pytest.mark.medium
-def test_a_run_killed_in_its_last_evaluation_has_each_row_after_a_later_goal(tmp_path):
-    """The checkpoint of a goal is saved before loggers have the row that the end completes."""
-    for goal, ends, status in (("10", "dies", 9), ("20", "lives", 0)):
-        command = [sys.executable, "-W", "ignore", "-c", KILLED_AT_THE_END, goal, ends]
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-        assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == status
-    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
-    assert [int(row["step"]) for row in rows] == [1, 5, 10, 15, 20]
+@pytest.mark.parametrize(("goal", "log_every"), [("20", "5"), ("10", "4"), ("20", "4")])
+def test_a_run_killed_in_its_last_evaluation_has_each_row(tmp_path, goal, log_every):
+    """A goal is saved before the end adds its row: the row is there after the same goal, and gone after a later one."""
+    root, found = str(Path(__file__).resolve().parents[1]), []
+    runs = [("a", "10", "dies", 9), ("a", goal, "lives", 0), ("whole", goal, "lives", 0)]
+    for folder, end, how, status in runs:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, "-W", "ignore", "-c", KILLED_AT_THE_END, end, log_every, how]
+        env = os.environ | {"PYTHONPATH": root}
+        ended = subprocess.run(command, cwd=tmp_path / folder, env=env, capture_output=True, text=True)
+        assert ended.returncode == status, ended.stderr
+        rows = csv.DictReader((tmp_path / folder / "rows.csv").read_text().splitlines())
+        found.append(([(row["step"], row["loss"], row["val"]) for row in rows if how == "lives"], ended.stdout))
+    assert found[1] == found[2] and found[2][0][-1][0] == goal

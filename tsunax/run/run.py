@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import queue
 from collections.abc import Callable, Mapping, Sequence
@@ -203,6 +204,7 @@ class Rows(Part):
     is_closed: bool = False  # whether further numbers belong to the end of the run only
     # Whether the loggers get this row at the end of the run, the next boundary at the same step.
     is_open: bool = False
+    is_last_row: bool = False  # whether the run ends at this boundary, or at the next
     has_closing_row: bool = False  # see `reopen`
     opened: list[Any] = field(default_factory=list)  # loggers that have begun
 
@@ -221,7 +223,7 @@ class Rows(Part):
         if is_end and run.stopped:
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
-        is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
+        is_last_row = self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
         # After a save at any step the epoch may end at that step, and the row gets more numbers,
         # also in a run that is resumed there.
         self.is_open = not is_end and (is_last_row or set(events) <= {"start", "save", "clock"})
@@ -312,6 +314,18 @@ class Rows(Part):
         if self.pending is not None and self.pending[1] == step:  # not in the history
             numbers |= {name: float(x[0]) for name, x in self.pending[0]().items()}
         return {name: x for name, x in numbers.items() if np.isfinite(x)}
+
+    def saved_history(self) -> dict[str, Any]:
+        """The plain history of a checkpoint. At the last step it has the row that `close` adds.
+
+        The end adds this row, and saves again; a run that is killed before has it from here.
+        """
+        history = self.run.history
+        if self.is_last_row and self.pending is not None:
+            row_of, step = self.pending
+            history = copy.deepcopy(history)
+            history.close({name: float(x[0]) for name, x in row_of().items()}, step)
+        return history.plain()
 
     def flush(self) -> None:
         """Give the newest row to the loggers."""

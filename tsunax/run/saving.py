@@ -249,7 +249,7 @@ class Saving(Part):
                     run.state,
                     run.step,
                     place,
-                    run.history.plain(),
+                    run.rows.saved_history(),
                     self.memory,
                     run.rows.numbers_at(run.step),
                     self.script | end,
