@@ -62,7 +62,8 @@ def a_run(folder, callbacks, make=a_state, step=NOISY, data=None, *, every=4, st
 @pytest.mark.parametrize("data_mode", ["skip", "repeat"])
 def test_a_rewind_is_a_restore_by_hand(tmp_path, data_mode):
     """From step 11 to the checkpoint of step 8, with the calls of step 11 and half the rate."""
-    prints, state, history = a_run(tmp_path / "a", [back_after(11, back=3, data=data_mode)])
+    back = back_after(11, back=3, data=data_mode)  # a loop of many steps is another program
+    prints, state, history = a_run(tmp_path / "a", [back], steps_per_call=None)
     data = batches()
     all_batches, by_hand, saved = [*data, *data, *data], a_state(), None
     for i in range(11):
