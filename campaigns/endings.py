@@ -69,10 +69,11 @@ class Case:
 
     def is_right(self, codes: list, log: list[dict], has_ended: bool) -> bool:
         """Whether these are the exit codes of the run; `has_ended`: it had nothing left to do."""
-        if self.signal == "USR1" or (self.signal == "USR2" and is_late(log) and codes[self.victim] == 0):
+        dying = 0 if self.signal == "USR2" else self.victim  # of USR2 the process that commits the save
+        if self.signal == "USR1" or (self.signal == "USR2" and is_late(log) and codes[dying] == 0):
             return codes == [0] * self.processes
-        if self.signal in ("USR2", "KILL"):
-            return codes[self.victim] == -signal.SIGKILL
+        if self.signal in ("USR2", "KILL"):  # the others are killed, or have ended by themselves
+            return codes[dying] == -signal.SIGKILL
         own = {128 + self.number} | ({-signal.SIGINT} if self.signal == "INT" else set())  # a shell says 130
         late = {0, -self.number} if has_ended and self.processes > 1 else set()  # the others had left `fit`
         return set(codes) <= own | late
