@@ -168,6 +168,15 @@ def test_a_wait_ends_and_names_who_is_missing(group):
     assert together(3, lambda i: peers[i].gather("again", str(i))) == [["0", "1", "2"]] * 3
 
 
+def test_a_wait_is_as_long_as_its_timeout(group, monkeypatch):
+    """A save gives the processes nine tenths of its time, so that it can name who is late."""
+    monkeypatch.setattr(_peers, "SLICE", 0.9)
+    peers = group(2, watched=False)
+    start = time.monotonic()
+    assert "no word of process 1" in str(together(1, lambda i: peers[0].gather("all", timeout=1.0))[0])
+    assert 1.0 <= time.monotonic() - start < 1.6
+
+
 @pytest.mark.parametrize("limits", [(5.0, 0.3), (0.3, 5.0)])
 def test_all_get_the_verdict_of_the_first_that_gives_up(group, limits):
     peers = group(3)

@@ -181,10 +181,10 @@ class Peers:
             raise ProcessError("process", said[1], "one that was started again", "a new run of all")
         end, key = time.monotonic() + timeout, f"{place}/all"
         awaited = [f"{place}/{i}" for i in range(self.count)] if self.node == 0 else [key]
-        while awaited and time.monotonic() < end:
+        while awaited and (seconds_left := end - time.monotonic()) > 0:
             if self._reason and not self.is_watched:
                 raise ProcessError(self._reason)
-            if self._store.get(awaited[0], min(SLICE, timeout)) is not None:
+            if self._store.get(awaited[0], min(SLICE, seconds_left)) is not None:
                 del awaited[0]
             elif self._store.get(key) is not None:  # another process has given up
                 break
