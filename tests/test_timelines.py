@@ -57,21 +57,6 @@ def population():
     return ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)}), 3, rate=rates)
 
 
-CASES = {
-    "plain": (toys.loss_fn, toys.state, toys.X, {}),
-    "keys and an average": (toys.noisy, lambda: toys.state(key=jax.random.key(1), ema=0.9), toys.X, {}),
-    "rejected steps": (toys.loss_fn, toys.state, with_a_bad_row(), {}),
-    "accumulation over calls": (
-        toys.loss_fn,
-        lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)}),
-        toys.X,
-        {},
-    ),
-    "micro-batches": (toys.loss_fn, toys.state, toys.X, {"accumulate": 4}),
-    "a population": (toys.loss_fn, population, toys.X, {}),
-}
-
-
 def two_states():
     return ts.States(first=toys.state(key=jax.random.key(0)), second=toys.state(), carry=jnp.zeros(()))
 
@@ -136,6 +121,26 @@ def test_calls_reach_states_that_no_step_has(tmp_path):
     assert [int(s.calls) for s in states] == list(range(8))
     assert [int(s.step) for s in states] == [0, 1, 2, 2, 3, 4, 5, 6]  # row 21 is in batch 2
     assert "loss" in line.explain(calls=3).verdict
+
+
+@pytest.mark.parametrize("name", ["one state", "several states"])
+def test_a_step_that_was_saved_after_a_rejected_call_is_the_step_before_it(tmp_path, name):
+    """The last batch of each epoch is rejected, so the checkpoints of epochs have one call more than their step."""
+    x = toys.X.copy()
+    x[60] = np.nan
+
+    def step_of_named_infos(run, x):
+        new, info = step_of_two(run, x)
+        return new, {"first": info}
+
+    make, step = (toys.state, ts.train_step(toys.loss_fn)) if name == "one state" else (two_states, step_of_named_infos)
+    with pytest.warns(RuntimeWarning, match="rejected"):
+        prints, _ = a_run(
+            tmp_path / "a", step, make, ts.batches(x, 8), every="epoch", steps=None, epochs=2, max_bad=100
+        )
+    line = timeline(tmp_path / "a", step, make, ts.batches(x, 8))
+    assert line.steps == [7, 14]
+    assert [fingerprint(line.at(k)) for k in (6, 7, 8)] == [prints[k] for k in (6, 7, 8)]
 
 
 def test_a_batch_has_the_numbers_of_its_rows(tmp_path):

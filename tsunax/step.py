@@ -4,7 +4,7 @@
     state, info = update(state, grads, loss=loss)             both: step(state, batch)
 
     loss_fn -> loss, grads -> verdict -> applied: rule, application, average; or rejected
-            -> the guard's record, of both
+            -> the guard's record of the call, applied or rejected
 
 All of it is one compiled program (`program.py`). `state.py` has the values that a step carries to
 the next; `loop.py` calls steps, or your code does.
@@ -66,16 +66,16 @@ def value_and_grad(
     In plain JAX: `jax.value_and_grad(loss_fn)(state.params, batch)`, restricted to the leaves that
     are trained, in the precision of the state, over `accumulate` micro-batches. `grads` has the
     structure of `trainable(state)`. `at=` evaluates at other trained parameters (SAM, line
-    searches). `remat`, `axis_name` and `check_rows` are as in `train_step`; of its policies
-    `on_nonfinite` only "drop" is for this half. Gradients of complex leaves are conjugated, so that
-    `z - rate * g` goes downhill, as in PyTorch: the gradients of JAX do not.
+    searches). `remat`, `axis_name` and `check_rows` are as in `train_step`. Of the policies of
+    `on_nonfinite`, only "drop" has an effect in this half. Gradients of complex leaves are the
+    conjugates of JAX's gradients, so that `z - rate * g` goes downhill, as in PyTorch.
 
     With `per_example=True` gradients have a first axis of rows: `jax.vmap(jax.grad(loss_fn), (None,
     0))` over batches of one row, with a key for each row. A row without weight has zeros. The Loss
-    covers all rows. With `noise_scale=True` it has a `noise_scale`.
+    covers all rows. With `noise_scale=True` the Loss has a `noise_scale`.
 
-    Raises LossError, before anything is compiled, for a loss_fn that cannot be used or that no
-    trained leaf moves; see `train_step`.
+    Raises LossError, before anything is compiled, for a loss_fn that cannot be used, or that does
+    not depend on any trained leaf; see `train_step`.
 
     >>> import tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})

@@ -101,6 +101,7 @@ class Watch:
         """The report of a step from `state` to `new`, with the result of `of_updates`."""
         read = {"grads": lambda: grads, "params": lambda: master_params(new)}
         read["moments"] = lambda: new.opt_state
+        # only for the layout: updates have the paths and shapes of the gradients
         updates = self._groups(state, "updates", grads) if "updates" in self.of else []
         groups = [
             group
@@ -291,7 +292,7 @@ def _histogram(arrays: Sequence[jax.Array], bins: int) -> jax.Array:
 
 
 def _if_any_due(measure: Function) -> Function:
-    """`f(due, arrays)`: `measure(arrays)` under a condition, which stays one under `vmap`.
+    """`f(due, arrays)`: `measure(arrays)` if due, else zeros, by a cond that `vmap` keeps.
 
     `vmap` turns a condition with an axis into a select, which computes both sides in every call.
     Members of a population are due together, so their condition is whether a member is due.

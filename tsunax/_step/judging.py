@@ -1,9 +1,9 @@
 """The verdict on a step, before its rule runs or after it.
 
 Loss and gradient are judged in any case. A rule that makes finite updates of finite gradients needs
-no more: it runs only if the verdict applies the step. If that depends on live numbers, a look at
-the update is part of the verdict while the numbers are out of bounds. Every other rule runs first,
-and the norm of its update is part of the verdict.
+no more: it runs only if the verdict applies the step. If live numbers decide whether updates are
+finite, the verdict judges the update, too, at least while the numbers are out of bounds. Every
+other rule runs first, and the norm of its update is part of the verdict.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -50,10 +50,11 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
         return Certainty(None, "float16, or dtypes of several ranges")
     opt_state = number_table.join_numbers(state.opt_state, state.numbers, state.step)
     is_complex = any(map(jnp.iscomplexobj, inputs))
-    norm, (kind,) = lambda: guard.global_norm(master_params(state)), kinds
+    params_norm = lambda: guard.global_norm(master_params(state))
+    (kind,) = kinds
     try:
         is_certain, by_element = update_bounds.certain(
-            state.plan.update, opt_state, kind, is_complex, weight, norm
+            state.plan.update, opt_state, kind, is_complex, weight, params_norm
         )
     except update_bounds.Undeclared as error:
         return Certainty(None, f"{error} may make an infinite update of a finite gradient")
@@ -66,7 +67,7 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
 
 
 class Attempt(NamedTuple):
-    """The result of a step on a state if its verdict is to apply it."""
+    """The changes of a step to its state if the verdict applies the step."""
 
     fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
@@ -84,7 +85,7 @@ class Attempt(NamedTuple):
         return cls({**fields, "params": split(new)[0][0]}, emitted, updates, of_updates)
 
     def undone(self, state: TrainState) -> Attempt:
-        """The attempt that leaves its fields as they are in the state."""
+        """The attempt of a rejected step: the same fields, with their values in `state`."""
         fields = {name: getattr(state, name) for name in self.fields}
         emitted = None if self.emitted is None else jnp.bool_(False)
         of_updates = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), self.of_updates)
@@ -116,7 +117,8 @@ class Judge:
 
     def choose(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The attempt, or the unchanged state if it is rejected; and the verdict."""
-        early, late = lambda: self.choose_early(certainty), lambda: self.choose_late()[:2]
+        early = lambda: self.choose_early(certainty)
+        late = lambda: self.choose_late()[:2]
         if certainty.is_certain is None:
             return late()
         if certainty.is_certain is True:
@@ -132,7 +134,8 @@ class Judge:
             updates = joined_updates if certainty.by_element else lambda: attempt().updates
             excess = lambda: guard.excess(updates())
             update_norm = guard.unless(certainty.is_certain, excess)
-        # XLA fuses the end of a gradient that replaces its leaf into a select, not into a cond.
+        # For an overwritten leaf the gradient is the new value (flax's fp8). XLA fuses the last
+        # operations of such a gradient into a select, but not into a cond.
         decide = guard.decide if self.loss.overwritten is None else guard.select
         return self._chosen(attempt, update_norm, decide)
 

@@ -1,7 +1,8 @@
 """The checkpoint to which a run goes back, and the checkpoints that it leaves.
 
-A rewind to step 4 after 9 calls has these durable steps. After 2, `CheckpointHome.tidy` does the
-rest when the run is opened again; before, there was no rewind, and the run makes its calls again:
+A rewind to step 4 after 9 calls has the durable steps below. If the process is killed after the
+second, `CheckpointHome.tidy` does the rest when the run is opened again. If it is killed before,
+there was no rewind, and the run makes its calls again:
 
     1. the new state of step 4 is written under a hidden name, with the edit and the place of data
     2. it is renamed to `.tsunax-rewind-4-00000009`: from now on the rewind has happened

@@ -31,7 +31,7 @@ PATIENCE = 5.0  # seconds in which all read the reason of an end, before process
 SLICE = 0.5  # seconds between two looks of a wait; Python handles Ctrl-C between them
 NEWS = 0.1  # seconds between two looks for an end or a request
 TICKS = 10  # looks without an answer of process 0 after which it counts as lost
-EARLY = 0.8  # the part of `patience` that they take: after all of it JAX aborts, without a name
+EARLY = 0.8  # the part of `patience` for all TICKS: after the whole, JAX aborts without a name
 
 connection: Any = distributed.global_state  # its `client` is None before JAX starts
 detected = (
@@ -92,8 +92,9 @@ class Peers:
         self.patience: float = 0.0  # seconds of JAX's heartbeats
         self.is_watched: bool = False
         self._store = Store(client)
+        # host, pid and facts of each node, from `meet`
         self._hellos: list[dict[str, Any]] = [{} for _ in range(count)]
-        self._indices = list(range(count))  # the index of each node
+        self._indices = list(range(count))  # JAX's process index of each node
         self._changed, self._closing = threading.Condition(), threading.Event()
         self._gatherings = collections.Counter[str]()  # by thread
         self._rounds = 0  # in which all processes were alive
@@ -101,6 +102,7 @@ class Peers:
         self._requests = 0  # on which all have agreed
         self._is_counting = self._has_requested = False
         self._calls = [0, 0]  # gatherings, and calls of `agree` since the last gathering
+        # (the value of `_calls` at which all processes obey, the request)
         self._goals: collections.deque[tuple[list[int], Any]] = collections.deque()
         self._reason = ""  # why the run ends
         self._threads: list[threading.Thread] = []
@@ -221,7 +223,10 @@ class Peers:
             return self._goals.popleft()[1]
 
     def _count_calls(self, request: Any) -> None:
-        """Report how often this process called `agree`; all obey in the call after the last."""
+        """Report how often this process called `agree`.
+
+        When all processes have reported, the request is due in the call after the largest count.
+        """
         number = self._requests
         with self._changed:
             self._is_counting, calls = True, self._calls
@@ -240,10 +245,11 @@ class Peers:
             self._changed.notify_all()
 
     def fail(self, text: str, stay: bool = False) -> None:
-        """End all other processes, which print the reason. Without `stay`, this process exits."""
+        """End all other processes, which print the reason. Without `stay`, the caller exits."""
         if stay:
             self._closing.set()
-        # A lost process lets collectives fail elsewhere: after two rounds, all processes live.
+        # This failure may be a collective that has lost a process. In two more rounds, either that
+        # process is named as the reason, or all processes are alive.
         rounds, end = self._rounds + 2, time.monotonic() + 2 * self.patience
         while not stay and self._rounds < rounds and time.monotonic() < end:
             time.sleep(SLICE / 50)
@@ -253,7 +259,7 @@ class Peers:
             self._wait_until_heard(self.node)
 
     def part(self, shutdown: Callable[[], None] | None) -> None:
-        """End the threads, of which Python would abort those within JAX at its exit."""
+        """Leave the other processes, and end the threads: at exit Python aborts threads in JAX."""
         self._closing.set()
         with contextlib.suppress(RuntimeError):  # process 0 is gone
             self._store.write(f"left/{self.node}", "")
@@ -319,7 +325,7 @@ class Peers:
             time.sleep(SLICE / 50)
 
     def _end(self, reason: str, ending_node: int | None = None) -> None:
-        """This process is to end: because of the end of a process, or as it hears no other."""
+        """Note why the run ends: a process has ended, or is gone. After `watch`, exit."""
         with self._changed:
             self._reason = self._reason or reason or "this process has ended the run"
             self._changed.notify_all()

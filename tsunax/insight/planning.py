@@ -128,8 +128,9 @@ class Plan:
             "moves parts of the state from and to the host": row.layout.host != best.layout.host,
         }
         listed = ", ".join(cost for cost, is_higher in costs.items() if is_higher)
+        reasons = f": it {listed}" if listed else ""
         ratio = f"takes about {row.seconds / best.seconds:.3g} times as long as {best!r}"
-        return f"{row!r} fits, and {ratio}{listed and f': it {listed}'}."
+        return f"{row!r} fits, and {ratio}{reasons}."
 
     def __repr__(self) -> str:
         compiled = sorted(
@@ -199,8 +200,9 @@ def plan(
     "dots_saveable", True), in the parts of the state in the `host`'s memory, and in their `layout`
     over the devices (data parallel, with the moments spread, fully sharded). All compute the same
     step up to rounding. For each configuration the micro-batches are searched as in
-    `find_accumulation`. A configuration is not compiled if one with less remat and host memory fits
-    with micro-batches as large, or if its FLOPs and transfers alone take longer than the best.
+    `find_accumulation`. A candidate is not compiled if another of the same layout, with no more
+    remat and host memory, fits with micro-batches at least as large, or if its FLOPs and transfers
+    alone take as long as an earlier candidate that fits.
 
     Nothing is executed or allocated. (On a GPU the programs are compiled without autotuning, which
     would run kernels.)
@@ -274,6 +276,7 @@ class _Candidates:
         self, layout: Layout, remat: Any, sizes: Sequence[int], remats: Sequence[Any]
     ) -> None:
         """Find the largest micro-batch with which one configuration fits, of those worth it."""
+        # candidates of this layout that fit with no more remat and host memory
         milder = [
             row
             for row in self.rows
@@ -288,9 +291,9 @@ class _Candidates:
             slow = f"its FLOPs and transfers alone take as long as {fastest!r}"
             reasons = dict.fromkeys(sizes, slow)
         elif milder:
-            mildest = min(milder, key=lambda row: row.accumulate)
-            size_that_fits = self.batch_size // mildest.accumulate
-            text = f"{mildest!r} fits, and is faster"
+            largest = min(milder, key=lambda row: row.accumulate)  # with the largest micro-batch
+            size_that_fits = self.batch_size // largest.accumulate
+            text = f"{largest!r} fits, and is faster"
             reasons = {size: text for size in sizes if size <= size_that_fits}
         new_sizes = [size for size in sizes if size not in reasons]
         trials, works = self._trials(layout, remat, new_sizes) if new_sizes else ({}, {})

@@ -52,7 +52,7 @@ def any_emitted(opt_state: PyTree) -> jax.Array | None:
 def in_sums(opt_state: PyTree) -> list[bool]:
     """For each leaf, whether it belongs to the sum of an unfinished window.
 
-    Such sums stay for frozen leaves, because their zero gradients add nothing.
+    A step restores the moments of frozen leaves, but not these sums: zero gradients add nothing.
     """
 
     def flags(x):
@@ -108,6 +108,8 @@ class Gather(MadeOfRules):
 
         def apply():
             mean = weighted_sums.divided(sums, total, grads)
+            # Means over the window replace arguments of this call. A flush has no loss: there the
+            # means are added.
             mean_arguments = {"value": value / total, "grad": mean}
             arguments = extra | {
                 name: x for name, x in mean_arguments.items() if name in extra or flush

@@ -73,23 +73,25 @@ class Fit:
         self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
         self.interrupt: Interrupt = interrupt
         self.timers: list[Timer] = [timer for part in parts for timer in part.timers]
-        self.is_led: bool = agreement.spans and not processes.current().is_first  # by process 0
+        # whether process 0 decides for this process which timers are late
+        self.is_led: bool = agreement.spans and not processes.current().is_first
         self.signal: int = 0  # the signal that ended the run: the same on all processes
-        self.requests: set[tuple[str, int]] = set()  # ("save", signal) and ("clock", timer's index)
+        # for the next boundary, agreed by all processes: ("save", signal), ("clock", timer's index)
+        self.requests: set[tuple[str, int]] = set()
         self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
-        self.next_boundary: tuple[int, float] = -1, 0.0  # the boundary after this step
+        self.next_boundary: tuple[int, float] = -1, 0.0  # a step, and the first boundary beyond it
         # seconds per step over the last reads, without compiling and boundaries; 0: unknown
         self.pace: float = 0.0
-        self.gathered_calls: float = 0.0  # they only gathered a gradient (`rules.accumulate`)
+        self.gathered_calls: float = 0.0  # calls that only gathered a gradient (`rules.accumulate`)
         self.read_time: float = 0.0  # when calls were read last; 0 before the first call
         self.excluded_seconds: float = 0.0  # compiling and boundaries: rates leave them out
         self.excluded_steps: int = 0  # steps that were done in these seconds
         self.steps_read: int = 0
         # (clock without excluded seconds, steps done) at the last reads
         self.timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
-        self.trace_count: int = self.count_traces()  # its value at the last call
+        self.trace_count: int = self.count_traces()  # at the last dispatch of calls
         self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
     def compare(self) -> None:
@@ -121,13 +123,13 @@ class Fit:
             )
 
     def has_nothing_to_do(self) -> bool:
-        """Whether the run is beyond its goal, or is complete, with the boundary of its end."""
+        """Whether the run is beyond its goal, or at its end and has held the last boundary."""
         run, goal, epoch = self.run, self.options.goal, self.feed.epoch
         is_at_end = bool(run.stopped) or goal.reached(run.step, epoch)
         return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
     def is_finished(self) -> bool:
-        """Whether the goal is reached, a callback or a signal of any process ends the run."""
+        """Whether the goal, a callback, a rewind, or a signal of any process ends the calls."""
         run = self.run
         is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
         if is_complete or self.signal or run.restart is not None:
@@ -137,9 +139,11 @@ class Fit:
 
     def poll(self, agree: Function) -> None:
         """Agree with all processes on requests of signals and timers. Process 0 has the clock."""
-        requests_here, timers = self.interrupt.requests, () if self.is_led else self.timers
+        requests_here = self.interrupt.requests
+        timers = () if self.is_led else self.timers
         late_timers = {("clock", i) for i, timer in enumerate(timers) if timer.is_late()}
-        requests_here.update(late_timers - self.requests)  # they are late until their boundary
+        # A timer stays late up to its boundary: once agreed, it is not requested again.
+        requests_here.update(late_timers - self.requests)
         if requests := agree(requests_here):
             requests_here.difference_update(requests)
             self.signal = min((number for kind, number in requests if kind == "end"), default=0)
@@ -149,15 +153,16 @@ class Fit:
         """The number of steps up to the next boundary, if no step is rejected."""
         step = self.run.step
         if step != self.next_boundary[0]:
-            goal = self.options.goal.steps_left(0)
-            places = [part.next_step(step) for part in self.parts] + ([goal] if goal > step else [])
-            self.next_boundary = step, min(places, default=float("inf"))
+            goal_step = self.options.goal.steps_left(0)  # inf if the goal counts epochs
+            boundaries = [part.next_step(step) for part in self.parts]
+            boundaries += [goal_step] if goal_step > step else []
+            self.next_boundary = step, min(boundaries, default=float("inf"))
         return self.next_boundary[1] - step - self.caller.ahead
 
     def next_chunks(self) -> list[Chunk] | None:
         """The batches of the next calls; None if the run is over."""
-        # A compiled loop ends at too many rejections. Single calls have to be read for that: all
-        # but the last at first, so that the device has work meanwhile.
+        # A compiled loop ends by itself at too many rejections. Single calls (steps_per_call=None)
+        # are read to count rejections: first all but the last, so that the device has work.
         for leave in (1, 0) if self.options.steps_per_call is None else ():
             if self.rejections.may_end(len(self.caller.unread)):
                 self.read(leave)
@@ -170,17 +175,18 @@ class Fit:
         (`chunks.buffer_size`), and the rest of an epoch or block. If batches were read ahead, there
         are several calls, for up to `CALL_SECONDS` in all: a Ctrl-C waits for them.
         """
-        ahead, limit = self.run.step + self.caller.ahead, self.rejections.limit or NO_LIMIT
+        step = self.run.step + self.caller.ahead  # if no step of the unread calls is rejected
+        limit = self.rejections.limit or NO_LIMIT
         most_steps = int(min(self.per_call(), steps_left))
         self.clock.lap("data")
         if self.run.witnesses:  # nothing is under way, because a boundary comes before
             most_steps, self.witnessed_state = 1, jax.tree.map(own, self.run.state)
-        chunk = self.feed.take(most_steps, self.run.state, ahead, limit, boundary_steps=steps_left)
+        chunk = self.feed.take(most_steps, self.run.state, step, limit, boundary_steps=steps_left)
         unread = self.caller.unread
         if unread and not info_columns.is_ready(unread[-1].infos):
             self.clock.cause = "device"  # the device was at work, so it did not wait for data
         self.clock.lap("device")
-        self.agreement.chunk(ahead + 1, chunk, self.feed.source)
+        self.agreement.chunk(step + 1, chunk, self.feed.source)
         if chunk is None or self.agreement.spans or not self.pace or self.run.witnesses:
             return [] if chunk is None else [chunk]
         steps = min(CALL_SECONDS / self.pace, steps_left) - chunk.steps
@@ -229,7 +235,7 @@ class Fit:
     def boundary_here(self) -> None:
         """Hold the boundary after these calls, unless rejected steps keep the run before it."""
         self.read(0)
-        events = ["step"] * (self.run.step == self.next_boundary[1])
+        events = ["step"] if self.run.step == self.next_boundary[1] else []
         if events or self.requests:
             self.boundary(events)
 
@@ -238,7 +244,8 @@ class Fit:
         if not any(part.cadence.epochs for part in self.parts):
             return
         self.read(0)
-        self.boundary(["step"] * (self.run.step == self.next_boundary[1]) + ["epoch"])
+        is_step = self.run.step == self.next_boundary[1]
+        self.boundary(["step", "epoch"] if is_step else ["epoch"])
 
     def end(self) -> None:
         self.read(0)
@@ -321,7 +328,7 @@ class Fit:
             self.rows(chunks, infos, named)
 
     def measure(self) -> None:
-        """Measure the seconds per step over the last reads, with all steps that are done."""
+        """Measure the seconds per step over the last reads, with unread calls that are done."""
         self.read_time = time.perf_counter()
         ready = (chunk.steps for chunk, infos in self.caller.unread if info_columns.is_ready(infos))
         steps_done = self.steps_read + sum(ready) - self.excluded_steps
@@ -340,7 +347,7 @@ class Fit:
         verdicts = np.min(by_member, 1)  # a call is rejected if all members reject it
         if not rejections.is_population:
             by_member = verdicts[:, None]
-        # A single state counts applied steps by its clock; anything else counts calls.
+        # One TrainState or States counts applied steps; a population, or another state, its calls.
         is_of_states = isinstance(infos, info_columns.StatesInfo)
         has_clock = (is_of_states or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if has_clock else np.ones(len(epochs), int))
@@ -351,11 +358,12 @@ class Fit:
         rejections.keep(verdicts[:n], steps, chunks, infos)
         columns, numbers = self.columns_of(infos, named, epochs, rejected)
         is_measured = info_columns.measured_calls(columns, len(epochs))
-        state = run.state  # a callback may replace run.state
+        state = run.state  # for `rows_of`, which may be called after a callback replaced run.state
 
         def rows_of(rows: np.ndarray) -> dict[str, np.ndarray]:
             rows_by_name = info_columns.at_rows(columns, rows)
             if self.options.steps_per_call is None:
+                # a compiled loop computes scheduled numbers itself; here, for the steps with a row
                 stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
                 rows_by_name |= info_columns.scheduled(infos, state, stack)
             return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
@@ -370,6 +378,7 @@ class Fit:
             row_of = functools.partial(rows_of, applied[-1:])
             run.rows.pending = None if is_due[applied[-1]] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
+        run.has_made_step = not has_clock or bool(verdicts[n - 1] == 0)
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info
             if has_clock and int(clock[0]) != run.step:

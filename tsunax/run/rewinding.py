@@ -45,7 +45,7 @@ SPIKE_DEVIATIONS = 8.0
 
 
 def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
-    """The state with the count of calls of another, in each of its clocks."""
+    """`state`, with the counts of calls of `counted_state` in its clocks."""
     clocks = {}
     for old, counted in zip(
         leaves.tree_of(state).clocks, leaves.tree_of(counted_state).clocks, strict=True
@@ -57,7 +57,7 @@ def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
 
 
 def go_back(saving: Any, run: Run) -> Restored:
-    """The checkpoint of a rewind, which is on the disk when this returns.
+    """Save the checkpoint of a rewind, wait until it is on the disk, and return it.
 
     `saving` is the part that saves the run.
     """
@@ -96,11 +96,11 @@ def go_back(saving: Any, run: Run) -> Restored:
     }
     script.pop("stop", None)
     memory = memory_after(saving, restored.callbacks or {})
-    values = place, history.plain(), memory, saver.metrics().get(step, {}), script
-    saver._save(state, step, *values, calls=calls)
+    plain_history, metrics = history.plain(), saver.metrics().get(step, {})
+    saver._save(state, step, place, plain_history, memory, metrics, script, calls=calls)
     saver.wait()
     run.note(f"rewind to step {step}, {text}")
-    new = {"state": state, "data": None, "history": values[1], "callbacks": memory}
+    new = {"state": state, "data": None, "history": plain_history, "callbacks": memory}
     return dataclasses.replace(restored, **new, script=script, is_edited=False)
 
 
@@ -130,9 +130,10 @@ class rewind:
 
     `when` is "spike": a loss in a row that is not finite, or far above the last twenty rows (eight
     median absolute deviations above their median); "rejected": a call was rejected since the
-    last boundary; or a function `f(run)`. It is called at every multiple of `log_every`. For
-    `back`, `factor` and `data` see `run.rewind`. The count of rewinds is saved with the run, and
-    no resume and no rewind resets it. After `at_most` rewinds there is a warning instead.
+    last boundary; or a function `f(run)`. The condition is checked at multiples of `log_every`,
+    after evaluations, and at the end of epochs. For `back`, `factor` and `data` see `run.rewind`.
+    The count of rewinds is saved with the run, and no resume and no rewind resets it. After
+    `at_most` rewinds there is a warning instead.
 
     Give `Checkpoints` a number of steps for `every`, and a `keep_last` that reaches back: with
     durations a run that is killed before the rewind may go back to another step.
@@ -196,8 +197,10 @@ def is_spike(losses: np.ndarray) -> bool:
     """Whether the last of these losses is not finite, or far above the losses before."""
     earlier, loss = losses[-WINDOW - 1 : -1], losses[-1]
     earlier = earlier[np.isfinite(earlier)]
-    if not np.isfinite(loss) or len(earlier) < LEAST_ROWS:
-        return not np.isfinite(loss)
+    if not np.isfinite(loss):
+        return True
+    if len(earlier) < LEAST_ROWS:
+        return False
     median = np.median(earlier)
     deviation = np.median(np.abs(earlier - median))
     return bool(loss > median + SPIKE_DEVIATIONS * max(deviation, 0.01 * abs(median)))

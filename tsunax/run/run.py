@@ -40,8 +40,9 @@ class Rejected:
     def of(self, state: TrainState, *, exact: bool = True) -> tuple[TrainState, Any]:
         """`(state, batch)` of that call, for `ts.replay(step, *rejected.of(state))`.
 
-        Give it the state at the end of the run, `error.state`: a rejected step does not change it.
-        If later steps were applied, StateError, or with `exact=False` the call with later params.
+        Give the state at the end of the run, `error.state`: a rejected step changes only its counts
+        and its loss scale. If later steps were applied, raises StateError; with `exact=False` the
+        result has the later params.
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
@@ -61,11 +62,11 @@ class Beginning:
 
     history: History
     memory: dict[str, Any]  # the memory of each callback
-    is_resumed: bool = False  # at the step of a checkpoint
-    is_of_checkpoint: bool = False  # with the state of a checkpoint
-    # whether the checkpoint, or the state in its place, was saved at the end of a run
+    is_resumed: bool = False  # whether the run starts at the step of its checkpoint
+    is_of_checkpoint: bool = False  # whether its state is the checkpoint's, and not the user's
+    # whether the checkpoint was saved at the end of a run; True for a state that the user gave
     has_ended: bool = True
-    has_open_row: bool = False  # whether it was saved before loggers had its row
+    has_open_row: bool = False  # whether loggers did not have the row of the step at that save
     stopped: str = ""  # why the run stopped there
 
 
@@ -87,11 +88,13 @@ class Run:
     ) -> None:
         self.event = "start"
         self.step: int = step
-        self.epoch: int = feed.epoch  # counted at boundaries, a fraction in rows
+        self.epoch: int = feed.epoch  # the number of ended epochs, as of the last boundary
         self.place: Callable[[], dict[str, Any]] = feed.place  # the position of the data, to save
         self.state: PyTree = state
         self.info: Any = None  # the info of the last step, on the host; None before the first step
-        # the newest number of each column: of the last row, so not always of this step
+        # whether the last call made `step`, so was not rejected; None before the first call
+        self.has_made_step: bool | None = None
+        # the newest number of each column, which may be of an earlier step
         self.metrics: dict[str, float] = {name: history.last(name) for name in history.names}
         self.history = history
         self.memory: dict[str, Any] = {}  # the callback's memory, saved with the run
@@ -145,7 +148,7 @@ class Run:
             raise RowError(repr(taken_names[0]), where, got, expected, fix)
 
     def around_next(self, witness: Callable[["Run", Any], None]) -> None:
-        """Call `witness(run, call)` around the next call, which then makes a single step.
+        """Make the next call a single step, and call `witness(run, call)` when its info is read.
 
         `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
         """
@@ -199,10 +202,10 @@ class Rows(Part):
     step: int = -1  # the step of the newest row
     flushed_step: int = -1  # the step of the last row that the loggers got
     resumed_row: int = -1  # the step of a row that loggers got before the run was resumed there
-    # a function that makes the row of the newest step, and this step, if it has no row
+    # if the newest applied step has no row: a function that makes its row, and the step
     pending: tuple[Callable[[], Mapping[str, Any]], int] | None = None
     is_closed: bool = False  # whether further numbers belong to the end of the run only
-    # Whether the loggers get this row at the end of the run, the next boundary at the same step.
+    # Whether loggers do not get this row yet: a next boundary at the same step may add numbers.
     is_open: bool = False
     is_last_row: bool = False  # whether the run ends at this boundary, or at the next
     has_closing_row: bool = False  # see `reopen`
@@ -224,8 +227,8 @@ class Rows(Part):
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
         is_last_row = self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
-        # After a save at any step the epoch may end at that step, and the row gets more numbers,
-        # also in a run that is resumed there.
+        # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
+        # epoch adds numbers to this row, also in a run that is resumed from the save.
         self.is_open = not is_end and (is_last_row or set(events) <= {"start", "save", "clock"})
         if not self.is_open or self.step != run.step:
             self.flush()
@@ -243,8 +246,8 @@ class Rows(Part):
     def emit(self, columns: dict[str, np.ndarray], steps: np.ndarray, *, is_applied: bool) -> None:
         """Add rows to the history and the loggers, which get the last row when it is complete.
 
-        Masked numbers are in no row. If the step was not applied, the row of the last applied step
-        gets the numbers of its `Watch`.
+        If the step was not applied, the numbers that its `Watch` measured (masked arrays) are added
+        to the row of the last applied step.
         """
         if not is_applied:
             watched = {k: x for k, x in columns.items() if isinstance(x, np.ma.MaskedArray)}
@@ -273,13 +276,14 @@ class Rows(Part):
     def record(self, row: Mapping[str, float], step: int) -> None:
         """Add numbers to the history. A run that continues drops the numbers of its end."""
         history = self.run.history
-        (history.close if self.is_closed else history.add)(row, step)
+        add = history.close if self.is_closed else history.add
+        add(row, step)
 
     def reopen(self, step: int, has_last_row: bool) -> None:
         """Remove the numbers of the end of the run from the history, because the run continues.
 
-        Sets `has_closing_row`: whether loggers get the row of this `step` once more. They do if
-        its numbers have changed, or if it is the last row and was saved before they got it.
+        Sets `has_closing_row`: whether loggers get the row of `step` again, because the removal
+        may have changed the row, or because the run was saved before loggers got the row.
         """
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
@@ -294,7 +298,10 @@ class Rows(Part):
         self.step, run.row, self.has_closing_row = step, row, True
 
     def close(self) -> None:
-        """Add the row of the last step, also between `log_every`. Loggers get each step once."""
+        """Add the row of the last step, also if `log_every` does not divide it.
+
+        If loggers already have a row of this step, the numbers go to the history alone.
+        """
         self.is_closed = True
         if self.pending is None:
             return
@@ -316,9 +323,10 @@ class Rows(Part):
         return {name: x for name, x in numbers.items() if np.isfinite(x)}
 
     def saved_history(self) -> dict[str, Any]:
-        """The plain history of a checkpoint. At the last step it has the row that `close` adds.
+        """The history for a checkpoint. At the last step it already has the row that `close` adds.
 
-        The end adds this row, and saves again; a run that is killed before has it from here.
+        The end of the run adds that row, and saves again. If the run is killed between the two
+        saves, the row is in the first.
         """
         history = self.run.history
         if self.is_last_row and self.pending is not None:
@@ -329,7 +337,7 @@ class Rows(Part):
 
     def flush(self) -> None:
         """Give the newest row to the loggers."""
-        # A number that a resumed run logs again comes from the history, which has floats.
+        # Floats always: a resumed run logs numbers again from its history, which keeps no ints.
         row, self.run.row = {name: float(x) for name, x in self.run.row.items()}, {}
         media, self.run.media = self.run.media, {}
         self.flushed_step = self.step if row or media else self.flushed_step

@@ -42,7 +42,7 @@ class Restart:
 
     saver: Checkpoints
     restored: Restored
-    is_in_hand: bool  # whether the user's state is further than the checkpoint, and stays
+    is_in_hand: bool  # whether the run starts from the user's state, not behind the checkpoint
     script: dict[str, Any]  # see `checkpoints.script_settings.script_of`
     like: PyTree  # the state of the script
 
@@ -84,7 +84,7 @@ class Restart:
         return self.saver.path / durable_files.CONTROL if is_local else None
 
     def foreign_edit(self) -> tuple[str, int] | None:
-        """A change of the state since the checkpoint, by no callback: its source, and its call."""
+        """`(source, calls)` of a change of the state since the checkpoint that no callback made."""
         if self.is_in_hand:
             clocks = self.saver.contents(self.step or 0).state
             return "the state given to fit", max(int(np.max(x[..., 1])) for x in clocks) + 1
@@ -137,9 +137,10 @@ class Restart:
 
 
 def _with_own_numbers(like: PyTree) -> PyTree:
-    """The state of a script, from which a checkpoint is restored after a call has consumed it.
+    """The script's state as a template, for a rewind after the run has consumed that state.
 
-    Of consumed arrays it needs the shapes, and the values of numbers and flags of the script.
+    Restoring a checkpoint takes the shapes of its arrays, which consumed arrays keep, and the
+    values of its scalars, live numbers and frozen flags, which are copied here.
     """
     is_state = lambda x: isinstance(x, TrainState)
     own_scalar = lambda x: own(x) if trees.is_array(x) and not x.ndim else x
@@ -163,19 +164,20 @@ class Saving(Part):
         self.every: When = ("epoch", "10 minutes") if every is None else every
         script, saved_script = restart.script, restart.saved_script
         if restart.is_in_hand:
-            # the run began with another state, which the script makes when it is started again
+            # Keep facts of the state that the run began with: the script makes it at each start.
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
         if "parent" in saved_script:  # the run is a branch, see `timelines`
             script = script | {"parent": saved_script["parent"]}
         self.script: dict[str, Any] = script
         self.is_resumed: bool = restart.is_used
-        # whether the call before this run made its step, unknown for a state in hand
+        # whether the last call before this run made the step of the state, so was not rejected;
+        # False, because unknown, for a state in hand
         was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
         self.was_fresh: bool = was_fresh and not restart.is_in_hand
         self.saved: Any = None  # the step, the epoch and the position of the last save
         self.like: PyTree = _with_own_numbers(restart.like)
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
-        # A change of the state before this run, which is no callback's: its source, and its call.
+        # `(source, calls)` of a change of the state before this run that no callback made
         self.foreign_edit: tuple[str, int] | None = restart.foreign_edit()
         is_edited = restart.restored.is_edited or bool(saved_script.get("is_script_edited"))
         self.script |= {"is_script_edited": is_edited}
@@ -234,17 +236,15 @@ class Saving(Part):
             with self.options.clock("checkpoint"):
                 self.saved = key
                 run.rows.sync()
-                end = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
-                verdict = getattr(run.info, "verdict", None)
-                is_fresh = verdict is None or bool(np.all(verdict == 0)) or np.ndim(verdict) > 0
-                is_fresh = self.was_fresh if run.info is None else is_fresh
+                facts = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
+                is_fresh = self.was_fresh if run.has_made_step is None else run.has_made_step
                 is_looped = self.options.steps_per_call is not None
-                end |= {
+                facts |= {
                     "is_fresh": is_fresh,
                     "is_looped": is_looped,
                     "edits": dump_edits(self.edits),
+                    "extra_changed_at": self.extra_changed_at,
                 }
-                end |= {"extra_changed_at": self.extra_changed_at}
                 saver._save(
                     run.state,
                     run.step,
@@ -252,7 +252,7 @@ class Saving(Part):
                     run.rows.saved_history(),
                     self.memory,
                     run.rows.numbers_at(run.step),
-                    self.script | end,
+                    self.script | facts,
                 )
             for timer in self.timers:
                 timer.restart()
@@ -262,7 +262,7 @@ class Saving(Part):
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is None:
-            # a second SIGTERM would end the process with the last save half written
+            # Wait here, where `fit` handles signals: later, a second SIGTERM would cut the save.
             with self.options.clock("checkpoint"):
                 self.saver.wait()
 
@@ -295,7 +295,7 @@ class Saving(Part):
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""
         stop = [str(self.options.goal), self.options.names, run.stopped]
         is_stopped = run.stopped not in ("", INTERRUPTED)
-        # A signal may come when a callback has stopped the run: the end has no evaluation yet.
+        # The end of an interrupted run has no evaluation, also if a callback had stopped the run.
         has_ended = is_end and not run.interrupted
         return {"has_ended": has_ended} | ({"stop": stop} if is_stopped else {})
 

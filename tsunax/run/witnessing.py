@@ -14,7 +14,7 @@ from tsunax.state import own
 
 @dataclass(frozen=True)
 class WitnessedCall:
-    """One call of a run, with the states around it. The state before stays as it is."""
+    """One call of a run, with the states before and after. `old_state` is a copy for witnesses."""
 
     old_state: PyTree
     new_state: PyTree
@@ -23,7 +23,7 @@ class WitnessedCall:
 
 
 def call_witnesses(run: Run, loop: Fused, state: PyTree, chunk: Chunk, extra: Extra) -> None:
-    """Call the witnesses of the call that was made with this state, when its numbers are read."""
+    """Call the witnesses of a call from `state`, after the info of the call was read."""
 
     def repeat() -> PyTree:
         copied_state = jax.tree.map(own, state)
