@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import enum
 import errno
 import hashlib
 import itertools
@@ -199,6 +200,18 @@ def test_values_of_the_user_come_back_with_their_types(tmp_path, name):
             assert x == y
 
     compare(VALUES[name], found)
+
+
+def test_members_of_enums_come_back_as_the_values_that_they_are(tmp_path):
+    """They equal their values, but `str` of one is its name."""
+
+    class Phase(str, enum.Enum):  # noqa: UP042
+        WARM = "warm"
+
+    data = {"phase": Phase.WARM, Phase.WARM: [Phase.WARM]}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(), data=data)
+        assert checkpoints.restore(make()).data == {"phase": "warm", "warm": ["warm"]} == data
 
 
 @pytest.mark.medium

@@ -592,6 +592,8 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         13: ("status", {}, None),
         15: ("thaw", {}, "**"),
         17: ("evaluate", {}, None),
+        18: ("save", {"learning_rate": 1.0}, None),
+        19: ("evaluate", {}, "w"),
         21: ("stop", {}, None),
     }
     sender = Sender(folder, commands)
@@ -603,7 +605,8 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         thread.join()
     assert max(prints) in (21, 22) and len(sender.answers) == len(commands)
     refused = [x for x in sender.answers if x.startswith("refused")]
-    assert len(refused) == 1 and "rate" in refused[0]
+    assert len(refused) == 3 and "rate" in refused[0]
+    assert refused[1:] == ["refused: save takes no NAME=NUMBER", "refused: evaluate takes no --where"]
     assert [x[1] for x in history.marks].count("command") == 6
     assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end
     with ts.Checkpoints(folder, read_only=True) as checkpoints:
@@ -614,6 +617,20 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
     assert fingerprint(line.at(last)) == prints[last]
     with pytest.raises(CheckpointError, match="a run that has ended"):
         ask(folder, "stop", {})
+
+
+def test_a_run_without_an_evaluation_refuses_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.0)
+    sender = Sender(tmp_path / "a", {4: ("evaluate", {}, None)})
+    a_run(tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8), callbacks=[sender])
+    for thread in sender.threads:
+        thread.join()
+    assert sender.answers == ["refused: the run has no evaluate="]
+
+
+def test_the_log_of_no_run_is_an_error(tmp_path, capsys):
+    assert command_line.main(["log", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().out.endswith("got no run, expected a directory of runs of fit.\n")
 
 
 def test_a_command_for_another_start_is_refused(tmp_path):

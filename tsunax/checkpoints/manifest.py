@@ -226,7 +226,7 @@ def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: An
     if isinstance(x, np.generic) and leaves.can_be_saved(x):
         return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
     if isinstance(x, str):
-        return str(x)
+        return str.__str__(x)  # the `str` of a member of an Enum is its name
     if isinstance(x, int) and abs(x) < 1 << 1024:
         return int(x)
     if isinstance(x, float):

@@ -79,8 +79,11 @@ class Inbox(Timer):
 class Control(Part):
     """Obeys commands: the first part of a boundary, so that all other parts act on them."""
 
-    def __init__(self, folder: Path, lock_text: str, agreement: processes.Unanimous) -> None:
+    def __init__(
+        self, folder: Path, lock_text: str, agreement: processes.Unanimous, evaluates: bool
+    ) -> None:
         self.inbox: Inbox = Inbox(folder)
+        self.evaluates: bool = evaluates  # whether the run has an `evaluate=`
         self.lock_text: str = lock_text
         self.agreement: processes.Unanimous = agreement
         self.timers = (self.inbox,)
@@ -113,6 +116,12 @@ class Control(Part):
         verb, where, values = command["verb"], command.get("where"), command.get("values", {})
         texts = [str(where)] * (where is not None) + [f"{name}={x}" for name, x in values.items()]
         text = " ".join([verb, *texts])
+        if values and verb != "adjust":
+            return f"refused: {verb} takes no NAME=NUMBER"
+        if where is not None and verb not in ("adjust", "freeze", "thaw"):
+            return f"refused: {verb} takes no --where"
+        if verb == "evaluate" and not self.evaluates:
+            return "refused: the run has no evaluate="
         try:
             if verb in ("adjust", "freeze", "thaw"):
                 change = {"adjust": adjust, "freeze": freeze, "thaw": thaw}[verb]

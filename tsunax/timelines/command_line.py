@@ -85,9 +85,14 @@ def _live_lock(run: Path) -> str:
 
 
 def log(folder: Path) -> str:
-    """The runs in a directory and below as a tree: parents, edits, newest step and best numbers."""
+    """The runs in a directory and below as a tree: parents, edits, newest step and best numbers.
+
+    Raises CheckpointError if there is no run.
+    """
     runs = {path.parent.resolve(): SavedRun(Checkpoints(path.parent, read_only=True))
             for path in sorted(folder.rglob(durable_files.LOCK))}  # fmt: skip
+    if not runs:
+        raise CheckpointError("path", str(folder), "no run", "a directory of runs of fit")
     newest = {path: run.newest for path, run in runs.items()}
     scripts = {path: runs[path].script(step) for path, step in newest.items() if step is not None}
     parents = {path: script.get("parent") or {} for path, script in scripts.items()}
