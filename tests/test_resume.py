@@ -1115,8 +1115,24 @@ def test_a_run_without_a_position_of_its_data_says_what_a_resume_needs(tmp_path)
         def __iter__(self):
             return HasPlace()
 
+    class WithoutState(Plain):
+        """Its methods are there, but there is no position yet."""
+
+        def get_state(self):
+            return None
+
+        set_state = get_state
+
+    class SetterOnly(Plain):
+        def set_state(self, state):
+            pytest.fail("it never gave a state")
+
+    class NoMethods(Plain):
+        get_state = set_state = None
+
     text = r"fit\(\): the position of these data cannot be saved\. To resume, this run needs fast_forward=True"
-    for i, data in enumerate([Plain(), (x for x in [X[:4]] * 9), ts.prefetch(Plain())]):
+    without = [Plain(), (x for x in [X[:4]] * 9), WithoutState(), SetterOnly(), NoMethods()]
+    for i, data in enumerate([*without, *map(ts.prefetch, [Plain(), WithoutState(), SetterOnly()])]):
         with pytest.warns(UserWarning, match=text) as seen:
             fit(tmp_path / f"{i}", make(), 2, data=data)
         assert len(seen) == 1 and seen[0].filename == __file__

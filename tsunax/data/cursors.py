@@ -6,7 +6,6 @@ other libraries. The state of a loader is found by duck type.
 
 import contextlib
 import copy
-import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -100,7 +99,7 @@ class Source:
         """
         if self._is_data or self._is_list:
             return self._is_list or self.data.resumable
-        return any(hasattr(x, name) for x in (self.data, self._batches) for name in SETTERS)
+        return self._owner() is not None
 
     @property
     def trouble(self) -> str:
@@ -267,10 +266,15 @@ class Source:
             self._excess = self._owned(batch, self.position), place, self._pulls_whole
         return self._read_position()
 
-    def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
+    def _owner(self) -> Any:
+        """The data or their iterator, whichever gives its state and takes it back; else None."""
         has = lambda owner, names: any(callable(getattr(owner, x, None)) for x in names)
         owners = [x for x in (self.data, self._batches) if has(x, GETTERS) and has(x, SETTERS)]
-        for owner, name in itertools.product(owners[:1], names):
+        return owners[0] if owners else None
+
+    def _call(self, names: tuple[str, str], *args: Any) -> tuple[bool, Any]:
+        owner = self._owner()
+        for name in names if owner is not None else ():
             if callable(method := getattr(owner, name, None)):
                 try:
                     return True, method(*args)
@@ -312,7 +316,7 @@ class Source:
             return
         place, data_state = f"epoch {self.epoch}, position {self.position}", state["data"]
         has_state = data_state is not None
-        if has_state and not any(hasattr(self.data, name) for name in SETTERS):
+        if has_state and self._owner() is None:
             self._batches = self._epoch_iterator()
         if has_state and self._call(SETTERS, data_state)[0]:
             return

@@ -147,7 +147,8 @@ class Feed:
         data = innermost(self.source.data)
         if isinstance(data, Data | NoData) or type(data) in (list, tuple):
             return self.place(), True
-        return self.source.peek(), self.source.resumable
+        place = self.source.peek()
+        return place, self.source.resumable and place.get("data", place) is not None
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""
