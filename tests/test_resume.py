@@ -1620,7 +1620,7 @@ def test_a_terminal_that_is_closed(tmp_path):
 
 
 KILLED_AT_THE_END = """
-import sys, os
+import os, sys
 import jax.numpy as jnp, numpy as np, tsunax as ts
 
 goal, log_every, dies = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "dies"

@@ -59,23 +59,29 @@ def a_run(folder, callbacks, make=a_state, step=NOISY, data=None, *, every=4, st
     return prints, state, history
 
 
+def a_looped_step(state, batch):
+    """A step in the compiled loop of `fit`, which is another program than a step that is called."""
+    return ts.fit(NOISY, state, [batch], steps=int(state.step) + 1, progress=False)
+
+
+@pytest.mark.parametrize(("steps_per_call", "step"), [("auto", a_looped_step), (None, NOISY)])
 @pytest.mark.parametrize("data_mode", ["skip", "repeat"])
-def test_a_rewind_is_a_restore_by_hand(tmp_path, data_mode):
+def test_a_rewind_is_a_restore_by_hand(tmp_path, data_mode, steps_per_call, step):
     """From step 11 to the checkpoint of step 8, with the calls of step 11 and half the rate."""
-    back = back_after(11, back=3, data=data_mode)  # a loop of many steps is another program
-    prints, state, history = a_run(tmp_path / "a", [back], steps_per_call=None)
+    back = back_after(11, back=3, data=data_mode)
+    prints, state, history = a_run(tmp_path / "a", [back], steps_per_call=steps_per_call)
     data = batches()
     all_batches, by_hand, saved = [*data, *data, *data], a_state(), None
     for i in range(11):
         if i == 8:
             saved = jax.tree.map(np.array, (by_hand.params, by_hand.opt_state))
-        by_hand, _ = NOISY(by_hand, all_batches[i])
+        by_hand, _ = step(by_hand, all_batches[i])
     params, opt_state = jax.tree.map(jnp.asarray, saved)
     by_hand = ts.adjust(by_hand.replace(params=params, opt_state=opt_state, step=8), learning_rate=0.05)
     assert prints.by_calls[11] != fingerprint(by_hand) == prints.by_step[8]
     first = 11 if data_mode == "skip" else 8
     for i in range(first, first + 12):
-        by_hand, _ = NOISY(by_hand, all_batches[i])
+        by_hand, _ = step(by_hand, all_batches[i])
         assert fingerprint(by_hand) == prints.by_calls[int(by_hand.calls)], i
     assert int(state.step) == 20 and int(state.calls) == 23 and fingerprint(state) == fingerprint(by_hand)
     assert history["step"].tolist() == [*range(1, 21)]

@@ -4,7 +4,7 @@
     news/end, news/request <number>   why the run ends; a request on which all processes agree
     count/<number>/<i>                how often process i has called `agree`
     heard/<i>, report/<i>             process i has read the end; the wait of process i
-    left/<i>                          process i has parted: nobody misses it
+    parted/<i>                        process i has parted: nobody misses it
 
 These are keys of JAX's coordination service, which process 0 carries. The first writer of a key
 wins, so all processes read the same. JAX starts processes and sends their heartbeats. No other file
@@ -262,7 +262,7 @@ class Peers:
         """Leave the other processes, and end the threads: at exit Python aborts threads in JAX."""
         self._closing.set()
         with contextlib.suppress(RuntimeError):  # process 0 is gone
-            self._store.write(f"left/{self.node}", "")
+            self._store.write(f"parted/{self.node}", "")
         if shutdown is not None and self.node:
             shutdown()
         # The thread of process 0 that counts rounds ends when no other process lives.
@@ -291,9 +291,9 @@ class Peers:
             while len(live := self._store.live_nodes(self.count)) > 1 or not self._closing.is_set():
                 first = first or live
                 absent = [i for i in range(self.count) if i not in live or live[i] != first[i]]
-                left = self._store.below("left") if absent else {}
+                parted_nodes = self._store.below("parted") if absent else {}
                 for i in absent:
-                    if str(i) not in left and not self._closing.is_set():
+                    if str(i) not in parted_nodes and not self._closing.is_set():
                         return self._end(self._silence(i, self.patience), i)
                 self._rounds += 1
                 self._closing.wait(SLICE)

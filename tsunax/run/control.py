@@ -28,7 +28,8 @@ MOST_BYTES = 4096  # the length of a command
 # one people would send their command again.
 LOOK_SECONDS = 10.0
 NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
-VERBS = ("status", "save", "stop", "adjust", "freeze", "thaw", "evaluate")
+CHANGES = {"adjust": adjust, "freeze": freeze, "thaw": thaw}  # the verbs that change the state
+VERBS = ("status", "save", "stop", "evaluate", *CHANGES)
 
 
 class Inbox(Timer):
@@ -118,17 +119,16 @@ class Control(Part):
         text = " ".join([verb, *texts])
         if values and verb != "adjust":
             return f"refused: {verb} takes no NAME=NUMBER"
-        if where is not None and verb not in ("adjust", "freeze", "thaw"):
+        if where is not None and verb not in CHANGES:
             return f"refused: {verb} takes no --where"
         if verb == "evaluate" and not self.evaluates:
             return "refused: the run has no evaluate="
         try:
-            if verb in ("adjust", "freeze", "thaw"):
-                change = {"adjust": adjust, "freeze": freeze, "thaw": thaw}[verb]
+            if verb in CHANGES:
                 pattern = [] if where is None else [where]
                 if verb == "adjust" and not values:
                     return "refused: adjust needs NAME=NUMBER"
-                run.replace_state(change(run.state, *pattern, **values), f"command {text}")
+                run.replace_state(CHANGES[verb](run.state, *pattern, **values), f"command {text}")
                 events.append("save")
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"

@@ -148,7 +148,7 @@ class Feed:
         if isinstance(data, Data | NoData) or type(data) in (list, tuple):
             return self.place(), True
         place = self.source.peek()
-        return place, self.source.resumable and place.get("data", place) is not None
+        return place, self.source.resumable and place["data"] is not None
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""

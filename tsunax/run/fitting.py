@@ -375,7 +375,8 @@ class Fit:
             run.rows.emit(rows_of(rows), steps[rows], is_applied=verdicts[rows[0]] == 0)
             run.media |= info_columns.histograms(infos, rows[0])
         if len(applied):
-            row_of = functools.partial(rows_of, applied[-1:])
+            last = applied[-1:]
+            row_of = lambda: {name: float(x[0]) for name, x in rows_of(last).items()}
             run.rows.pending = None if is_due[applied[-1]] else (row_of, int(steps[applied[-1]]))
         run.step, run.info = int(steps[n - 1]), jax.tree.map(lambda x: x[n - 1], infos)
         run.has_made_step = not has_clock or bool(verdicts[n - 1] == 0)

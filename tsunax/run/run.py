@@ -203,7 +203,7 @@ class Rows(Part):
     flushed_step: int = -1  # the step of the last row that the loggers got
     resumed_row: int = -1  # the step of a row that loggers got before the run was resumed there
     # if the newest applied step has no row: a function that makes its row, and the step
-    pending: tuple[Callable[[], Mapping[str, Any]], int] | None = None
+    pending: tuple[Callable[[], dict[str, float]], int] | None = None
     is_closed: bool = False  # whether further numbers belong to the end of the run only
     # Whether loggers do not get this row yet: a next boundary at the same step may add numbers.
     is_open: bool = False
@@ -226,10 +226,12 @@ class Rows(Part):
         if is_end and run.stopped:
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
-        is_last_row = self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
+        self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
         # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
         # epoch adds numbers to this row, also in a run that is resumed from the save.
-        self.is_open = not is_end and (is_last_row or set(events) <= {"start", "save", "clock"})
+        self.is_open = not is_end and (
+            self.is_last_row or set(events) <= {"start", "save", "clock"}
+        )
         if not self.is_open or self.step != run.step:
             self.flush()
 
@@ -294,7 +296,7 @@ class Rows(Part):
             self.resumed_row = step if row else -1
             return
         if numbers:  # the row of the end, for a run that ends before its next step
-            self.pending = (lambda: {name: np.array([x]) for name, x in numbers.items()}), step
+            self.pending = (lambda: numbers), step
         self.step, run.row, self.has_closing_row = step, row, True
 
     def close(self) -> None:
@@ -306,7 +308,7 @@ class Rows(Part):
         if self.pending is None:
             return
         (row_of, step), self.pending = self.pending, None
-        row = {name: float(x[0]) for name, x in row_of().items()}
+        row = row_of()
         if step == self.flushed_step:
             self.record(row, step)
             self.run.metrics |= row
@@ -319,7 +321,7 @@ class Rows(Part):
         newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
         numbers = {name: x for name, (i, x) in newest.items() if i == step}
         if self.pending is not None and self.pending[1] == step:  # not in the history
-            numbers |= {name: float(x[0]) for name, x in self.pending[0]().items()}
+            numbers |= self.pending[0]()
         return {name: x for name, x in numbers.items() if np.isfinite(x)}
 
     def saved_history(self) -> dict[str, Any]:
@@ -332,7 +334,7 @@ class Rows(Part):
         if self.is_last_row and self.pending is not None:
             row_of, step = self.pending
             history = copy.deepcopy(history)
-            history.close({name: float(x[0]) for name, x in row_of().items()}, step)
+            history.close(row_of(), step)
         return history.plain()
 
     def flush(self) -> None:
