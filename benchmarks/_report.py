@@ -15,6 +15,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "step": "over the bare loop <= 1.15, 200 leaves <= 1.05; over the same info <= 1.0; compile <= 1.1",
     "verdict": "which choice is the cheapest; no target",
     "watching": "between due calls <= 1.01 of the step without a watch; at them <= 1.05 of norms by hand",
+    "prediction": "x <= 1.05",
     "leaves": "200 and 1,000 leaves: trace and compile x <= 1.1 over by hand with the same information",
     "rules": "a live rule <= 1.05 x plain optax",
     "convolutions": "a compiled loop no slower than a Python loop",

@@ -662,9 +662,11 @@ def test_loaders_of_other_libraries_are_compared_by_their_batches(launch, tmp_pa
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
     zero, one = (found(each.text)[i] for i, each in enumerate(started))
     assert zero == one and [steps for steps, *_ in zero[:3]] == [3, 6, 6] and zero[1] == zero[2]
-    shorter, wider = zero[3:]
+    shorter, wider, ended = zero[3:]
     assert re.search(r"differ at step \d of fit\(\): batches: got '2 of .*' on process 1", shorter), shorter
     assert re.search(r"differ at step 1 of fit\(\): batches: got '.*,6,3\]' on process 1", wider), wider
+    expected = "differ at the next batch after step 3 of fit(): batches: got 'none, the data have ended' on process 1"
+    assert expected in ended and "'another one' on process 0" in ended, ended
 
 
 @pytest.mark.slow
@@ -680,6 +682,28 @@ def test_an_exception_ends_all(launch):
 def test_a_process_that_is_hurt_ends_the_others(tmp_path, number):
     found = lost_processes.hurt(tmp_path, 2, 1, number, peer_timeout=3.0)
     assert not found["wrong"] and found["seconds"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [-2, 0, 1, 2, 3])
+def test_a_rewind_of_two_processes_that_is_killed(launch, tmp_path, killed):
+    """Each durable step of process 0, and process 1 before the rewind: the same bits, rows and marks."""
+
+    def run(folder, killed):
+        variables = lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / folder)}
+        started = launch(2, "rewinds", killed, variables=variables, peer_timeout=4.0)[-2:]
+        codes = [one.wait() for one in started]
+        return codes, "".join(one.text for one in started)
+
+    codes, text = run("whole", -1)
+    assert codes == [0, 0], text
+    whole = found(text)
+    assert whole[0] == whole[1] and whole[0][0] == 13 and "rewind" in whole[0][3]
+    codes, text = run("killed", killed)
+    victim = int(killed == -2)
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1, (codes, text)
+    codes, text = run("killed", -1)
+    assert codes == [0, 0] and found(text) == whole, text
 
 
 @pytest.mark.slow

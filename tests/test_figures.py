@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 from tests.helpers import need
-from tsunax.errors import MissingLibraryError, RowError
+from tsunax.errors import HyperparameterError, MissingLibraryError, RowError
 from tsunax.run.history import History
 
 
@@ -79,6 +79,27 @@ def test_the_rows_and_events_of_an_epoch_lie_between_its_ends(every):
     assert np.all(np.diff(lines(axes)["loss"][0]) > 0)  # no vertical lines
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
     np.testing.assert_allclose(marks, [0.5, 1.5, 4], atol=every / 250)
+
+
+def test_lines_are_averages_over_pale_rows():
+    """As TensorBoard's smoothing, debiased; of rates and of numbers that jump there is no average."""
+    history, rng = History(), np.random.default_rng(0)
+    values = rng.normal(size=40)
+    values[[0, 7]] = np.nan, np.inf
+    for step, value in enumerate(values):
+        history.add({"loss": value, "flag": float(step > 20), "learning_rate": 0.1 / (step + 1)}, step)
+    loss, flag, rate = history.plot(names=["loss", "flag", "learning_rate"], smooth=0.8).axes
+    finite = np.isfinite(values)
+    weights = np.array([[0.8 ** np.sum(finite[j + 1 : i + 1]) * (j <= i) for j in range(40)] for i in range(40)])
+    means = weights[1:, finite] @ values[finite] / weights[1:, finite].sum(1)
+    averages, rows = loss.lines
+    np.testing.assert_allclose(averages.get_ydata()[1:], means)
+    assert np.isnan(averages.get_ydata()[0]) and averages.get_color() == rows.get_color() and rows.get_alpha() == 0.3
+    np.testing.assert_array_equal(rows.get_ydata(), values)
+    assert set(flag.lines[0].get_ydata()) == {0, 1}
+    np.testing.assert_array_equal(rate.lines[0].get_ydata(), history["learning_rate"])
+    with pytest.raises(HyperparameterError, match=r"smooth at plot\(\): got 1"):
+        history.plot(smooth=1)
 
 
 def test_a_number_that_jumps_is_no_ramp():

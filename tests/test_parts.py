@@ -249,7 +249,7 @@ def test_how_often(when, expected):
 
 
 @pytest.mark.parametrize(
-    "when", ["10 m", "m", "3 weeks", "min", "0 s", "-1 s", "0 epochs", datetime.timedelta(0), (5, "")]
+    "when", ["10 m", "m", "3 months", "min", "0 s", "-1 s", "0 epochs", datetime.timedelta(0), (5, "")]
 )
 def test_a_cadence_that_says_nothing(when):
     with pytest.raises(
@@ -269,7 +269,14 @@ def test_a_duration_of_numpy_is_no_number_of_steps(when):
         cadence.cadence_of(when, "f()", "every")
 
 
+@pytest.mark.parametrize("when", [float("nan"), [5, "10 s"], 2.5, None, {5}])
+def test_what_is_no_cadence_is_told_the_forms(when):
+    with pytest.raises(ts.errors.WrongTypeError, match=r"every at f\(\): got .*, expected steps .*a tuple of these"):
+        cadence.cadence_of((100, when), "f()", "every")
+
+
 def test_a_cadence_has_steps_and_epochs():
+    assert cadence.cadence_of("1 week", "f()", "every") == cadence.cadence_of("7 days", "f()", "every")
     every = cadence.cadence_of((4, 6, "2 epochs"), "f()", "every")
     assert [i for i in range(13) if every.is_at_step(i)] == [4, 6, 8, 12]
     assert [every.next_step(i) for i in (0, 4, 6, 11)] == [4, 6, 8, 12]

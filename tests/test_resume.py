@@ -991,6 +991,91 @@ def test_a_loader_of_another_library_resumes_with_the_same_bits(tmp_path, name):
         assert_trees_equal(run(tmp_path / str(stop), steps), whole)
 
 
+class Counter:
+    """A loader whose position after the last batch of an epoch means the next epoch: a number of batches."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        for i in range(self.read % 4, 4):
+            self.read += 1
+            yield X[4 * i :][:4]
+
+    get_state = lambda self: {"read": self.read}
+    set_state = lambda self, place: setattr(self, "read", place["read"])
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
+@pytest.mark.parametrize("steps_per_call", [1, "auto", None])
+def test_the_end_of_an_epoch_is_due_with_the_step_that_ends_it(tmp_path, wrap, steps_per_call):
+    """A loader without a length tells of it after that step, but a save of that step knows of it."""
+
+    def run(folder, killed=0):
+        def halve(run):
+            if run.step == killed:
+                raise OSError("killed")
+            events.append(run.step)
+            return ts.adjust(run.state, learning_rate=ts.hyperparams(run.state)["learning_rate"] / 2)
+
+        events, log = [], ts.loggers.csv(tmp_path / folder / "rows.csv")
+        with Checkpoints(tmp_path / folder, every=2) as saver:
+            options = {"callbacks": callbacks.every("epoch", halve), "logger": log, "log_every": 2}
+            options |= {"evaluate": lambda state: {"w": float(state.params["w"][0])}, "steps_per_call": steps_per_call}
+            state, _ = ts.fit(STEP, make(), wrap(Counter()), steps=14, checkpoint=saver, progress=False, **options)
+        rows = [line.split(",")[:5] for line in (tmp_path / folder / "rows.csv").read_text().splitlines()]
+        return state, events, rows
+
+    state, events, rows = run("whole")
+    assert events == [4, 8, 12] and [row[0] for row in rows[1:]] == ["1", "2", "4", "6", "8", "10", "12", "14"]
+    for step in (4, 8, 12):
+        with pytest.raises(OSError, match="killed"):
+            run(str(step), step)
+        resumed, later_events, logged = run(str(step))
+        assert_trees_equal(resumed, state)
+        assert later_events == [x for x in events if x >= step] and logged == rows
+
+
+class Endless(Counter):
+    """An iterator of batches, with a position. `asked` counts the batches that it gave."""
+
+    asked = 0
+
+    def __next__(self):
+        self.read, self.asked = self.read + 1, self.asked + 1
+        if self.read == 9:
+            raise OSError("the disk is gone")
+        return X[self.read % 16 :][:1]
+
+    __iter__ = lambda self: self
+
+
+def plain(data):
+    while True:
+        yield next(data)
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch, plain])
+def test_a_batch_that_was_read_to_know_the_end_of_an_epoch_is_not_lost(wrap):
+    """If a callback stops the run there, the next call begins with it."""
+    stop = callbacks.every(2, lambda run: run.stop("enough") if run.step < 6 else None)
+    run = lambda state, data: ts.fit(STEP, state, data, steps=6, callbacks=stop, progress=False)[0]
+    expected, _ = ts.fit(STEP, make(), [X[i : i + 1] for i in range(1, 7)], steps=6, progress=False)
+    state, data = make(), wrap(endless := Endless())
+    for steps in (2, 4, 6):
+        state = run(state, data)
+        assert int(state.step) == steps and (wrap is not plain or endless.asked == steps)
+    assert_trees_equal(state, expected)
+
+
+def test_the_error_of_the_next_batch_comes_after_the_boundary():
+    events = []
+    with pytest.raises(DataError, match="the disk is gone"):
+        part = callbacks.every(8, lambda run: events.append(run.step))
+        ts.fit(STEP, make(), Endless(), steps=12, callbacks=part, progress=False)
+    assert events == [8]
+
+
 def test_an_elastic_iterator_resumes_with_another_number_of_hosts(tmp_path):
     """Two hosts train on two rows each, one host goes on with the four rows of both."""
     grain = need("grain")

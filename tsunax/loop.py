@@ -400,7 +400,7 @@ def _loop(fitting: Fit) -> None:
     for calls in fitting.caller.calls(fitting.next_chunks):
         if calls:  # The device runs them. At the end of an epoch there are no calls.
             fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
-        if fitting.feed.ended():
+        if fitting.is_at_epoch_end():
             fitting.epoch_ended()
         # This comes before a signal may end the run: a resumed run does not repeat this boundary.
         # Signals and timers make requests. After a rewind the run begins again, without its end.

@@ -5,6 +5,7 @@ Prints or writes what it found as JSON; the tests compare.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -228,16 +229,54 @@ def loaders() -> list:
     i, folder, found = distributed.process_index(), os.environ["TSUNAX_TEST_FOLDER"], []
     step = ts.train_step(lambda params, rows: ((rows @ params["w"] - 1) ** 2).mean())
 
-    def fit(steps: int, data: Part, path: str | None = folder) -> None:
+    def fit(steps: int, data: Part, path: str | None = folder, callbacks: tuple = ()) -> None:
         state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(3, np.float32)}), ts.mesh())
-        state, _ = ts.fit(step, state, data, steps=steps, checkpoint=path, progress=False)
+        state, _ = ts.fit(step, state, data, steps=steps, checkpoint=path, progress=False, callbacks=callbacks)
         found.append([int(state.step), data.place, np.asarray(state.params["w"]).tolist()])
 
     for steps, path in ((3, folder), (6, folder), (6, None)):
         fit(steps, Part(), path)
     for data in (Part(batches=4 - i), Part(rows=2 + i)):
         found.append(told(fit, 6, data, None))
+    # Whether the epoch ends there is asked before a boundary.
+    found.append(told(fit, 6, Part(batches=4 - i), None, (ts.callbacks.every(3, lambda run: None),)))
     return found
+
+
+def rewinds(killed: int) -> list:
+    """A run that goes back after seven calls. Process 0 is killed before durable step `killed` of that.
+
+    With -1 none is killed, with -2 process 1 as it asks for the rewind.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rename, count, index = os.rename, itertools.count(), distributed.process_index()
+
+    def rename_or_die(source: str, target: str) -> None:
+        is_of_rewind = "rewind" in f"{source} {target}" or "/left/" in str(target)
+        if is_of_rewind and next(count) == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    def is_due(run) -> bool:
+        is_seventh = int(run.state.calls) == 7
+        if is_seventh and killed == -2 and index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return is_seventh
+
+    def loss_fn(params, rows, key):
+        return jnp.mean((rows @ params["w"] - jax.random.normal(key)) ** 2)
+
+    os.rename = rename_or_die
+    state = ts.setup(ts.rules.adam(0.1), {"w": np.zeros(3, np.float32)}, key=0)
+    data = ts.batches(np.arange(48, dtype=np.float32).reshape(16, 3) / 48, 4, shuffle=True)
+    back = ts.callbacks.rewind(is_due, back=3, data="repeat")
+    with ts.Checkpoints(os.environ["TSUNAX_TEST_FOLDER"], every=2, keep_last=None) as saver:
+        options = {"checkpoint": saver, "callbacks": back, "log_every": 1, "progress": False, "steps_per_call": 1}
+        state, history = ts.fit(ts.train_step(loss_fn), ts.shard(state, ts.mesh()), data, steps=10, **options)
+    marks = [name for _, name, _ in history.marks if name != "resume"]
+    return [int(state.calls), np.asarray(state.params["w"]).tolist(), history["loss"].tolist(), marks]
 
 
 def late() -> list[str]:
@@ -264,7 +303,7 @@ def main(work: str, *arguments: str) -> None:
     if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late, loaders
+    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late, loaders, rewinds
     found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix

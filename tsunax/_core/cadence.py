@@ -15,14 +15,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tsunax._core import checks
-from tsunax.errors import HyperparameterError
+import numpy as np
+
+from tsunax._core import checks, trees
+from tsunax.errors import HyperparameterError, WrongTypeError
 
 When: TypeAlias = int | str | datetime.timedelta | tuple[Any, ...]
 
 _EPOCHS = re.compile(r"(?:([1-9]\d*) )?epochs?")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|sec|seconds?|min|minutes?|h|hours?|d|days?)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # by the first letter of a unit
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|sec|seconds?|min|minutes?|h|hours?|d|days?|weeks?)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}  # by the first letter of a unit
 _FORMS = "steps (an int), '2 epochs', '30 s', '10 minutes', '2 h', '1 day', or a tuple of these"
 
 
@@ -78,8 +80,10 @@ def cadence_of(when: When, where: str, name: str) -> Cadence:
             epochs=tuple(n for cadence in cadences for n in cadence.epochs),
             seconds=min([cadence.seconds for cadence in cadences], default=math.inf),
         )
-    if not isinstance(when, str | datetime.timedelta):
+    if isinstance(when, int | np.integer):
         return Cadence(steps=(checks.check_count(when, where, name),))
+    if not isinstance(when, str | datetime.timedelta):
+        raise WrongTypeError(name, where, trees.describe(when), _FORMS)
     if isinstance(when, str) and (match := _EPOCHS.fullmatch(when)):
         return Cadence(epochs=(int(match[1] or 1),))
     if (seconds := seconds_in(when)) <= 0:

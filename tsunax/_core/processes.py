@@ -123,6 +123,9 @@ class Unanimous:
     def chunk(self, step: int, chunk: Any, source: Any) -> None:
         """Compare the batches of a call."""
 
+    def epoch_end(self, step: int, has_ended: bool) -> None:
+        """Compare whether an epoch has ended after a step."""
+
     def program(self, trace: Callable[..., Any], *arguments: Any) -> None:
         """Compare the program of the first call."""
 

@@ -139,6 +139,13 @@ class Source:
         is_convertible = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array)
         return treedef.unflatten(np.asarray(x) if is_convertible(x) else x for x in leaves)
 
+    def _pull_or_error(self) -> Any:
+        """The next batch, `END`, or an error, which is raised after the batches before it."""
+        try:
+            return self._pull()
+        except TsunaxError as error:
+            return error
+
     def _epoch_iterator(self) -> Any:
         # Datasets of Hugging Face restore a position in the epoch of this number only.
         if callable(set_epoch := getattr(self.data, "set_epoch", None)):
@@ -210,11 +217,7 @@ class Source:
         k = k if room_of is None else min(k, room_of(batch))
         chunk, shapes = _Stack(batch, k), _shapes(batch)
         while chunk.count < k and self._excess is None:
-            place = self.state()
-            try:
-                batch = self._pull()
-            except TsunaxError as error:  # raised after the batches that came before
-                batch = error
+            place, batch = self.state(), self._pull_or_error()
             ends_stack = batch is END or isinstance(batch, TsunaxError) or _shapes(batch) != shapes
             if ends_stack or self._pulls_whole:
                 self._excess = self._owned(batch, self.position), place, self._pulls_whole
@@ -262,9 +265,34 @@ class Source:
     def peek(self) -> dict[str, Any]:
         """Read the next batch, which `next` then returns; returns the position after that batch."""
         if self._excess is None:
-            place, batch = self.state(), self._pull()
-            self._excess = self._owned(batch, self.position), place, self._pulls_whole
+            self._read_ahead()
+        if isinstance(error := self._excess[0], TsunaxError):
+            raise error
         return self._read_position()
+
+    def ends_here(self) -> bool:
+        """Whether the next batch would be the first of another epoch. Reads it, as `peek`."""
+        if self._excess is None:
+            self._read_ahead()
+        return self._excess[0] is END
+
+    def _read_ahead(self) -> None:
+        place, batch = self.state(), self._pull_or_error()
+        self._excess = self._owned(batch, self.position), place, self._pulls_whole
+
+    def give_back(self) -> None:
+        """Return a batch that was read too many, as far as data can take it back.
+
+        Without its position an iterator cannot. A loader that makes iterators begins as it does
+        after a `break`.
+        """
+        if self._excess is None:
+            return
+        if self._is_data:
+            self.data.follow(self.state())
+        elif not self.restartable and self.resumable:
+            self._call(SETTERS, self.state()["data"])
+            self._excess = None
 
     def _owner(self) -> Any:
         """The data or their iterator, whichever gives its state and takes it back; else None."""

@@ -126,7 +126,8 @@ class Prefetched(Data):
 
     def follow(self, state: Mapping[str, Any]) -> None:
         self.close()
-        self._source.follow(state)
+        if isinstance(self.data, Data):
+            self._source.follow(state)
         self._state = dict(state)
 
     def restart(self) -> None:

@@ -99,6 +99,12 @@ class Agreement(processes.Unanimous):
             batch = getattr(chunk.feed, "batch", chunk.feed)
             self.batch(f"step {step}", batch, chunk.steps, source.trouble)
 
+    def epoch_end(self, step: int, has_ended: bool) -> None:
+        """Compare whether an epoch has ended after a step: its end is a boundary for all."""
+        if self._compares:
+            batches = "none, the data have ended" if has_ended else "another one"
+            self._compare(f"the next batch after step {step} of {self.where}", {"batches": batches})
+
     def program(self, trace: Function, *arguments: Any) -> None:
         """Compare the program of the first call, `trace(*arguments)`, before it runs.
 

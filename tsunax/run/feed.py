@@ -89,16 +89,24 @@ class Feed:
         except Exception:  # the `len` of a loader may raise anything
             return None
 
-    def ended(self) -> bool:
-        """Whether an epoch has ended since the last call of `ended`."""
-        data = self.source.data
-        # streams have no length, and the length of another loader may be wrong
-        has_length = isinstance(innermost(data), Positioned | list | tuple)
-        is_at_end = has_length and self.source.position >= len(data)
-        if is_at_end and not self._has_ended and self._feeder.place is None:
+    def ended(self, looks_ahead: bool = False) -> bool:
+        """Whether an epoch has ended since the last call of `ended`.
+
+        Loaders of other libraries know it only when they are asked for the next batch. With
+        `looks_ahead` it is read, unless an iterator without a position could lose it.
+        """
+        if not self._has_ended and self._feeder.place is None and self._is_at_end(looks_ahead):
             self._has_ended, self._place = self.source.take(1) is None, None
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
+
+    def _is_at_end(self, looks_ahead: bool) -> bool:
+        source, data = self.source, innermost(self.source.data)
+        # streams have no length, and the length of another loader may be wrong
+        if isinstance(data, Positioned | list | tuple):
+            return source.position >= len(source.data)
+        can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
+        return looks_ahead and can_look_ahead and source.ends_here()
 
     def take(
         self,
@@ -175,6 +183,7 @@ class Feed:
 
     def close(self) -> None:
         self.sync()
+        self.source.give_back()
         self._reading.close()
 
 

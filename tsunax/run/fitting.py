@@ -128,6 +128,10 @@ class Fit:
         is_at_end = bool(run.stopped) or goal.reached(run.step, epoch)
         return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
+    def is_at_goal(self) -> bool:
+        """Whether the calls reach the goal, if no step of the unread calls is rejected."""
+        return self.options.goal.reached(self.run.step + self.caller.ahead, self.feed.epoch)
+
     def is_finished(self) -> bool:
         """Whether the goal, a callback, a rewind, or a signal of any process ends the calls."""
         run = self.run
@@ -178,19 +182,27 @@ class Fit:
         step = self.run.step + self.caller.ahead  # if no step of the unread calls is rejected
         limit = self.rejections.limit or NO_LIMIT
         most_steps = int(min(self.per_call(), steps_left))
-        self.clock.lap("data")
         if self.run.witnesses:  # nothing is under way, because a boundary comes before
             most_steps, self.witnessed_state = 1, jax.tree.map(own, self.run.state)
-        chunk = self.feed.take(most_steps, self.run.state, step, limit, boundary_steps=steps_left)
-        unread = self.caller.unread
-        if unread and not info_columns.is_ready(unread[-1].infos):
-            self.clock.cause = "device"  # the device was at work, so it did not wait for data
-        self.clock.lap("device")
+        with self.reading_data():
+            chunk = self.feed.take(
+                most_steps, self.run.state, step, limit, boundary_steps=steps_left
+            )
         self.agreement.chunk(step + 1, chunk, self.feed.source)
         if chunk is None or self.agreement.spans or not self.pace or self.run.witnesses:
             return [] if chunk is None else [chunk]
         steps = min(CALL_SECONDS / self.pace, steps_left) - chunk.steps
         return [chunk, *self.feed.read_ahead(most_steps, int(steps), limit)]
+
+    @contextlib.contextmanager
+    def reading_data(self) -> Iterator[None]:
+        """A block that reads batches. Its seconds count if the device waits for them."""
+        self.clock.lap("data")
+        yield
+        unread = self.caller.unread
+        if unread and not info_columns.is_ready(unread[-1].infos):
+            self.clock.cause = "device"  # the device was at work, so it did not wait for data
+        self.clock.lap("device")
 
     def per_call(self) -> int:
         setting = self.options.steps_per_call
@@ -238,6 +250,20 @@ class Fit:
         events = ["step"] if self.run.step == self.next_boundary[1] else []
         if events or self.requests:
             self.boundary(events)
+
+    def is_at_epoch_end(self) -> bool:
+        """Whether an epoch ends after these calls.
+
+        At a planned boundary, but for the goal, `feed` looks ahead: what is due at the end of an
+        epoch is then due there, too, and is saved. It does not look ahead for a signal or a timer,
+        which must not wait for a batch.
+        """
+        if self.steps_to_boundary() or self.is_at_goal():
+            return self.feed.ended()
+        with self.reading_data():
+            has_ended = self.feed.ended(looks_ahead=True)
+        self.agreement.epoch_end(self.run.step + self.caller.ahead, has_ended)
+        return has_ended
 
     def epoch_ended(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""

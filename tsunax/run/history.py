@@ -229,7 +229,9 @@ class History:
         column[np.array(rows, np.int64)] = values
         return column
 
-    def plot(self, *, names: Sequence[str] | None = None, x: str = "step") -> Figure:
+    def plot(
+        self, *, names: Sequence[str] | None = None, x: str = "step", smooth: float = 0.0
+    ) -> Figure:
         """A matplotlib Figure of the run: loss, metrics, learning rate and events.
 
         `names` are the columns to draw instead; columns with the same end share a panel. `x` is
@@ -237,15 +239,17 @@ class History:
         constant has no panel: the line above gives its value. Rejected steps are red
         ticks at the lower edge; other marks but evaluations (thaw, restart, stop, yours) are dashed
         lines. Members of a population have the same color in each panel, and the legend names at
-        most sixteen members.
+        most sixteen members. With `smooth`, in [0, 1), lines are exponential averages
+        (bias-corrected, as TensorBoard's) above the pale rows; learning rates and numbers that are
+        mostly constant stay as they are.
 
         `history.plot().savefig("run.pdf")` saves the figure; as the last line of a notebook's cell
         it shows itself. Raises MissingLibraryError without matplotlib, RowError for unknown names
-        or no rows.
+        or no rows, HyperparameterError for a `smooth` out of range.
         """
         from tsunax.run import plots
 
-        return plots.plot(self, names, x)
+        return plots.plot(self, names, x, smooth)
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of the rows that have `name`; RowError if unknown.

@@ -246,7 +246,7 @@ def nothing_to_do(fitting: Fit, saver: Any) -> str:
     """The warning for a goal that a run has reached before its first step."""
     run, goal = fitting.run, fitting.options.goal
     if saver is not None and run.stopped:
-        fix = "to train on, change the callbacks: some remember why they stopped a run"
+        fix = "to train on, pass another goal or other callbacks: some stop a run again"
         return f"fit(): the run in {saver.path} stopped at step {run.step}, {run.stopped}; {fix}"
     place = f"epoch {fitting.feed.epoch}" if goal.epochs else f"step {run.step}"
     reason = "state.step and data.get_state() count on"

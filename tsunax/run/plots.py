@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Figure, libraries, tables
+from tsunax.errors import HyperparameterError
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics come between
 _MOST_NAMES = 12  # names in a legend
@@ -37,7 +38,21 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     return {panel: panels[panel] for panel in sorted(panels, key=rank)}
 
 
-def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
+def _averaged(values: np.ndarray, smooth: float) -> np.ndarray:
+    """The bias-corrected exponential average of the finite values; a constant stays as it is."""
+    average, weight, averages = 0.0, 0.0, np.full(len(values), np.nan)
+    for i, value in enumerate(values):
+        if np.isfinite(value):
+            average = smooth * average + (1 - smooth) * value
+            weight = smooth * weight + 1 - smooth
+        if weight:
+            averages[i] = average / weight
+    return averages
+
+
+def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Figure:
+    if not 0 <= smooth < 1:
+        raise HyperparameterError("smooth", "plot()", smooth, "0 <= smooth < 1")
     panels, all_panels = _panels(history, names), _panels(history, None)
     is_moving = lambda columns: any(len(np.unique(values)) > 1 for _, values in columns.values())
     still_panels = {panel: series for panel, series in all_panels.items() if not is_moving(series)}
@@ -52,9 +67,18 @@ def plot(history: Any, names: Sequence[str] | None, x: str) -> Figure:
     figure = new_figure(6.4, 0.6 + (1.8 if len(panels) < 5 else 1.3) * len(panels))
     panel_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (panel, series) in zip(panel_axes, panels.items(), strict=True):
-        lines |= draw(
-            axes, panel, {name: (place_of(steps), y) for name, (steps, y) in series.items()}
-        )
+        columns = {name: (place_of(steps), y) for name, (steps, y) in series.items()}
+        if not smooth or panel == "learning_rate":
+            lines |= draw(axes, panel, columns)
+            continue
+        # A number that is mostly constant jumps: an average would have values that it never had.
+        averages = {
+            name: (places, y if _is_mostly_constant(y) else _averaged(y, smooth))
+            for name, (places, y) in columns.items()
+        }
+        lines |= (averaged_lines := draw(axes, panel, averages))
+        for name, line in averaged_lines.items():
+            axes.plot(*columns[name], color=line.get_color(), alpha=0.3, linewidth=0.8, zorder=1)
     figure.align_ylabels(panel_axes)
     _whole_ticks(panel_axes[-1].xaxis, history["step"] if x == "step" else history.series(x)[1])
     panel_axes[-1].set_xlabel(x.replace("_", " "), fontsize=9)
@@ -174,6 +198,10 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
     axis.set_minor_formatter("")
 
 
+def _is_mostly_constant(values: np.ndarray) -> bool:
+    return 2 * np.sum(np.diff(values) == 0) >= len(values) - 1
+
+
 def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of a line that jumps if the number is mostly constant, and the indices of the rows.
 
@@ -183,7 +211,7 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     is_flat = np.diff(values) == 0
     is_flat_around = np.concatenate([[True], is_flat, [True]])
     jumps = np.flatnonzero(~is_flat & is_flat_around[:-2] & is_flat_around[2:]) + 1
-    if 2 * np.sum(is_flat) < len(is_flat):
+    if not _is_mostly_constant(values):
         jumps = jumps[:0]
     points = np.arange(len(values)) + np.searchsorted(jumps, np.arange(len(values)), "right")
     return np.insert(x, jumps, x[jumps - 1]), np.insert(values, jumps, values[jumps]), points
