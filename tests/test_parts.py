@@ -12,8 +12,8 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal
 from tsunax._core import cadence
 from tsunax._core.cadence import Cadence
-from tsunax.data.cursors import Reading
 from tsunax.run import fused_loop
+from tsunax.run.feed import Reading
 from tsunax.run.options import Options
 
 ROWS = np.arange(18, dtype=np.float32).reshape(9, 2) / 8

@@ -32,9 +32,9 @@ from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, opening
 from tsunax.run.calling import Caller, Trainee
-from tsunax.run.chunks import Limits
+from tsunax.run.chunks import RESIDENT, Limits
 from tsunax.run.evaluation import predictions
-from tsunax.run.feed import RESIDENT, Feed
+from tsunax.run.feed import Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import Infos, logged_step

@@ -16,7 +16,7 @@ import numpy as np
 
 from tsunax._core import PyTree, placement, trees
 from tsunax.data.checks import check_casts, owned
-from tsunax.data.positions import Data, Positioned, innermost
+from tsunax.data.positions import Data
 from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
@@ -392,59 +392,3 @@ def as_source(data: Iterable[PyTree]) -> Source:
         fix = "Of arrays or records: ts.batches(arrays, batch_size). One batch: [batch]."
         raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
     return Source(data)
-
-
-class Reading:
-    """Data that a loop reads, from the right position on; the user's data follow call by call.
-
-    With `continues` a new state begins with the first batch, and a trained state at the position
-    that the data have. Without it, data begin as in a `for`: a new epoch. A position that the user
-    set is the beginning in any case. We read a copy of `batches` with a separate position, because
-    users may loop over them meanwhile; after each call the user's data move to the same position.
-    """
-
-    def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
-        starts_over = is_new and isinstance(data, Data) and not data.is_placed
-        self._user_data: Any = None
-        self._was_read = False
-        if isinstance(data, Data) and isinstance(innermost(data), Positioned):
-            self._user_data, self._user_place = data, (data.get_state(), data.is_placed)
-            data = data.afresh()
-        elif starts_over and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
-            data.restart()
-        self.source: Source = as_source(data)
-        if isinstance(data, Data) and self.source.resumable and not starts_over:
-            is_copy = self._user_data is not None
-            place, is_placed = self._user_place if is_copy else (data.get_state(), data.is_placed)
-            if continues or is_placed:  # perhaps in the middle of an epoch
-                self.source.restore(place)
-            elif is_copy:
-                epoch = place["epoch"] + (place["position"] > 0)
-                self.source.restore({"epoch": epoch, "position": 0})
-        self._start = self.source.state() if self.source.resumable else None
-
-    def follow(self, was_read: bool = False) -> None:
-        """Move the user's data to the position of the source, once a batch was read."""
-        self._was_read = self._was_read or was_read
-        if self._user_data is not None and self._was_read:
-            self._user_data.follow(self.source.state())
-
-    def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
-        """Continue at a position of a checkpoint. Raises DataError for data that cannot."""
-        self.source.restore(place, fast_forward)
-        if self._user_data is not None:
-            self._user_data.set_state(place)
-
-    def return_data(self) -> None:
-        """Move the data back to their position before the loop, if they can."""
-        if self._start is not None:
-            self.source.restore(self._start)
-        if self._user_data is not None:
-            place, is_placed = self._user_place
-            (self._user_data.set_state if is_placed else self._user_data.follow)(place)
-            self._user_data = None
-
-    def close(self) -> None:
-        """End the thread that reads ahead."""
-        if isinstance(self.source.data, Data):
-            self.source.data.close()

@@ -54,6 +54,14 @@ def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) ->
     return treedef.unflatten(jax.lax.switch(stage, choices, jax.tree.leaves(bases)))
 
 
+def _side(p: Any, axis: int, start: Any, max_size: int) -> Any:
+    """The matrices `start(n)` of an axis of length n; none for a long axis or a vector."""
+    if p.ndim < 2 or p.shape[axis] > max_size:
+        return optax.MaskedNode()
+    n = p.shape[axis]
+    return jnp.broadcast_to(start(n), (*p.shape[:-2], n, n))
+
+
 def soap(
     learning_rate: optax.ScalarOrSchedule,
     b1=0.95,
@@ -89,17 +97,11 @@ def soap(
 
     checks.check_count(precondition_frequency, "soap()", "precondition_frequency")
 
-    def side(p: Any, axis: int, start: Any) -> Any:
-        if p.ndim < 2 or p.shape[axis] > max_size:
-            return optax.MaskedNode()
-        n = p.shape[axis]
-        return jnp.broadcast_to(start(n), (*p.shape[:-2], n, n))
-
     def init(params):
         zeros = [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
         starts = [lambda n: jnp.zeros((n, n)), jnp.eye]
         sides = [
-            jax.tree.map(lambda p: side(p, axis, start), params)  # noqa: B023
+            jax.tree.map(lambda p: _side(p, axis, start, max_size), params)  # noqa: B023
             for start in starts
             for axis in (-2, -1)
         ]

@@ -25,6 +25,8 @@ from tsunax.run import fused_loop
 BUFFER_BYTES = 1 << 20
 # The most batches of a call: its fixed cost does not matter then, and a progress bar still moves.
 MOST_BATCHES = 64
+# Steps of a call if the program gathers or makes its batches: then only infos need memory.
+RESIDENT = 1024
 NO_LIMIT = np.iinfo(np.int32).max
 MOST_SHAPES = 16  # shapes that the batches of a run may have: each shape compiles
 
@@ -233,3 +235,19 @@ def place(
 @functools.lru_cache(maxsize=128)
 def count_of(steps: int, limit: int) -> np.ndarray:
     return np.array([steps, limit], np.int32)
+
+
+class NoBatches(Feeder):
+    """Calls without batches, for a step that takes its data from the state."""
+
+    def __init__(self, limits: Limits) -> None:
+        steps = limits.steps_per_call
+        self._is_looped = steps is not None
+        room = steps if isinstance(steps, int) else RESIDENT
+        self.size: int = int(max(2, min(room, limits.interval, RESIDENT)))
+
+    def take(self, demand: Demand) -> Chunk:
+        if not self._is_looped:
+            return Chunk(fused_loop.Single(None), None, 1, 0, 0)
+        steps = min(demand.steps, self.size)
+        return Chunk(fused_loop.Nothing(self.size), count_of(steps, demand.limit), steps, 0, 0)

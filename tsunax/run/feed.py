@@ -22,15 +22,23 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Step, TreeDef, placement
 from tsunax._step.members import members_of
-from tsunax.data.cursors import Reading, Source
+from tsunax.data.cursors import Source, as_source
 from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, warn
 from tsunax.run import chunks, fused_loop, info_columns
-from tsunax.run.chunks import Chunk, Demand, Feeder, Form, Forms, Limits, Placer
+from tsunax.run.chunks import (
+    RESIDENT,
+    Chunk,
+    Demand,
+    Feeder,
+    Form,
+    Forms,
+    Limits,
+    NoBatches,
+    Placer,
+)
 from tsunax.states import COUNTED
 
-# Steps of a call if the program gathers or makes its batches: then only infos need memory.
-RESIDENT = 1024
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
 MOST_ROOM = 1024
 AHEAD = 64  # batches of arrays in memory that are gathered at once, also if a call takes fewer
@@ -41,6 +49,62 @@ class NoData:
 
     def __iter__(self) -> Iterator[PyTree]:
         return itertools.repeat(None)
+
+
+class Reading:
+    """Data that a loop reads, from the right position on; the user's data follow call by call.
+
+    With `continues` a new state begins with the first batch, and a trained state at the position
+    that the data have. Without it, data begin as in a `for`: a new epoch. A position that the user
+    set is the beginning in any case. We read a copy of `batches` with a separate position, because
+    users may loop over them meanwhile; after each call the user's data move to the same position.
+    """
+
+    def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
+        starts_over = is_new and isinstance(data, Data) and not data.is_placed
+        self._user_data: Any = None
+        self._was_read = False
+        if isinstance(data, Data) and isinstance(innermost(data), Positioned):
+            self._user_data, self._user_place = data, (data.get_state(), data.is_placed)
+            data = data.afresh()
+        elif starts_over and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
+            data.restart()
+        self.source: Source = as_source(data)
+        if isinstance(data, Data) and self.source.resumable and not starts_over:
+            is_copy = self._user_data is not None
+            place, is_placed = self._user_place if is_copy else (data.get_state(), data.is_placed)
+            if continues or is_placed:  # perhaps in the middle of an epoch
+                self.source.restore(place)
+            elif is_copy:
+                epoch = place["epoch"] + (place["position"] > 0)
+                self.source.restore({"epoch": epoch, "position": 0})
+        self._start = self.source.state() if self.source.resumable else None
+
+    def follow(self, was_read: bool = False) -> None:
+        """Move the user's data to the position of the source, once a batch was read."""
+        self._was_read = self._was_read or was_read
+        if self._user_data is not None and self._was_read:
+            self._user_data.follow(self.source.state())
+
+    def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
+        """Continue at a position of a checkpoint. Raises DataError for data that cannot."""
+        self.source.restore(place, fast_forward)
+        if self._user_data is not None:
+            self._user_data.set_state(place)
+
+    def return_data(self) -> None:
+        """Move the data back to their position before the loop, if they can."""
+        if self._start is not None:
+            self.source.restore(self._start)
+        if self._user_data is not None:
+            place, is_placed = self._user_place
+            (self._user_data.set_state if is_placed else self._user_data.follow)(place)
+            self._user_data = None
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        if isinstance(self.source.data, Data):
+            self.source.data.close()
 
 
 class Feed:
@@ -218,24 +282,6 @@ def _is_resident(data: Any, home: Any) -> bool:
         return False
     is_reachable = lambda x: home is None or not x.committed or x.devices() == home.device_set
     return all(map(is_reachable, jax.tree.leaves(data.resident)))
-
-
-class NoBatches(Feeder):
-    """Calls without batches, for a step that takes its data from the state."""
-
-    def __init__(self, limits: Limits) -> None:
-        steps = limits.steps_per_call
-        self._is_looped = steps is not None
-        room = steps if isinstance(steps, int) else RESIDENT
-        self.size: int = int(max(2, min(room, limits.interval, RESIDENT)))
-
-    def take(self, demand: Demand) -> Chunk:
-        if not self._is_looped:
-            return Chunk(fused_loop.Single(None), None, 1, 0, 0)
-        steps = min(demand.steps, self.size)
-        return Chunk(
-            fused_loop.Nothing(self.size), chunks.count_of(steps, demand.limit), steps, 0, 0
-        )
 
 
 class Stacks(Feeder):

@@ -8,12 +8,10 @@ epoch. Between boundaries the host sends batches, and reads the numbers of a cal
 call is under way. The clock may decide how many steps a call has: that never changes a bit.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import fused_loop, info_columns
-from tsunax.run.calling import Caller
+from tsunax.run.calling import Caller, Pace
 from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
 from tsunax.run.feed import Feed
 from tsunax.run.history import Clock
@@ -42,7 +40,6 @@ from tsunax.step import StepInfo
 WAITING_BYTES = 64 << 20
 # The length of a call under "auto": too short to notice, and far beyond its fixed cost of 0.3 ms.
 CALL_SECONDS = 0.05
-RECENT_READS = 16  # rates are measured over this many reads
 
 
 class Fit:
@@ -82,15 +79,7 @@ class Fit:
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next_boundary: tuple[int, float] = -1, 0.0  # a step, and the first boundary beyond it
-        # seconds per step over the last reads, without compiling and boundaries; 0: unknown
-        self.pace: float = 0.0
-        self.gathered_calls: float = 0.0  # calls that only gathered a gradient (`rules.accumulate`)
-        self.read_time: float = 0.0  # when calls were read last; 0 before the first call
-        self.excluded_seconds: float = 0.0  # compiling and boundaries: rates leave them out
-        self.excluded_steps: int = 0  # steps that were done in these seconds
-        self.steps_read: int = 0
-        # (clock without excluded seconds, steps done) at the last reads
-        self.timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
+        self.pace: Pace = Pace()
         self.trace_count: int = self.count_traces()  # at the last dispatch of calls
         self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
@@ -189,9 +178,9 @@ class Fit:
                 most_steps, self.run.state, step, limit, boundary_steps=steps_left
             )
         self.agreement.chunk(step + 1, chunk, self.feed.source)
-        if chunk is None or self.agreement.spans or not self.pace or self.run.witnesses:
+        if chunk is None or self.agreement.spans or self.run.witnesses:
             return [] if chunk is None else [chunk]
-        steps = min(CALL_SECONDS / self.pace, steps_left) - chunk.steps
+        steps = min(CALL_SECONDS / self.pace.step_seconds, steps_left) - chunk.steps
         return [chunk, *self.feed.read_ahead(most_steps, int(steps), limit)]
 
     @contextlib.contextmanager
@@ -210,7 +199,7 @@ class Fit:
             return setting or 1
         if self.agreement.spans:  # no clock decides, because all processes run the same programs
             return self.feed.size
-        return int(max(1, min(CALL_SECONDS / self.pace, self.feed.size))) if self.pace else 1
+        return int(max(1, min(CALL_SECONDS / self.pace.step_seconds, self.feed.size)))
 
     def dispatched(self) -> None:
         """Called when calls are under way: reads earlier calls, if they have waited long enough."""
@@ -218,15 +207,14 @@ class Fit:
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
             self.trace_count, self.clock.cause = self.count_traces(), "compile"
         end = self.clock.lap("device")
-        self.read_time = self.read_time or end
+        pace = self.pace
+        pace.read_time = pace.read_time or end
         chunk, infos = self.caller.unread[-1]
         if is_new:
-            self.excluded_seconds += end - start
-            self.excluded_steps += chunk.steps if info_columns.is_ready(infos) else 0
-        is_late = self.agreement.spans or end - self.read_time > CALL_SECONDS or not self.pace
+            pace.exclude(end - start, chunk.steps if info_columns.is_ready(infos) else 0)
+        is_late = self.agreement.spans or end - pace.read_time > CALL_SECONDS or not pace.is_known
         count = len(self.caller.unread)
-        is_large = count * chunk.bytes > WAITING_BYTES
-        if count > 1 and (is_late or is_large):
+        if count > 1 and (is_late or count * chunk.bytes > WAITING_BYTES):
             self.read(1)
         if self.run.witnesses:
             from tsunax.run.witnessing import call_witnesses
@@ -254,9 +242,8 @@ class Fit:
     def is_at_epoch_end(self) -> bool:
         """Whether an epoch ends after these calls.
 
-        At a planned boundary, but for the goal, `feed` looks ahead: what is due at the end of an
-        epoch is then due there, too, and is saved. It does not look ahead for a signal or a timer,
-        which must not wait for a batch.
+        At a planned boundary, but for the goal, `feed` looks ahead, so that a save there has the
+        end of the epoch. It does not for a signal or a timer, which must not wait for a batch.
         """
         if self.steps_to_boundary() or self.is_at_goal():
             return self.feed.ended()
@@ -309,7 +296,7 @@ class Fit:
         if run.changed_by:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra)
-        self.excluded_seconds += self.clock.lap("idle") - boundary_start
+        self.pace.exclude(self.clock.lap("idle") - boundary_start)
 
     @contextlib.contextmanager
     def parts_begun(self) -> Iterator[None]:
@@ -349,21 +336,10 @@ class Fit:
             chunks, infos = zip(*calls, strict=True)
             infos = [info_columns.hosted(x) for x in infos]  # the host waits here only
             infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
-            self.steps_read += sum(chunk.steps for chunk in chunks)
-            self.measure()
+            unread = self.caller.unread
+            ready = (chunk.steps for chunk, infos in unread if info_columns.is_ready(infos))
+            self.pace.measure(sum(chunk.steps for chunk in chunks), sum(ready))
             self.rows(chunks, infos, named)
-
-    def measure(self) -> None:
-        """Measure the seconds per step over the last reads, with unread calls that are done."""
-        self.read_time = time.perf_counter()
-        ready = (chunk.steps for chunk, infos in self.caller.unread if info_columns.is_ready(infos))
-        steps_done = self.steps_read + sum(ready) - self.excluded_steps
-        clock = self.read_time - self.excluded_seconds
-        # not at the first read, because the first call compiles
-        if self.timings and steps_done > self.timings[0][1]:
-            clock_before, steps_before = self.timings[0]
-            self.pace = max(clock - clock_before, 1e-9) / (steps_done - steps_before)
-        self.timings.append((clock, steps_done))
 
     def rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
         """Make rows of these steps, one for every `log_every`, and call `read` of the parts."""
@@ -378,7 +354,7 @@ class Fit:
         has_clock = (is_of_states or isinstance(infos, StepInfo)) and not rejections.is_population
         steps = run.step + np.cumsum(verdicts == 0 if has_clock else np.ones(len(epochs), int))
         rejected = rejections.by_member + np.cumsum(by_member > 0, 0)
-        self.gathered_calls += float(np.mean(verdicts < 0)) * len(epochs)
+        self.pace.gathered_calls += float(np.mean(verdicts < 0)) * len(epochs)
         fatal = rejections.note(by_member, steps, chunks, infos, self.caller.extra)
         n = len(epochs) if fatal is None else fatal + 1  # the loop ended there
         rejections.keep(verdicts[:n], steps, chunks, infos)
@@ -434,7 +410,7 @@ class Fit:
             reason = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
             warn(f"fit(): {name!r} gets no column: it has {reason}. Reduce it in the metric.")
         columns = {name: x for name, x in columns.items() if name not in large}
-        rates = self.rates(columns, infos)
+        rates = self.pace.rates(info_columns.take_examples(columns, infos, is_population))
         held_numbers = self.held_numbers.columns_of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
         if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:
@@ -442,15 +418,3 @@ class Fit:
             raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
         run.row_names.update(columns, held_numbers)
         return columns, rates | held_numbers
-
-    def rates(self, columns: dict[str, Any], infos: PyTree) -> dict[str, float]:
-        """The steps and examples per second. Removes the weights of steps from the columns."""
-        is_population = self.rejections.is_population
-        is_weight = lambda name: name == "weight" or (is_population and name.startswith("weight/"))
-        names = list(filter(is_weight, columns)) if isinstance(infos, StepInfo) else []
-        examples = [np.mean(columns.pop(name)) for name in names]
-        if not self.pace:
-            return {}
-        applied_share = 1 - self.gathered_calls / self.steps_read
-        counts = {"steps": applied_share} | ({"examples": float(sum(examples))} if examples else {})
-        return {f"{name}_per_second": n / self.pace for name, n in counts.items()}

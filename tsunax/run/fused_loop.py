@@ -180,9 +180,8 @@ class Fused:
                 changed[:] = new_leaves
                 return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
-            looped_step = jax.jit(
-                convolutions.fast(looped_step)
-            )  # traced once for the shapes and the loop
+            # traced once for the shapes and the loop
+            looped_step = jax.jit(convolutions.fast(looped_step))
             shapes = jax.eval_shape(looped_step, moving, fixed, feed.batch_at(0))[2]
             # computed from the clock: if the axes of its mesh are explicit, infos are on that mesh
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
@@ -210,6 +209,10 @@ class Fused:
             infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, changed_leaves, strict=True)), infos
 
+        return self._jitted(train_steps, shardings, is_on_gpu)
+
+    def _jitted(self, train_steps: Any, shardings: Any, is_on_gpu: bool) -> Any:
+        """The compiled loop. It donates the moving leaves, and leaves the state where it was."""
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
         return jax.jit(

@@ -232,6 +232,13 @@ def by_element(name: str, x: Any) -> dict[str, Any]:
     return {f"{name}/{i}": column for i, column in enumerate(flat.T)}
 
 
+def take_examples(columns: dict[str, Any], infos: PyTree, is_population: bool) -> float | None:
+    """The examples of a step, of all members; removes the weights of steps from the columns."""
+    is_weight = lambda name: name == "weight" or (is_population and name.startswith("weight/"))
+    names = list(filter(is_weight, columns)) if isinstance(infos, StepInfo) else []
+    return float(sum(np.mean(columns.pop(name)) for name in names)) if names else None
+
+
 def measured_calls(columns: Mapping[str, Any], n: int) -> np.ndarray:
     """bool (n,): the calls at which a `Watch` was due. Each has a row."""
     masked = [x for x in columns.values() if isinstance(x, np.ma.MaskedArray)]

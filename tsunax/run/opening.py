@@ -41,7 +41,7 @@ def begin(
     `rewound` is the run before a rewind, which begins again at the checkpoint of the rewind.
     """
     checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
-    history, memory, restart = options.history, {}, None
+    restart = None
     if rewound is not None:
         restart = rewound.run.restart
     elif saver is not None:
@@ -55,14 +55,7 @@ def begin(
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop donates it, which only a TrainState allows
     start = logged_step(state, 0 if restart is None else restart.step or 0)
-    if restart is not None:
-        saved_history, memory = restart.parts_of_fit()
-        history = history if saved_history is None else saved_history
-    history = History() if history is None else history
-    if rewound is None:
-        options.clock.continue_from(history.time)
-    else:  # its seconds have this clock's
-        options.clock.total = history.time
+    history, memory = _history_of(options, restart, rewound is not None)
     beginning = Beginning(history, memory)
     if restart is not None:
         beginning = restart.beginning(history, memory, start, options)
@@ -97,8 +90,8 @@ def begin(
     interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
     if rewound is not None and rewound.signal:  # it came before the rewind, and ends the run after
         interrupt.requests.add(("end", rewound.signal))
-    order = in_order, begin_order
-    fit = Fit(step, options, feed, run, *order, agreement, beginning, interrupt=interrupt)
+    orders = in_order, begin_order
+    fit = Fit(step, options, feed, run, *orders, agreement, beginning, interrupt=interrupt)
     fit.compare()
     if rewound is None and restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -106,6 +99,18 @@ def begin(
             restart.warn_of_edits(start)
         run.note(f"resumed from {restart.saver.path}, step {start}")
     return fit
+
+
+def _history_of(options: Options, restart: Any, is_rewound: bool) -> tuple[History, dict[str, Any]]:
+    """The history that the run continues, and the memory of its callbacks."""
+    history, memory = (None, {}) if restart is None else restart.parts_of_fit()
+    history = options.history if history is None else history
+    history = History() if history is None else history
+    if is_rewound:  # its seconds have this clock's
+        options.clock.total = history.time
+    else:
+        options.clock.continue_from(history.time)
+    return history, memory
 
 
 def _warn_of_epochs(options: Options, restart: Any) -> None:
