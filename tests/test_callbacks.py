@@ -353,7 +353,7 @@ def test_time_limit_counts_over_resumes_but_not_the_time_between(monkeypatch):
     ("make", "text"),
     [
         (lambda: every(0, print), "interval at every(): got 0, expected an int ≥ 1"),
-        (lambda: every(2.0, print), "interval at every(): got 2.0 (float), expected an int ≥ 1"),
+        (lambda: every(2.0, print), "interval at every(): got 2.0 (float), expected steps (an int), '2 epochs'"),
         (lambda: every(True, print), "interval at every(): got True (bool)"),
         (lambda: every(2, lambda: None), "fn at every(): got <lambda>(), expected f(run)"),
         (lambda: early_stopping(patience=0), "patience at early_stopping(): got 0, expected an int ≥ 1"),

@@ -1132,7 +1132,7 @@ FITS = {
     "both": (dict(steps=2, epochs=3), r"goal at fit\(\): got steps=2 and epochs=3, expected one of them"),
     "neither": (dict(), r"goal at fit\(\): got steps=None and epochs=None, expected one of them"),
     "no evaluate": (dict(steps=2, evaluate_every=3), r"evaluate at fit\(\): got None, but evaluate_every=3"),
-    "every": (dict(steps=2, evaluate=print, evaluate_every="3 weeks"), r"evaluate_every at fit\(\): got '3 weeks'"),
+    "every": (dict(steps=2, evaluate=print, evaluate_every="3 months"), r"evaluate_every at fit\(\): got '3 months'"),
     "evaluate of two": (
         dict(steps=2, evaluate=lambda a, b: 1),
         r"evaluate at fit\(\): got <lambda>\(a, b\), expected f\(",

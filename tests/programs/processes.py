@@ -275,7 +275,7 @@ def rewinds(killed: int) -> list:
     with ts.Checkpoints(os.environ["TSUNAX_TEST_FOLDER"], every=2, keep_last=None) as saver:
         options = {"checkpoint": saver, "callbacks": back, "log_every": 1, "progress": False, "steps_per_call": 1}
         state, history = ts.fit(ts.train_step(loss_fn), ts.shard(state, ts.mesh()), data, steps=10, **options)
-    marks = [name for _, name, _ in history.marks if name != "resume"]
+    marks = [mark for mark in history.marks if mark[1] == "rewind"]
     return [int(state.calls), np.asarray(state.params["w"]).tolist(), history["loss"].tolist(), marks]
 
 
