@@ -1,5 +1,6 @@
 """Who notices that a run stands still: what it waits for is told, once, and the run goes on."""
 
+import signal
 import threading
 import time
 import types
@@ -113,6 +114,14 @@ def test_tell_hears_the_events_in_order_on_a_thread(compiled):
     assert "was rejected" in listener.texts[1] and listener.texts[2] == "enough"
     assert listener.rows[-1]["step"] == 3 and listener.rows[-1]["rejected"] == 1
     assert listener.threads == {"tsunax-watchdog_deliver"} and not threads()
+
+
+def test_tell_hears_which_signal_ends_the_run(compiled):
+    listener = Listener()
+    with pytest.raises(KeyboardInterrupt):
+        press = every(3, lambda run: signal.raise_signal(signal.SIGINT))
+        fit(callbacks=[press, watchdog(tell=listener)])
+    assert listener.events == ["start", "stop", "end"] and listener.texts[1] == "interrupted by SIGINT"
 
 
 def test_tell_hears_of_an_error(compiled):

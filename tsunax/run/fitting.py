@@ -266,7 +266,7 @@ class Fit:
         if not self.signal:
             self.poll(self.agreement.agree_at_end)
         if self.signal:
-            run.interrupted = True
+            run.interrupted = signal.Signals(self.signal).name
             run.stop(INTERRUPTED)
         if slowest := self.agreement.slowest(self.clock.seconds):
             run.history.mark("slowest", run.step, slowest)

@@ -87,10 +87,10 @@ class Part:
         """Called once at the end of the run if `begin` was called; with the error that ends it.
 
         The error has `state` and `history`, see `fit`. It is None if the run reached its goal, if a
-        callback stopped it, and if a signal ended it (`run.interrupted`). Parts end in the reverse
-        order of their beginning. The loggers end after the parts of users, which are not told of
-        their errors. An error that `end` raises ends the run, or is a note of the error that does.
-        `run.log` has no effect here.
+        callback stopped it, and if a signal ended it, which `run.interrupted` names ("SIGTERM").
+        Parts end in the reverse order of their beginning. The loggers end after the parts of users,
+        which are not told of their errors. An error that `end` raises ends the run, or is a note of
+        the error that does. `run.log` has no effect here.
         """
 
 

@@ -104,7 +104,7 @@ class Run:
         self.rewinding: Any = None  # the `Rewind` that a callback has requested
         # the checkpoint of a rewind, from which the run begins again after this boundary
         self.restart: Any = None
-        self.interrupted: bool = False  # whether a signal ends the run
+        self.interrupted: str = ""  # the name of the signal that ends the run, such as SIGTERM
         self.changed_by: list[str] = []  # the callbacks of this boundary that returned a state
         self.unchanged_state: PyTree = None  # the state before they changed it
         self.evaluated: int = -1  # the step of the newest evaluation

@@ -129,7 +129,8 @@ class Watch(Part):
         if error is not None:
             run.tell("error", told(error))
         elif run.stopped:
-            run.tell("stop", run.stopped)
+            by_signal = f"interrupted by {run.interrupted}"
+            run.tell("stop", by_signal if run.interrupted else run.stopped)
         run.tell("end", f"the run has ended at step {run.step:,}")
         run.events.put(None)
         self.has_ended.set()
