@@ -139,7 +139,8 @@ def one_run(name: str, folder: Path, log: Path, note_every: int, keep_last: int 
         time.sleep(0.01)
 
     options = case.get("fit", dict)()
-    callbacks = [*options.pop("callbacks", []), ts.callbacks.every(note_every, note)]
+    note_end = lambda run: note(run) if run.event == "end" else None  # a command may come as late as that
+    callbacks = [*options.pop("callbacks", []), ts.callbacks.every(note_every, note), note_end]
     with ts.Checkpoints(folder, every=EVERY, keep_last=keep_last) as checkpoints:
         if case.get("commands"):
             threading.Thread(target=send_commands, args=(folder,), daemon=True).start()
