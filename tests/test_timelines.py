@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
 from tsunax.checkpoints.leaves import Damaged
@@ -184,12 +185,43 @@ def test_explain_names_a_planted_row(tmp_path, seed):
     assert f" {row} " in f" {explanation!r} "
 
 
-def test_rows_of_a_loss_that_mixes_them_are_not_ranked(tmp_path):
-    loss_fn = lambda params, x: jnp.var(x @ params["w"])
-    step, data = ts.train_step(loss_fn), ts.batches(toys.X, 8)
-    a_run(tmp_path / "a", step, toys.state, data)
-    explanation = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8)).explain(5)
-    assert not len(explanation.rows) and "no ranking" in explanation.note
+def test_a_row_with_a_negative_loss_may_be_the_bad_row(tmp_path):
+    x, row = toys.X.copy(), 38
+    x[row] = -1e3
+    make = lambda: ts.setup(ts.rules.sgd(1e-9), {"w": jnp.ones(8)})
+    step, data = ts.train_step(lambda params, x: jnp.mean(x @ params["w"])), lambda: ts.batches(x, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    explanation = timeline(tmp_path / "a", step, make, data()).explain(5)
+    assert explanation.rows[0] == row and explanation.losses[0] == min(explanation.losses)
+
+
+def dropped(params, x, key):
+    """A loss with dropout: a row alone has other noise than in its batch."""
+    mask = jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.mean(((x * mask) @ params["w"] - jnp.sin(x.sum(1))) ** 2)
+
+
+def normalized(params, x):
+    """A loss with the statistics of its batch: a row alone has no deviation."""
+    hidden = x @ params["w"]
+    return jnp.mean((hidden - hidden.mean()) ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [dropped, normalized])
+def test_rows_of_a_loss_that_mixes_them_are_ranked_by_the_loss_without_each(tmp_path, loss_fn):
+    x, row = toys.X.copy(), 38
+    x[row] *= 100
+    make = lambda: ts.setup(ts.rules.sgd(1e-9), {"w": jnp.ones(8)}, key=jax.random.key(1))
+    step, data = ts.train_step(loss_fn), lambda: ts.batches(x, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    line = timeline(tmp_path / "a", step, make, data())
+    explanation = line.explain(5)
+    assert explanation.rows[0] == row and not len(explanation.losses)
+    state, without = line.at(4), x[[32, 33, 34, 35, 36, 37, 39, 39]]
+    extra = {"key": jax.random.fold_in(state.key, state.calls)} if loss_fn is dropped else {}
+    fall = explanation.loss - float(loss_fn(state.params, without, **extra))
+    np.testing.assert_allclose(explanation.falls[0], fall, rtol=1e-4)
+    assert "the mean of its rows alone" in explanation.note and "next row takes its place" in repr(explanation)
 
 
 @pytest.mark.parametrize("name", ["params", "moments", "nothing"])
@@ -347,6 +379,8 @@ def test_edits_are_part_of_the_line(tmp_path, name):
     prints, _ = a_run(tmp_path / "a", step, make, data, callbacks=[one_off((13,), EDITS[name])])
     line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
     assert [edit.step for edit in line.edits] == [13]
+    explanations = [line.explain(k) for k in (13, 14)]
+    assert [len(x.edits) for x in explanations] == [0, 1] and repr(line.edits[0]) in repr(explanations[1])
     # The note of a step was taken before the edit at its boundary.
     same = [k for k in prints if fingerprint(line.at(k)) == prints[k]]
     assert sorted({*prints} - {*same}) == [edit.step for edit in line.edits]
@@ -515,6 +549,8 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
     assert fingerprint(again.at(20)) == expected[20] and other[STEPS] != expected[STEPS]
     compared = timeline(tmp_path / "b").compare(tmp_path / "c")
     assert compared.differs_at == 24 and "branched off" in repr(compared) and "learning_rate=0.001" in repr(compared)
+    assert [[edit.source for edit in edits] for edits in compared.edits] == [[], ["branch()"]]
+    assert f"{tmp_path / 'c'}: Edit(step=20" in repr(compared)
     with pytest.raises(CheckpointError, match="a directory without steps"):
         again.branch(20, tmp_path / "c")
 
@@ -649,6 +685,28 @@ def test_a_command_for_another_start_is_refused(tmp_path):
     assert inbox.names() == []
 
 
+def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o755)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "control").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "20260101T000000-00000000.json").write_text("{}")
+    a_run(tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8))
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+    assert control.Inbox(tmp_path / "a" / "control").names() == []
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["20260101T000000-00000000.json"]
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_command_without_an_answer_has_an_exit_status(tmp_path, capsys, has_folder):
+    """A run that does not look, and a run whose folder of commands cannot be written."""
+    with ts.Checkpoints(tmp_path / "a"):
+        if has_folder:
+            (tmp_path / "a" / "control").mkdir()
+        assert command_line.main(["stop", "--wait", "0.1", str(tmp_path / "a")]) == 1
+    text = capsys.readouterr().out
+    assert ("The command stays" in text) is has_folder and ("refused" in text) is not has_folder
+
+
 @pytest.mark.parametrize("arguments", ["adjust a=1 --where w", "--where w adjust a=1", "adjust --where w a=1"])
 def test_the_options_of_a_command_have_any_place(tmp_path, capsys, arguments):
     assert command_line.main([*arguments.split(), str(tmp_path)]) == 1
@@ -657,12 +715,14 @@ def test_the_options_of_a_command_have_any_place(tmp_path, capsys, arguments):
 
 def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):
     step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
-    a_run(tmp_path / "a", step, toys.state, data())
+    _, history = a_run(tmp_path / "a", step, toys.state, data(), log_every=1)
     timeline(tmp_path / "a", step, toys.state, data()).branch(8, tmp_path / "b", learning_rate=1e-3)
     assert command_line.main(["log", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "a", "b"]
     assert "from step 8" in lines[2] and "learning_rate=0.001" in lines[2]
+    numbers = [short(x) for x in (history.last("loss"), min(history["loss"]))]
+    assert lines[1].split()[-3::2] == numbers and numbers[0] != numbers[1]
     assert command_line.main(["stop", str(tmp_path / "a")]) == 1
 
 

@@ -182,7 +182,7 @@ class Timeline:
             raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
         with self._with_edits(edits):
             end = self._advanced(start, None, calls)
-        return self.saved.checkpoints.changed_leaves(last, end.state)
+        return self.saved.checkpoints._changed_leaves(last, end.state)
 
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
         """A new run in the directory `into` that begins with the state of a step.
@@ -339,7 +339,7 @@ class Timeline:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
-        restored = run.checkpoints.as_saved(saved_step, like)
+        restored = run.checkpoints._as_saved(saved_step, like)
         if not self._has_compared:
             self._has_compared = True
             self._warn_of_edits(like, restored.script)
