@@ -15,7 +15,7 @@ from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, StateError, WrongTypeError
+from tsunax.errors import CheckpointError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
 from tsunax.run import control
 from tsunax.timelines import command_line, timeline
@@ -346,9 +346,62 @@ def test_what_a_line_cannot_do_is_said(tmp_path):
         timeline(tmp_path / "a").at(3)
     with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=1, calls=1")):
         line.at(1, calls=1)
+    with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=None, calls=None")):
+        line.explain()
+    with pytest.raises(HyperparameterError, match=re.escape("calls at timeline: got 0, expected an int ≥ 1")):
+        line.batch(calls=0)
+    assert "no common checkpoint" in repr(line.compare(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=re.escape("steps at bisect(): got none")):
         timeline(tmp_path / "empty", step, toys.state, data).bisect(bool)
+
+
+class Shuffling:
+    """A loader without a position, which has another order in each epoch."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        for i in self.rng.permutation(8):
+            yield toys.X[8 * i : 8 * i + 8]
+
+
+@pytest.mark.filterwarnings("ignore:.*the position of these data cannot be saved")
+def test_a_replay_of_data_without_a_position_is_refused(tmp_path):
+    step = ts.train_step(toys.loss_fn)
+    prints, _ = a_run(tmp_path / "a", step, toys.state, Shuffling())
+    line = timeline(tmp_path / "a", step, toys.state, Shuffling())
+    assert fingerprint(line.at(8)) == prints[8]
+    for k, span in ((3, "1 to 3"), (12, "9 to 12"), (20, "17 to 20")):
+        with pytest.raises(StateError, match=f"without a position, for a replay of calls {span}, expected data"):
+            line.at(k)
+
+
+def test_another_script_is_noticed_before_the_first_checkpoint(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda size=8: ts.batches(toys.X, size)
+    state, _ = ts.fit(step, used := toys.state(), data(), steps=24, checkpoint=tmp_path / "a", progress=False)
+    line_of = lambda first_state, data, step=step: timeline(tmp_path / "a", step, first_state, data)
+    with pytest.raises(StateError, match=re.escape("got a state that a step has consumed, expected the first state")):
+        line_of(used, data()).at(3)
+    with pytest.raises(StateError, match=re.escape("got a state after 24 calls, expected the first state")):
+        line_of(state, data()).at(3)
+    with pytest.raises(WrongTypeError, match=re.escape("data at timeline(): got None")):
+        line_of(toys.state, None).at(3)
+    with pytest.raises(DataError, match=re.escape("got batch_size 16, expected batch_size 8")):
+        line_of(toys.state, data(16)).at(3)
+    with pytest.warns(UserWarning, match=re.escape("timeline(): loss_fn has changed")):
+        line_of(toys.state, data(), ts.train_step(lambda params, x: 2 * toys.loss_fn(params, x))).at(3)
+
+
+def test_a_first_state_may_need_values(tmp_path):
+    def make():
+        weights = jnp.ones(8)
+        return ts.setup(ts.rules.sgd(0.1), {"w": jnp.asarray(np.asarray(weights) * float(weights.max()))})
+
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    prints, _ = a_run(tmp_path / "a", step, make, data())
+    assert fingerprint(timeline(tmp_path / "a", step, make, data()).at(3)) == prints[3]
 
 
 def one_off(at, change):

@@ -158,7 +158,9 @@ class Comparison:
 
     def __repr__(self) -> str:
         lines = [f"{self.names[0]}  |  {self.names[1]}"]
-        if self.differs_at is None:
+        if not self.common_steps:
+            lines.append("no common checkpoint")
+        elif self.differs_at is None:
             lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")
         else:
             kind = "step" if self.is_exact else "common checkpoint"

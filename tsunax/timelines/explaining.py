@@ -39,8 +39,8 @@ class Explanation:
     """An explanation of one call, from `timeline(...).explain(step)`.
 
     `rows` are the numbers of the rows in the data (in the batch if these are unknown); `losses` and
-    `row_norms` their losses and gradient norms, each row alone with the key of the call. First come
-    the rows with losses far from the median: a negative loss may be the bad one.
+    `row_norms` their losses and gradient norms, each row alone with the key of the call, by falling
+    loss; or by rising loss, if the lowest one is the farthest from the median.
 
     If the mean of these losses is not the loss of the batch (dropout, noise, batch statistics,
     pairs), both are empty, and `note` says so. Then `rows` are in the order of `falls`: how far the
@@ -174,9 +174,10 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
         total = np.sum(np.where(weights > 0, losses * weights, 0.0))
         mean, loss = total / max(np.sum(weights), 1e-30), float(call.info.loss)
         if not math.isfinite(loss) or abs(mean - loss) <= TOLERANCE * max(abs(loss), 1e-6):
-            finite = losses[np.isfinite(losses)]
-            distances = np.abs(losses - np.median(finite if len(finite) else 0.0))
-            order = np.argsort(-np.nan_to_num(distances, nan=np.inf), kind="stable")
+            finite = losses[np.isfinite(losses)] if np.isfinite(losses).any() else np.zeros(1)
+            above, below = np.max(finite) - np.median(finite), np.median(finite) - np.min(finite)
+            ranks = np.where(np.isfinite(losses), losses if above >= below else -losses, np.inf)
+            order = np.argsort(-ranks, kind="stable")
             return RankedRows(numbers[order], losses=losses[order], row_norms=norms[order])
         note = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}"
     except Exception as error:  # a loss of pairs, for example, has no value for one row

@@ -32,6 +32,7 @@ from tsunax.timelines.comparing import Comparison, SavedRun
 from tsunax.timelines.explaining import Explanation, explained
 from tsunax.timelines.replaying import Moment, ReplayedCall, Script, moment_of_start
 
+WHOLE_SCRIPT = "timeline(run, step, state, data), as fit got them"
 MOST_REPLAYED = 10_000  # calls of one replay: they may take hours, and a user raises this knowingly
 
 
@@ -68,7 +69,8 @@ def timeline(
     is_opened = isinstance(run, Checkpoints)
     checkpoints = run if is_opened else Checkpoints(run, read_only=True)
     saved = SavedRun(checkpoints)
-    first = jax.eval_shape(state) if callable(state) else state
+    made = state() if callable(state) else state
+    first = jax.eval_shape(lambda: made) if callable(state) else state  # arrays need no memory
     if first is not None and not isinstance(first, COUNTED):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
@@ -239,11 +241,7 @@ class Timeline:
 
     def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
         """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
-        if (step is None) == (calls is None):
-            got = f"step={step}, calls={calls}"
-            raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
-        name = "calls" if step is None else "step"
-        checks.check_count(calls if step is None else step, "timeline", name, 0)
+        check_moment(step, calls, 0)
         if near is None:
             self._look()
         with self._line_of(calls):
@@ -289,8 +287,8 @@ class Timeline:
 
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
+        check_moment(step, calls, 1)
         if step is not None:
-            checks.check_count(step, "timeline", "step")
             for call in self._script.calls(self._moment(step - 1, None)):
                 self._check_length(call.start.calls, call.end.calls)
                 if call.end.step >= step:
@@ -312,8 +310,10 @@ class Timeline:
                 return moment
         self._check_script("state")
         first = moment_of_start(self._first_state)
-        is_edited = self.saved.script(self._newest_step("timeline")).get("is_script_edited")
-        if (first.calls and count > first.calls) or is_edited:
+        saved_script = self.saved.script(self._newest_step("timeline"))
+        self._compare_settings(first.state, saved_script)
+        is_edited = saved_script.get("is_script_edited")
+        if (first.calls and count != (first.calls if is_of_calls else first.step)) or is_edited:
             edited = "numbers that the script has edited since the run began"
             got = edited if is_edited else f"a state after {first.calls} calls"
             raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
@@ -340,13 +340,14 @@ class Timeline:
         first = self._first_state
         like = first() if callable(first) else first
         restored = run.checkpoints._as_saved(saved_step, like)
-        if not self._has_compared:
-            self._has_compared = True
-            self._warn_of_edits(like, restored.script)
+        self._compare_settings(like, restored.script)
         return Moment(restored.state, restored.data, len(run.edits(saved_step)))
 
-    def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
-        script = self._script
+    def _compare_settings(self, state: PyTree, saved_script: Any) -> None:
+        """Warn once of settings of the script that differ from the saved ones."""
+        if self._has_compared:
+            return
+        self._has_compared, script = True, self._script
         facts = script_settings.script_of(script.step, state, script.data, script.extra)
         saved_settings = (saved_script or {}).get("settings")
         for note in script_settings.edits(saved_settings, facts["settings"]):
@@ -356,6 +357,7 @@ class Timeline:
         moment = start
         while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
+            self._check_data()
             self._check_length(start.calls, moment.calls + count)
             moment = self._script.advanced(moment, count).end
         return moment
@@ -369,8 +371,25 @@ class Timeline:
     def _check_script(self, name: str) -> None:
         value = self._script.step if name == "step" else self._first_state
         if value is None:
-            expected = "timeline(run, step, state, data), as fit got them"
-            raise WrongTypeError(name, "timeline()", "None", expected)
+            raise WrongTypeError(name, "timeline()", "None", WHOLE_SCRIPT)
+
+    def _check_data(self) -> None:
+        """Raise for other data than those of the run, as far as their saved place shows."""
+        data = innermost(self._script.data)
+        place = self.saved.values(self._newest_step("timeline")).data or {}
+        if data is None and ("settings" in place or place.get("data") is not None):
+            raise WrongTypeError("data", "timeline()", "None", WHOLE_SCRIPT)
+        if isinstance(data, Batches) and "data" not in place:
+            data.afresh().set_state(place)  # DataError for another order
+
+
+def check_moment(step: int | None, calls: int | None, least: int) -> None:
+    """Raise unless a step or a number of calls is given, and at least `least`."""
+    if (step is None) == (calls is None):
+        got = f"step={step}, calls={calls}"
+        raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
+    name = "calls" if step is None else "step"
+    checks.check_count(calls if step is None else step, "timeline", name, least)
 
 
 def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
