@@ -224,6 +224,20 @@ def test_rows_of_a_loss_that_mixes_them_are_ranked_by_the_loss_without_each(tmp_
     assert "the mean of its rows alone" in explanation.note and "next row takes its place" in repr(explanation)
 
 
+@pytest.mark.parametrize("makes_info", [lambda info: info, lambda info: {"loss": info.loss}, lambda info: {"a": info}])
+def test_a_call_of_several_states_is_explained_as_far_as_it_is_known(tmp_path, makes_info):
+    def step(run, x):
+        new, info = step_of_two(run, x)
+        return new, makes_info(info)
+
+    _, history = a_run(tmp_path / "a", step, two_states, ts.batches(toys.X, 8), steps=8, log_every=1)
+    explanation = timeline(tmp_path / "a", step, two_states, ts.batches(toys.X, 8)).explain(5)
+    loss = history["loss"][4] if "loss" in history else np.nan
+    np.testing.assert_allclose(explanation.loss, loss, rtol=1e-6)
+    assert repr(explanation).endswith("rows and layers are known for a train_step of one state alone")
+    explanation.plot()
+
+
 @pytest.mark.parametrize("name", ["params", "moments", "nothing"])
 def test_an_audit_names_the_leaves_that_differ(tmp_path, name):
     make = lambda: ts.setup(ts.rules.adam(0.1), {"w": jnp.ones(8)})

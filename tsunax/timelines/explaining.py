@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ class Explanation:
             [name, f"{self.norms[name][-1]:.4g}", f"{ratios[name]:.3g}"]
             for name in largest[:MOST_LISTED]
         ]
-        return "\n".join([*lines, *tables.aligned([heads, *listed], right=(1, 2))])
+        lines += tables.aligned([heads, *listed], right=(1, 2)) if listed else []
+        return "\n".join(lines)
 
     _repr_html_ = tables.folded
 
@@ -107,7 +109,7 @@ class Explanation:
         norm_axes.set_yscale("log")
         norm_axes.set_xlabel("step")
         norm_axes.set_ylabel("gradient norm")
-        if len(self.norms) <= MOST_LISTED:
+        if 0 < len(self.norms) <= MOST_LISTED:
             norm_axes.legend(fontsize="small")
         return figure
 
@@ -126,15 +128,22 @@ def explained(
         ranked = _rows_by_loss(script, call, rows)
         norm_steps, norms = _norms_before(script, earlier, call)
     number = lambda x: math.nan if x is None or np.ndim(x) else float(x)
-    verdict = "called"
-    if is_info and info.verdict is not None and not np.ndim(info.verdict):
+    verdict, facts = "called", dict(info) if isinstance(info, Mapping) else {}
+    if is_info:
+        facts = {"loss": info.loss, "grad_norm": info.grad_norm}
+    if (
+        is_info
+        and isinstance(state, TrainState)
+        and info.verdict is not None
+        and not np.ndim(info.verdict)
+    ):
         verdict = guard.explain(int(info.verdict), call.end.state.opt_state)
     return Explanation(
         call.end.step,
         call.end.calls,
         verdict,
-        number(info.loss) if is_info else math.nan,
-        number(info.grad_norm) if is_info else math.nan,
+        number(facts.get("loss")),
+        number(facts.get("grad_norm")),
         *ranked,
         norm_steps,
         norms,
