@@ -122,6 +122,11 @@ def test_calls_reach_states_that_no_step_has(tmp_path):
     assert [int(s.calls) for s in states] == list(range(8))
     assert [int(s.step) for s in states] == [0, 1, 2, 2, 3, 4, 5, 6]  # row 21 is in batch 2
     assert "loss" in line.explain(calls=3).verdict
+    marks_of_branch = {}
+    for k in (2, 3):
+        line.branch(k, tmp_path / str(k))
+        marks_of_branch[k] = [x for x in timeline(tmp_path / str(k)).saved.history().marks if x[1] == "rejected"]
+    assert marks_of_branch == {2: [], 3: [(2, "rejected", "")]}  # call 3 was rejected after step 2
 
 
 @pytest.mark.parametrize("name", ["one state", "several states"])
@@ -342,7 +347,10 @@ def test_two_runs_are_compared_from_their_files_and_by_replay(tmp_path):
     assert "data" in from_files.settings or from_files.settings == {}
     lines = [timeline(tmp_path / n, step, toys.state, ts.batches(y, 8)) for n, y in (("a", toys.X), ("b", x))]
     exact = lines[0].compare(lines[1])
-    assert (exact.differs_at, exact.is_exact) == (6, True)
+    assert (exact.differs_at, exact.is_exact, exact.leaves) == (6, True, ["state.params['w']"])
+    a_run(tmp_path / "c", step, toys.state, ts.batches(x, 8), every=5, steps=20)  # no common checkpoint
+    third = timeline(tmp_path / "c", step, toys.state, ts.batches(x, 8))
+    assert (lines[0].compare(third).differs_at, lines[1].compare(third).differs_at) == (6, None)
     same = timeline(tmp_path / "a").compare(tmp_path / "a")
     assert same.differs_at is None and "the same bits at all 3" in repr(same)
 

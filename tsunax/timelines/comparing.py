@@ -149,16 +149,16 @@ class Comparison:
     common_steps: list[int]  # steps of checkpoints in both directories
     # the first common checkpoint with other bits, or the exact step; None if all have the same
     differs_at: int | None
-    leaves: list[str]  # the leaves with other bits at that checkpoint
+    leaves: list[str]  # the leaves with other bits there
     is_exact: bool = False  # whether `differs_at` is the first step with other bits
 
-    def at_exact_step(self, step: int) -> "Comparison":
+    def at_exact_step(self, step: int, leaves: list[str]) -> "Comparison":
         """The comparison with the first step that differs, from a replay of both runs."""
-        return dataclasses.replace(self, differs_at=step, is_exact=True)
+        return dataclasses.replace(self, differs_at=step, leaves=leaves, is_exact=True)
 
     def __repr__(self) -> str:
         lines = [f"{self.names[0]}  |  {self.names[1]}"]
-        if not self.common_steps:
+        if self.differs_at is None and not self.common_steps:
             lines.append("no common checkpoint")
         elif self.differs_at is None:
             lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")

@@ -202,28 +202,32 @@ class Timeline:
         """Two runs side by side: settings, history, and the first step that differs.
 
         Of files alone, the first common checkpoint with other bits. Two timelines with their
-        scripts are replayed from the checkpoint before, for the exact step.
+        scripts are replayed for the exact step, up to the newest step that both have.
         """
         line = run if isinstance(run, Timeline) else timeline(run)
         self._look()
         line._look()
-        comparison = self.saved.compared(line.saved)
-        high = comparison.differs_at
-        if high is None or self._script.step is None or line._script.step is None:
+        comparison, lines = self.saved.compared(line.saved), (self, line)
+        if self._script.step is None or line._script.step is None:
             return comparison
-        equal = [step for step in comparison.common_steps if step < high]
-        low, lines = max(equal, default=0), (self, line)
+        high = comparison.differs_at
+        if high is None:
+            high = min(each._newest_step("compare()") for each in lines)
+        ends = [each._moment(high, None).state for each in lines]
+        if not different_leaves(*ends):
+            return comparison
+        low = max((step for step in comparison.common_steps if step < high), default=0)
         starts = [each._moment(low, None) for each in lines]
         while high - low > 1:
             middle = (low + high) // 2
             moments = [
                 each._moment(middle, None, start) for each, start in zip(lines, starts, strict=True)
             ]
-            if same_bits(*(moment.state for moment in moments)):
+            if not different_leaves(*(moment.state for moment in moments)):
                 low, starts = middle, moments
             else:
-                high = middle
-        return comparison.at_exact_step(high)
+                high, ends = middle, [moment.state for moment in moments]
+        return comparison.at_exact_step(high, different_leaves(*ends))
 
     # ------------------------------------------------------------------------------------ moments
 
@@ -410,7 +414,11 @@ def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.nda
     return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]
 
 
-def same_bits(first: PyTree, second: PyTree) -> bool:
+def different_leaves(first: PyTree, second: PyTree) -> list[str]:
+    """The leaves with different bits in two states, or missing in one."""
     from tsunax.reproduce import fingerprint
 
-    return fingerprint(first) == fingerprint(second)
+    prints = [{name: fingerprint(x) for name, x in trees.leaves_at("state", state)}
+              for state in (first, second)]  # fmt: skip
+    names = dict.fromkeys([*prints[0], *prints[1]])
+    return [name for name in names if prints[0].get(name) != prints[1].get(name)]
