@@ -44,10 +44,11 @@ class Explanation:
     loss; or by rising loss, if the lowest one is the farthest from the median.
 
     If the mean of these losses is not the loss of the batch (dropout, noise, batch statistics,
-    pairs), both are empty, and `note` says so. Then `rows` are in the order of `falls`: how far the
-    loss of the batch falls if the next row takes the place of a row. `norms` has the
-    gradient norm of each leaf at `norm_steps`: the steps before, and this step. `edits` are the
-    changes of the state by callbacks and commands between these steps.
+    pairs), both are empty, and `note` has both numbers. Then `rows` are in the order of `falls`:
+    how far the loss of the batch falls if the next row takes the place of a row.
+
+    `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and this step.
+    `edits` are the changes of the state by callbacks and commands between these steps.
     """
 
     step: int

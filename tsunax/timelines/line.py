@@ -69,8 +69,9 @@ def timeline(
     is_opened = isinstance(run, Checkpoints)
     checkpoints = run if is_opened else Checkpoints(run, read_only=True)
     saved = SavedRun(checkpoints)
-    made = state() if callable(state) else state
-    first = jax.eval_shape(lambda: made) if callable(state) else state  # arrays need no memory
+    first_state = state() if callable(state) else state
+    # a line keeps shapes, because arrays need memory
+    first = jax.eval_shape(lambda: first_state) if callable(state) else state
     if first is not None and not isinstance(first, COUNTED):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
@@ -213,8 +214,8 @@ class Timeline:
         high = comparison.differs_at
         if high is None:
             high = min(each._newest_step("compare()") for each in lines)
-        ends = [each._moment(high, None).state for each in lines]
-        if not different_leaves(*ends):
+        last_states = [each._moment(high, None).state for each in lines]
+        if not different_leaves(*last_states):
             return comparison
         low = max((step for step in comparison.common_steps if step < high), default=0)
         starts = [each._moment(low, None) for each in lines]
@@ -226,8 +227,8 @@ class Timeline:
             if not different_leaves(*(moment.state for moment in moments)):
                 low, starts = middle, moments
             else:
-                high, ends = middle, [moment.state for moment in moments]
-        return comparison.at_exact_step(high, different_leaves(*ends))
+                high, last_states = middle, [moment.state for moment in moments]
+        return comparison.at_exact_step(high, different_leaves(*last_states))
 
     # ------------------------------------------------------------------------------------ moments
 
@@ -378,7 +379,7 @@ class Timeline:
             raise WrongTypeError(name, "timeline()", "None", WHOLE_SCRIPT)
 
     def _check_data(self) -> None:
-        """Raise for other data than those of the run, as far as their saved place shows."""
+        """Raise for other data than the run had, as far as its saved place shows."""
         data = innermost(self._script.data)
         place = self.saved.values(self._newest_step("timeline")).data or {}
         if data is None and ("settings" in place or place.get("data") is not None):
@@ -387,13 +388,13 @@ class Timeline:
             data.afresh().set_state(place)  # DataError for another order
 
 
-def check_moment(step: int | None, calls: int | None, least: int) -> None:
-    """Raise unless a step or a number of calls is given, and at least `least`."""
+def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
+    """Raise unless a step or a number of calls is given, and at least `lowest`."""
     if (step is None) == (calls is None):
         got = f"step={step}, calls={calls}"
         raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
     name = "calls" if step is None else "step"
-    checks.check_count(calls if step is None else step, "timeline", name, least)
+    checks.check_count(calls if step is None else step, "timeline", name, lowest)
 
 
 def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
