@@ -171,6 +171,16 @@ def test_bisect_finds_the_first_step(tmp_path):
         line.bisect(lambda state: False)
 
 
+def test_bisect_makes_the_first_state_once(tmp_path):
+    """To make it may take longer than the replays."""
+    step, made = ts.train_step(toys.loss_fn), []
+    a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8), every=100)
+    make = lambda: made.append(1) or toys.state()
+    line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
+    assert line.bisect(lambda state: state.step >= 13) == 13
+    assert len(made) == 3  # for its shapes, for step 0, and to restore step 24
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_explain_names_a_planted_row(tmp_path, seed):
     rng = np.random.default_rng(seed)
@@ -366,6 +376,9 @@ def test_what_a_line_cannot_do_is_said(tmp_path):
     assert int(line.at(20).step) == 20
     with pytest.raises(WrongTypeError, match=re.escape("state at timeline(): got None")):
         timeline(tmp_path / "a").at(3)
+    assert int(timeline(tmp_path / "a", step, toys.state).at(16).step) == 16
+    with pytest.raises(WrongTypeError, match=r"got a generator, expected .* Saved steps need no data"):
+        timeline(tmp_path / "a", step, toys.state, (x for x in ()))
     with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=1, calls=1")):
         line.at(1, calls=1)
     with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=None, calls=None")):

@@ -76,8 +76,8 @@ def timeline(
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
     if isinstance(data, Iterator):
-        expected = "data that can be set to a position"
-        raise WrongTypeError("data", "timeline()", trees.describe(data), expected)
+        expected, fix = "data that can be set to a position", "Saved steps need no data."
+        raise WrongTypeError("data", "timeline()", trees.describe(data), expected, fix)
     script = Script(step, data, extra or {}, saved.edits(), saved.is_looped(), first)
     return Timeline(saved, script, state, max_replay)
 
@@ -274,9 +274,7 @@ class Timeline:
         limit = self.saved.calls(newest) if step is None else newest
         if count > limit:
             raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
-        start = self._start(count, is_of_calls=step is None)
-        if near is not None and near.calls > start.calls:
-            start = near
+        start = self._start(count, is_of_calls=step is None, near=near)
         moment = self._script.edited(self._advanced(start, step, calls))
         self._check_extra(start, moment)
         return moment
@@ -301,11 +299,13 @@ class Timeline:
         with self._line_of(calls):
             return next(self._script.calls(self._reached(None, (calls or 0) - 1)))
 
-    def _start(self, count: int, is_of_calls: bool) -> Moment:
-        """The newest checkpoint that is not beyond the moment, or the first state."""
+    def _start(self, count: int, is_of_calls: bool, near: Moment | None) -> Moment:
+        """The newest checkpoint that is not beyond the moment, `near`, or the first state."""
         left_runs = self._left_runs(count) if is_of_calls else []
         runs = [(run, step) for run in (self.saved, *left_runs) for step in run.steps]
         for run, saved_step in sorted(runs, key=lambda x: x[1], reverse=True):
+            if near is not None and saved_step <= near.step:
+                break
             if saved_step > count or not self._is_on_line(run, saved_step):
                 continue
             moment = self._restored(run, saved_step)
@@ -313,6 +313,8 @@ class Timeline:
             is_fresh = saved_step < count or run.is_fresh(saved_step)
             if moment.calls <= count if is_of_calls else is_fresh:
                 return moment
+        if near is not None:
+            return near
         self._check_script("state")
         first = moment_of_start(self._first_state)
         saved_script = self.saved.script(self._newest_step("timeline"))
