@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests.helpers import count_compiles
 from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
@@ -171,14 +172,18 @@ def test_bisect_finds_the_first_step(tmp_path):
         line.bisect(lambda state: False)
 
 
-def test_bisect_makes_the_first_state_once(tmp_path):
+def test_bisect_compiles_nothing_and_makes_the_first_state_once(tmp_path):
     """To make it may take longer than the replays."""
     step, made = ts.train_step(toys.loss_fn), []
     a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8), every=100)
     make = lambda: made.append(1) or toys.state()
     line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
-    assert line.bisect(lambda state: state.step >= 13) == 13
-    assert len(made) == 3  # for its shapes, for step 0, and to restore step 24
+    line.at(2)
+    made.clear()
+    with count_compiles() as compiles:
+        assert line.bisect(lambda state: int(state.step) >= 13) == 13
+    assert compiles.compiled.count("train_steps") == 0  # replays of all lengths are one program
+    assert len(made) == 2  # for step 0, and to restore step 24
 
 
 @pytest.mark.parametrize("seed", range(4))

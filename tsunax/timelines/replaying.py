@@ -96,7 +96,7 @@ class Script:
     def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""
         step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
-        limits = Limits(calls if self.is_looped else None, steps=calls)
+        limits = Limits("auto" if self.is_looped else None, steps=calls)
         feed = Feed(step, self.data, state, limits, continues_data=True)
         agreement = processes.current().agreement("timeline()", state, innermost(self.data))
         loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
