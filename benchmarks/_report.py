@@ -16,6 +16,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "verdict": "which choice is the cheapest; no target",
     "watching": "between due calls <= 1.01 of the step without a watch; at them <= 1.05 of norms by hand",
     "prediction": "x <= 1.05",
+    "verify": "x <= 1 + 1/every, and a little for copies, comparison and boundary",
     "leaves": "200 and 1,000 leaves: trace and compile x <= 1.1 over by hand with the same information",
     "rules": "a live rule <= 1.05 x plain optax",
     "convolutions": "a compiled loop no slower than a Python loop",

@@ -707,6 +707,18 @@ def test_a_rewind_of_two_processes_that_is_killed(launch, tmp_path, killed):
 
 
 @pytest.mark.slow
+def test_two_processes_obey_a_command_at_one_step(launch, tmp_path):
+    """Process 0 looks for commands, both obey; both compare the steps that are verified."""
+    started = launch(2, "commanded", variables=lambda i: {"TSUNAX_TEST_FOLDER": str(tmp_path / "a")})
+    assert [one.wait() for one in started] == [0, 0], "".join(one.text for one in started)
+    whole = found("".join(one.text for one in started))
+    (step, rate, _, marks, answers) = whole[0]
+    assert whole[1][:4] == whole[0][:4] and rate == pytest.approx(0.05)
+    assert [text for _, _, text in marks] == ["adjust learning_rate=0.05", "stop"]
+    assert answers[0] == f"done at step {marks[0][0]}" and "rate" in answers[1] and answers[2] == f"done at step {step}"
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_ends_all_at_one_step(launch):
     started = launch(2, "terminated")
     ready(started)

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests.helpers import count_compiles
+from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.manifest import Manifest
-from tsunax.errors import CheckpointError, StateError, WrongTypeError
+from tsunax.errors import CheckpointError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
 from tsunax.run import control
 from tsunax.timelines import command_line, timeline
@@ -121,6 +123,11 @@ def test_calls_reach_states_that_no_step_has(tmp_path):
     assert [int(s.calls) for s in states] == list(range(8))
     assert [int(s.step) for s in states] == [0, 1, 2, 2, 3, 4, 5, 6]  # row 21 is in batch 2
     assert "loss" in line.explain(calls=3).verdict
+    marks_of_branch = {}
+    for k in (2, 3):
+        line.branch(k, tmp_path / str(k))
+        marks_of_branch[k] = [x for x in timeline(tmp_path / str(k)).saved.history().marks if x[1] == "rejected"]
+    assert marks_of_branch == {2: [], 3: [(2, "rejected", "")]}  # call 3 was rejected after step 2
 
 
 @pytest.mark.parametrize("name", ["one state", "several states"])
@@ -165,6 +172,20 @@ def test_bisect_finds_the_first_step(tmp_path):
         line.bisect(lambda state: False)
 
 
+def test_bisect_compiles_nothing_and_makes_the_first_state_once(tmp_path):
+    """To make it may take longer than the replays."""
+    step, made = ts.train_step(toys.loss_fn), []
+    a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8), every=100)
+    make = lambda: made.append(1) or toys.state()
+    line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
+    line.at(2)
+    made.clear()
+    with count_compiles() as compiles:
+        assert line.bisect(lambda state: int(state.step) >= 13) == 13
+    assert compiles.compiled.count("train_steps") == 0  # replays of all lengths are one program
+    assert len(made) == 2  # for step 0, and to restore step 24
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_explain_names_a_planted_row(tmp_path, seed):
     rng = np.random.default_rng(seed)
@@ -184,12 +205,57 @@ def test_explain_names_a_planted_row(tmp_path, seed):
     assert f" {row} " in f" {explanation!r} "
 
 
-def test_rows_of_a_loss_that_mixes_them_are_not_ranked(tmp_path):
-    loss_fn = lambda params, x: jnp.var(x @ params["w"])
-    step, data = ts.train_step(loss_fn), ts.batches(toys.X, 8)
-    a_run(tmp_path / "a", step, toys.state, data)
-    explanation = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8)).explain(5)
-    assert not len(explanation.rows) and "no ranking" in explanation.note
+def test_a_row_with_a_negative_loss_may_be_the_bad_row(tmp_path):
+    x, row = toys.X.copy(), 38
+    x[row] = -1e3
+    make = lambda: ts.setup(ts.rules.sgd(1e-9), {"w": jnp.ones(8)})
+    step, data = ts.train_step(lambda params, x: jnp.mean(x @ params["w"])), lambda: ts.batches(x, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    explanation = timeline(tmp_path / "a", step, make, data()).explain(5)
+    assert explanation.rows[0] == row and explanation.losses[0] == min(explanation.losses)
+
+
+def dropped(params, x, key):
+    """A loss with dropout: a row alone has other noise than in its batch."""
+    mask = jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.mean(((x * mask) @ params["w"] - jnp.sin(x.sum(1))) ** 2)
+
+
+def normalized(params, x):
+    """A loss with the statistics of its batch: a row alone has no deviation."""
+    hidden = x @ params["w"]
+    return jnp.mean((hidden - hidden.mean()) ** 2)
+
+
+@pytest.mark.parametrize("loss_fn", [dropped, normalized])
+def test_rows_of_a_loss_that_mixes_them_are_ranked_by_the_loss_without_each(tmp_path, loss_fn):
+    x, row = toys.X.copy(), 38
+    x[row] *= 100
+    make = lambda: ts.setup(ts.rules.sgd(1e-9), {"w": jnp.ones(8)}, key=jax.random.key(1))
+    step, data = ts.train_step(loss_fn), lambda: ts.batches(x, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    line = timeline(tmp_path / "a", step, make, data())
+    explanation = line.explain(5)
+    assert explanation.rows[0] == row and not len(explanation.losses)
+    state, without = line.at(4), x[[32, 33, 34, 35, 36, 37, 39, 39]]
+    extra = {"key": jax.random.fold_in(state.key, state.calls)} if loss_fn is dropped else {}
+    fall = explanation.loss - float(loss_fn(state.params, without, **extra))
+    np.testing.assert_allclose(explanation.falls[0], fall, rtol=1e-4)
+    assert "the mean of its rows alone" in explanation.note and "next row takes its place" in repr(explanation)
+
+
+@pytest.mark.parametrize("makes_info", [lambda info: info, lambda info: {"loss": info.loss}, lambda info: {"a": info}])
+def test_a_call_of_several_states_is_explained_as_far_as_it_is_known(tmp_path, makes_info):
+    def step(run, x):
+        new, info = step_of_two(run, x)
+        return new, makes_info(info)
+
+    _, history = a_run(tmp_path / "a", step, two_states, ts.batches(toys.X, 8), steps=8, log_every=1)
+    explanation = timeline(tmp_path / "a", step, two_states, ts.batches(toys.X, 8)).explain(5)
+    loss = history["loss"][4] if "loss" in history else np.nan
+    np.testing.assert_allclose(explanation.loss, loss, rtol=1e-6)
+    assert repr(explanation).endswith("rows and layers are known for a train_step of one state alone")
+    explanation.plot()
 
 
 @pytest.mark.parametrize("name", ["params", "moments", "nothing"])
@@ -296,7 +362,10 @@ def test_two_runs_are_compared_from_their_files_and_by_replay(tmp_path):
     assert "data" in from_files.settings or from_files.settings == {}
     lines = [timeline(tmp_path / n, step, toys.state, ts.batches(y, 8)) for n, y in (("a", toys.X), ("b", x))]
     exact = lines[0].compare(lines[1])
-    assert (exact.differs_at, exact.is_exact) == (6, True)
+    assert (exact.differs_at, exact.is_exact, exact.leaves) == (6, True, ["state.params['w']"])
+    a_run(tmp_path / "c", step, toys.state, ts.batches(x, 8), every=5, steps=20)  # no common checkpoint
+    third = timeline(tmp_path / "c", step, toys.state, ts.batches(x, 8))
+    assert (lines[0].compare(third).differs_at, lines[1].compare(third).differs_at) == (6, None)
     same = timeline(tmp_path / "a").compare(tmp_path / "a")
     assert same.differs_at is None and "the same bits at all 3" in repr(same)
 
@@ -312,11 +381,67 @@ def test_what_a_line_cannot_do_is_said(tmp_path):
     assert int(line.at(20).step) == 20
     with pytest.raises(WrongTypeError, match=re.escape("state at timeline(): got None")):
         timeline(tmp_path / "a").at(3)
+    assert int(timeline(tmp_path / "a", step, toys.state).at(16).step) == 16
+    with pytest.raises(WrongTypeError, match=r"got a generator, expected .* Saved steps need no data"):
+        timeline(tmp_path / "a", step, toys.state, (x for x in ()))
     with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=1, calls=1")):
         line.at(1, calls=1)
+    with pytest.raises(WrongTypeError, match=re.escape("moment at timeline: got step=None, calls=None")):
+        line.explain()
+    with pytest.raises(HyperparameterError, match=re.escape("calls at timeline: got 0, expected an int ≥ 1")):
+        line.batch(calls=0)
+    assert "no common checkpoint" in repr(line.compare(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=re.escape("steps at bisect(): got none")):
         timeline(tmp_path / "empty", step, toys.state, data).bisect(bool)
+
+
+class Shuffling:
+    """A loader without a position, which has another order in each epoch."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        for i in self.rng.permutation(8):
+            yield toys.X[8 * i : 8 * i + 8]
+
+
+@pytest.mark.filterwarnings("ignore:.*the position of these data cannot be saved")
+def test_a_replay_of_data_without_a_position_is_refused(tmp_path):
+    step = ts.train_step(toys.loss_fn)
+    prints, _ = a_run(tmp_path / "a", step, toys.state, Shuffling())
+    line = timeline(tmp_path / "a", step, toys.state, Shuffling())
+    assert fingerprint(line.at(8)) == prints[8]
+    for k, span in ((3, "1 to 3"), (12, "9 to 12"), (20, "17 to 20")):
+        with pytest.raises(StateError, match=f"without a position, for a replay of calls {span}, expected data"):
+            line.at(k)
+
+
+def test_another_script_is_noticed_before_the_first_checkpoint(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda size=8: ts.batches(toys.X, size)
+    state, _ = ts.fit(step, used := toys.state(), data(), steps=24, checkpoint=tmp_path / "a", progress=False)
+    line_of = lambda first_state, data, step=step: timeline(tmp_path / "a", step, first_state, data)
+    with pytest.raises(StateError, match=re.escape("got a state that a step has consumed, expected the first state")):
+        line_of(used, data()).at(3)
+    with pytest.raises(StateError, match=re.escape("got a state after 24 calls, expected the first state")):
+        line_of(state, data()).at(3)
+    with pytest.raises(WrongTypeError, match=re.escape("data at timeline(): got None")):
+        line_of(toys.state, None).at(3)
+    with pytest.raises(DataError, match=re.escape("got batch_size 16, expected batch_size 8")):
+        line_of(toys.state, data(16)).at(3)
+    with pytest.warns(UserWarning, match=re.escape("timeline(): loss_fn has changed")):
+        line_of(toys.state, data(), ts.train_step(lambda params, x: 2 * toys.loss_fn(params, x))).at(3)
+
+
+def test_a_first_state_may_need_values(tmp_path):
+    def make():
+        weights = jnp.ones(8)
+        return ts.setup(ts.rules.sgd(0.1), {"w": jnp.asarray(np.asarray(weights) * float(weights.max()))})
+
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    prints, _ = a_run(tmp_path / "a", step, make, data())
+    assert fingerprint(timeline(tmp_path / "a", step, make, data()).at(3)) == prints[3]
 
 
 def one_off(at, change):
@@ -347,6 +472,8 @@ def test_edits_are_part_of_the_line(tmp_path, name):
     prints, _ = a_run(tmp_path / "a", step, make, data, callbacks=[one_off((13,), EDITS[name])])
     line = timeline(tmp_path / "a", step, make, ts.batches(toys.X, 8))
     assert [edit.step for edit in line.edits] == [13]
+    explanations = [line.explain(k) for k in (13, 14)]
+    assert [len(x.edits) for x in explanations] == [0, 1] and repr(line.edits[0]) in repr(explanations[1])
     # The note of a step was taken before the edit at its boundary.
     same = [k for k in prints if fingerprint(line.at(k)) == prints[k]]
     assert sorted({*prints} - {*same}) == [edit.step for edit in line.edits]
@@ -515,6 +642,8 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
     assert fingerprint(again.at(20)) == expected[20] and other[STEPS] != expected[STEPS]
     compared = timeline(tmp_path / "b").compare(tmp_path / "c")
     assert compared.differs_at == 24 and "branched off" in repr(compared) and "learning_rate=0.001" in repr(compared)
+    assert [[edit.source for edit in edits] for edits in compared.edits] == [[], ["branch()"]]
+    assert f"{tmp_path / 'c'}: Edit(step=20" in repr(compared)
     with pytest.raises(CheckpointError, match="a directory without steps"):
         again.branch(20, tmp_path / "c")
 
@@ -649,6 +778,28 @@ def test_a_command_for_another_start_is_refused(tmp_path):
     assert inbox.names() == []
 
 
+def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o755)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "control").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "20260101T000000-00000000.json").write_text("{}")
+    a_run(tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8))
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
+    assert control.Inbox(tmp_path / "a" / "control").names() == []
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["20260101T000000-00000000.json"]
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_command_without_an_answer_has_an_exit_status(tmp_path, capsys, has_folder):
+    """A run that does not look, and a run whose folder of commands cannot be written."""
+    with ts.Checkpoints(tmp_path / "a"):
+        if has_folder:
+            (tmp_path / "a" / "control").mkdir()
+        assert command_line.main(["stop", "--wait", "0.1", str(tmp_path / "a")]) == 1
+    text = capsys.readouterr().out
+    assert ("The command stays" in text) is has_folder and ("refused" in text) is not has_folder
+
+
 @pytest.mark.parametrize("arguments", ["adjust a=1 --where w", "--where w adjust a=1", "adjust --where w a=1"])
 def test_the_options_of_a_command_have_any_place(tmp_path, capsys, arguments):
     assert command_line.main([*arguments.split(), str(tmp_path)]) == 1
@@ -657,12 +808,14 @@ def test_the_options_of_a_command_have_any_place(tmp_path, capsys, arguments):
 
 def test_the_log_shows_branches_below_their_parents(tmp_path, capsys):
     step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
-    a_run(tmp_path / "a", step, toys.state, data())
+    _, history = a_run(tmp_path / "a", step, toys.state, data(), log_every=1)
     timeline(tmp_path / "a", step, toys.state, data()).branch(8, tmp_path / "b", learning_rate=1e-3)
     assert command_line.main(["log", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["run", "a", "b"]
     assert "from step 8" in lines[2] and "learning_rate=0.001" in lines[2]
+    numbers = [short(x) for x in (history.last("loss"), min(history["loss"]))]
+    assert lines[1].split()[-3::2] == numbers and numbers[0] != numbers[1]
     assert command_line.main(["stop", str(tmp_path / "a")]) == 1
 
 

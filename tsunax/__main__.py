@@ -80,7 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         return command_line.main(arguments)
     about = "Print versions, devices, extras and a self-check of a second, for a report of a bug."
-    argparse.ArgumentParser(prog="python -m tsunax", description=about).parse_args(arguments)
+    runs = (
+        "To talk to a run: python -m tsunax status RUN. All commands: python -m tsunax log --help."
+    )
+    parser = argparse.ArgumentParser(prog="python -m tsunax", description=about, epilog=runs)
+    parser.parse_args(arguments)
     failed = False
     for line in report():
         failed |= "FAILED" in line

@@ -279,6 +279,43 @@ def rewinds(killed: int) -> list:
     return [int(state.calls), np.asarray(state.params["w"]).tolist(), history["loss"].tolist(), marks]
 
 
+def commanded() -> list:
+    """A run whose steps are verified, and which gets a command after its first step."""
+    import threading
+
+    import jax.numpy as jnp
+    from tsunax.run import control
+    from tsunax.timelines.command_line import ask
+
+    folder, answers, is_first = Path(os.environ["TSUNAX_TEST_FOLDER"]), [], distributed.process_index() == 0
+    control.LOOK_SECONDS = 0.1
+
+    def send() -> None:
+        answers.append(ask(folder, "adjust", {"learning_rate": 0.05}))
+        answers.append(ask(folder, "adjust", {"rate": 0.05}))
+        answers.append(ask(folder, "stop", {}))
+
+    thread = threading.Thread(target=send)
+
+    def begin(run) -> None:
+        if is_first and run.step == 2:
+            thread.start()
+        time.sleep(0.01)
+
+    state = ts.setup(ts.rules.adam(0.1), {"w": np.zeros(3, np.float32)}, key=0)
+    data = ts.batches(np.arange(48, dtype=np.float32).reshape(16, 3) / 48, 4, shuffle=True)
+    loss_fn = lambda params, rows: jnp.mean((rows @ params["w"] - 1) ** 2)
+    callbacks = [ts.callbacks.every(2, begin), ts.callbacks.verify(every=3)]
+    with ts.Checkpoints(folder, every=1000) as saver:
+        options = {"checkpoint": saver, "callbacks": callbacks, "progress": False, "steps_per_call": 1}
+        state, history = ts.fit(ts.train_step(loss_fn), ts.shard(state, ts.mesh()), data, steps=100_000, **options)
+    if is_first:
+        thread.join()
+    rate = ts.hyperparams(state)["learning_rate"]
+    commands = [mark for mark in history.marks if mark[1] in ("command", "verify")]
+    return [int(state.step), rate, np.asarray(state.params["w"]).tolist(), commands, answers]
+
+
 def late() -> list[str]:
     """What the watchdog of this process tells of a run in which the data of process 1 stand still."""
 
@@ -303,7 +340,20 @@ def main(work: str, *arguments: str) -> None:
     if work not in ("fails_to_start", "foreign") and (text := told(distributed.start, **start)):
         print(json.dumps(text))
         sys.exit(1)
-    works = answers, losses, sizes, endless, fails, fails_to_start, terminated, foreign, late, loaders, rewinds
+    works = (
+        answers,
+        losses,
+        sizes,
+        endless,
+        fails,
+        fails_to_start,
+        terminated,
+        foreign,
+        late,
+        loaders,
+        rewinds,
+        commanded,
+    )
     found = {f.__name__: f for f in works}[work](*map(int, arguments))
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"FOUND {json.dumps([distributed.process_index(), found])}\n")  # in one piece: launchers mix

@@ -198,7 +198,7 @@ class Checkpoints:
         return self._lock.run_id if self._lock is not None else ""
 
     @property
-    def lock_text(self) -> str:
+    def _lock_text(self) -> str:
         """The text of its lock, which names this start of the run; "" if it may not write."""
         return self._lock.text if self._lock is not None else ""
 
@@ -354,7 +354,7 @@ class Checkpoints:
         )
         return _reading.newest(self, like, step, resume, options, read)
 
-    def as_saved(self, step: int, like: PyTree) -> Restored:
+    def _as_saved(self, step: int, like: PyTree) -> Restored:
         """A checkpoint with all of its numbers, also if the script has edited them since then."""
         request = _matching.RestoreRequest(like)
         plan_of = lambda manifest, folder: dataclasses.replace(
@@ -362,11 +362,11 @@ class Checkpoints:
         )
         return _reading.read(self, step, plan_of)
 
-    def contents(self, step: int) -> Restored:
+    def _contents(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
         return _reading.read(self, step, _matching.plan_of_clocks)
 
-    def changed_leaves(self, step: int, state: PyTree) -> list[str]:
+    def _changed_leaves(self, step: int, state: PyTree) -> list[str]:
         """The leaves of a state with other bits than a checkpoint has, by their hashes."""
         return _reading.changed_leaves(self, step, state)
 

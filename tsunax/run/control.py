@@ -49,6 +49,8 @@ class Inbox(Timer):
     def names(self) -> list[str]:
         """The commands in the order of their times: regular files of this user, no links."""
         names = []
+        if not durable_files.is_real_directory(self.folder):
+            return names
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
                 about = entry.stat(follow_symlinks=False)
@@ -94,7 +96,8 @@ class Control(Part):
         if processes.current().is_first:
             with contextlib.suppress(OSError):
                 self.inbox.folder.mkdir(mode=0o700, exist_ok=True)
-                os.chmod(self.inbox.folder, 0o700)
+                if durable_files.is_real_directory(self.inbox.folder):  # a link may lead anywhere
+                    os.chmod(self.inbox.folder, 0o700)
                 for name in self.inbox.names():  # commands to an earlier start
                     self.inbox.answer(name, "refused: the run has ended that it was made for")
 

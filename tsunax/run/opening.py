@@ -163,7 +163,7 @@ def _parts(
     if (folder := restart.control_folder()) is not None:
         from tsunax.run.control import Answers, Control
 
-        control = Control(folder, restart.saver.lock_text, agreement, options.evaluate is not None)
+        control = Control(folder, restart.saver._lock_text, agreement, options.evaluate is not None)
         return [control, *parts], [*saving, Answers(control)]
     return parts, saving
 

@@ -86,7 +86,7 @@ class Restart:
     def foreign_edit(self) -> tuple[str, int] | None:
         """`(source, calls)` of a change of the state since the checkpoint that no callback made."""
         if self.is_in_hand:
-            clocks = self.saver.contents(self.step or 0).state
+            clocks = self.saver._contents(self.step or 0).state
             return "the state given to fit", max(int(np.max(x[..., 1])) for x in clocks) + 1
         if self.restored.is_edited and isinstance(self.restored.state, COUNTED):
             return "numbers that the script has edited", most_calls(self.restored.state)

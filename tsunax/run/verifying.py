@@ -20,8 +20,9 @@ from tsunax.run.witnessing import WitnessedCall
 class verify(Part):
     """Run every n-th step twice, and compare all bits of the two states.
 
-    It costs one step of `every` steps, and the memory of a second state then. The comparison comes
-    before anything of that step is saved. On a mesh all processes compare their parts.
+    It costs one step of `every` steps, with copies and a comparison of the state, and the memory of
+    two further states then. The comparison comes before anything of that step is saved. On a mesh
+    all processes compare their parts.
 
     `on_fault` is "raise" (the default): StateError that names the leaves; "redo": the step runs a
     third time, and the run continues with the state that two of the three runs have, with a

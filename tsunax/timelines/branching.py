@@ -56,7 +56,7 @@ def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
 
 
 def history_until(history: History, step: int) -> History:
-    """The rows and marks of a history up to a step."""
+    """The rows and marks of a history up to a step, without calls that were rejected after it."""
     plain = history.plain()
     count = int(np.searchsorted(plain["rows"]["step"], step, side="right"))
     columns = [
@@ -65,5 +65,5 @@ def history_until(history: History, step: int) -> History:
         if np.any(rows < count)
     ]
     rows = {"step": plain["rows"]["step"][:count], "columns": columns}
-    marks = [mark for mark in plain["marks"] if mark[0] <= step]
+    marks = [mark for mark in plain["marks"] if mark[0] < step + (mark[1] != "rejected")]
     return History.of({**plain, "rows": rows, "marks": marks, "closing": [-1, []]})

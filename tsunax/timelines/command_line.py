@@ -8,6 +8,7 @@ python -m tsunax save | stop | evaluate | freeze | thaw runs/a
 
 import argparse
 import json
+import math
 import secrets
 import time
 from pathlib import Path
@@ -19,9 +20,11 @@ from tsunax.errors import CheckpointError, TsunaxError
 from tsunax.run.control import LOOK_SECONDS, MOST_BYTES, VERBS
 from tsunax.timelines.comparing import SavedRun
 
+NO_ANSWER = "no answer"
+
 
 def main(arguments: list[str]) -> int:
-    """Send one command, or print the log. The exit status is 1 if it was refused."""
+    """Send one command, or print the log. The exit status is 1 if it was not obeyed."""
     parser = argparse.ArgumentParser(prog="python -m tsunax", description="Talk to a run of fit.")
     parser.add_argument("verb", choices=[*VERBS, "log"])
     parser.add_argument("values", nargs="*", metavar="NAME=NUMBER", help="numbers, for adjust")
@@ -35,10 +38,10 @@ def main(arguments: list[str]) -> int:
             return 0
         values = dict(map(_number, options.values))
         answer = ask(options.run, options.verb, values, options.where, options.wait)
-    except (TsunaxError, ValueError) as error:
+    except (TsunaxError, ValueError, OSError) as error:
         answer = f"refused: {error}"
     print(answer)
-    return int(answer.startswith("refused"))
+    return int(answer.startswith(("refused", NO_ANSWER)))
 
 
 def _number(text: str) -> tuple[str, float]:
@@ -67,7 +70,8 @@ def ask(
             answer.unlink()
             return text
         time.sleep(0.05)
-    return f"no answer in {wait:g} s: a run looks every {LOOK_SECONDS:g} s, and after its call"
+    how_often = f"a run looks every {LOOK_SECONDS:g} s, and after its call"
+    return f"{NO_ANSWER} in {wait:g} s: {how_often}. The command stays, and may be obeyed later."
 
 
 def _live_lock(run: Path) -> str:
@@ -85,7 +89,7 @@ def _live_lock(run: Path) -> str:
 
 
 def log(folder: Path) -> str:
-    """The runs in a directory and below as a tree: parents, edits, newest step and best numbers.
+    """The runs in a directory and below as a tree: parents, edits, newest and best numbers.
 
     Raises CheckpointError if there is no run.
     """
@@ -96,17 +100,20 @@ def log(folder: Path) -> str:
     newest = {path: run.newest for path, run in runs.items()}
     scripts = {path: runs[path].script(step) for path, step in newest.items() if step is not None}
     parents = {path: script.get("parent") or {} for path, script in scripts.items()}
-    rows = [["run", "step", "edits", "newest numbers"]]
+    rows = [["run", "step", "edits", "newest numbers", "lowest losses"]]
 
     def add(path: Path, depth: int) -> None:
         run, history = runs[path], runs[path].history()
         parent = parents[path]
         numbers = {name: history.last(name) for name in history.names
                    if name == "loss" or "/" in name}  # fmt: skip
+        lowest = {name: min(filter(math.isfinite, history.series(name)[1]), default=math.nan)
+                  for name in numbers if "loss" in name}  # fmt: skip
         origin = f" from step {parent['step']}" if parent else ""
         edits = ", ".join(parent.get("edits", [])) or str(len(run.edits()) or "")
         title = "  " * depth + str(path.relative_to(folder.resolve())) + origin
-        rows.append([title, str(newest[path]), edits, ", ".join(tables.summary(numbers))])
+        texts = [", ".join(tables.summary(row)) for row in (numbers, lowest)]
+        rows.append([title, str(newest[path]), edits, *texts])
         for child in scripts:
             if parents[child] and Path(parents[child]["path"]) == path:
                 add(child, depth + 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure, tables
+from tsunax._core import Figure, tables, trees
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.edits import Edit, edits_of_line, parse_edits
 from tsunax.checkpoints.manifest import Manifest
@@ -38,7 +38,7 @@ class SavedRun:
     def values(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; of its state only the counts."""
         if step not in self._values:
-            self._values[step] = self.checkpoints.contents(step)
+            self._values[step] = self.checkpoints._contents(step)
         return self._values[step]
 
     def script(self, step: int) -> Mapping[str, Any]:
@@ -115,10 +115,13 @@ class SavedRun:
         names = dict.fromkeys(itertools.chain(*settings))
         text_of = lambda i, name: str(settings[i].get(name, ""))
         pairs = {name: (text_of(0, name), text_of(1, name)) for name in names}
+        edits = [{edit.dump(): edit for edit in run.edits()} for run in (self, second)]
+        only_of = lambda i: [edits[i][text] for text in edits[i] if text not in edits[1 - i]]
         return Comparison(
             names=(str(self.checkpoints.path), str(second.checkpoints.path)),
             parents=(newest[0].get("parent"), newest[1].get("parent")),
             settings={name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
+            edits=(only_of(0), only_of(1)),
             histories=(self.history(), second.history()),
             common_steps=common,
             differs_at=first,
@@ -141,20 +144,23 @@ class Comparison:
     names: tuple[str, str]  # the directories
     parents: tuple[Any, Any]  # path, step and edits of a branch; else None
     settings: dict[str, tuple[str, str]]  # different settings of the scripts
+    edits: tuple[list[Edit], list[Edit]]  # the edits that only one of the runs has
     histories: tuple[History, History]
     common_steps: list[int]  # steps of checkpoints in both directories
     # the first common checkpoint with other bits, or the exact step; None if all have the same
     differs_at: int | None
-    leaves: list[str]  # the leaves with other bits at that checkpoint
+    leaves: list[str]  # the leaves with other bits there
     is_exact: bool = False  # whether `differs_at` is the first step with other bits
 
-    def at_exact_step(self, step: int) -> "Comparison":
+    def at_exact_step(self, step: int, leaves: list[str]) -> "Comparison":
         """The comparison with the first step that differs, from a replay of both runs."""
-        return dataclasses.replace(self, differs_at=step, is_exact=True)
+        return dataclasses.replace(self, differs_at=step, leaves=leaves, is_exact=True)
 
     def __repr__(self) -> str:
         lines = [f"{self.names[0]}  |  {self.names[1]}"]
-        if self.differs_at is None:
+        if self.differs_at is None and not self.common_steps:
+            lines.append("no common checkpoint")
+        elif self.differs_at is None:
             lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")
         else:
             kind = "step" if self.is_exact else "common checkpoint"
@@ -166,6 +172,8 @@ class Comparison:
                 origin = f"{parent['path']} at step {parent['step']}"
                 lines.append(f"{name} branched off {origin} {edits}".rstrip())
         lines += [f"  {name}: {a} | {b}" for name, (a, b) in self.settings.items()]
+        for name, edits in zip(self.names, self.edits, strict=True):
+            lines += [f"{name}: {trees.listed([*map(repr, edits)], 4)}"] if edits else []
         columns = [name for name in self.histories[0].names if name in self.histories[1]]
         rows = [["newest", *self.names]] if columns else []
         for name in columns:

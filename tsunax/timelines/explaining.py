@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Figure, PyTree, tables, trees
+from tsunax.checkpoints.edits import Edit
 from tsunax.errors import told
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
@@ -23,15 +25,30 @@ MOST_LISTED = 8  # rows and leaves that a printed explanation lists
 TOLERANCE = 1e-3
 
 
+class RankedRows(NamedTuple):
+    """The numbers of rows, and the values that rank them. See `Explanation`."""
+
+    rows: np.ndarray = np.empty(0, int)
+    losses: np.ndarray = np.empty(0)
+    row_norms: np.ndarray = np.empty(0)
+    falls: np.ndarray = np.empty(0)
+    note: str = ""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """An explanation of one call, from `timeline(...).explain(step)`.
 
-    `rows` are the numbers of the rows in the data (in the batch if these are unknown), by falling
-    loss; `losses` and `row_norms` their losses and gradient norms, each row alone with the key of
-    the call. They are empty, and `note` says why, if the mean of these losses is not the loss of
-    the batch. `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and
-    this step.
+    `rows` are the numbers of the rows in the data (in the batch if these are unknown); `losses` and
+    `row_norms` their losses and gradient norms, each row alone with the key of the call, by falling
+    loss; or by rising loss, if the lowest one is the farthest from the median.
+
+    If the mean of these losses is not the loss of the batch (dropout, noise, batch statistics,
+    pairs), both are empty, and `note` has both numbers. Then `rows` are in the order of `falls`:
+    how far the loss of the batch falls if the next row takes the place of a row.
+
+    `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and this step.
+    `edits` are the changes of the state by callbacks and commands between these steps.
     """
 
     step: int
@@ -42,22 +59,29 @@ class Explanation:
     rows: np.ndarray
     losses: np.ndarray
     row_norms: np.ndarray
+    falls: np.ndarray
     note: str
     norm_steps: list[int]
     norms: dict[str, np.ndarray]
     numbers: dict[str, float]
+    edits: list[Edit]
 
     def __repr__(self) -> str:
         head = f"call {self.calls} of the run, at step {self.step}: {self.verdict}"
         lines = [f"{head}, loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"]
         if self.numbers:
             lines.append(", ".join(tables.summary(self.numbers)))
+        lines += map(repr, self.edits)
         if self.note:
             lines.append(self.note)
         if len(self.rows):
-            order = zip(self.rows, self.losses, self.row_norms, strict=True)
-            listed = [[f"{row}", f"{x:.6g}", f"{norm:.6g}"] for row, x, norm in order][:MOST_LISTED]
-            lines += tables.aligned([["row", "loss", "gradient norm"], *listed], right=range(3))
+            columns = {"loss": self.losses, "gradient norm": self.row_norms}
+            if len(self.falls):
+                columns = {"fall of the loss if the next row takes its place": self.falls}
+            order = zip(self.rows, *columns.values(), strict=True)
+            listed = [[f"{row}", *(f"{x:.6g}" for x in values)] for row, *values in order]
+            heads = ["row", *columns]
+            lines += tables.aligned([heads, *listed[:MOST_LISTED]], right=range(len(heads)))
         ratios = {name: x[-1] / max(np.median(x[:-1]), 1e-30) if len(x) > 1 else math.nan
                   for name, x in self.norms.items()}  # fmt: skip
         largest = sorted(ratios, key=lambda name: -np.nan_to_num(ratios[name], nan=math.inf))
@@ -66,7 +90,8 @@ class Explanation:
             [name, f"{self.norms[name][-1]:.4g}", f"{ratios[name]:.3g}"]
             for name in largest[:MOST_LISTED]
         ]
-        return "\n".join([*lines, *tables.aligned([heads, *listed], right=(1, 2))])
+        lines += tables.aligned([heads, *listed], right=(1, 2)) if listed else []
+        return "\n".join(lines)
 
     _repr_html_ = tables.folded
 
@@ -76,15 +101,16 @@ class Explanation:
 
         figure = plots.new_figure(9, 4)
         row_axes, norm_axes = figure.subplots(1, 2)
-        row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], self.losses[:MOST_LISTED])
+        values, name = (self.falls, "fall") if len(self.falls) else (self.losses, "loss")
+        row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], values[:MOST_LISTED])
         row_axes.set_xlabel("row")
-        row_axes.set_ylabel("loss")
+        row_axes.set_ylabel(name)
         for name, values in self.norms.items():
             norm_axes.plot(self.norm_steps, values, label=name)
         norm_axes.set_yscale("log")
         norm_axes.set_xlabel("step")
         norm_axes.set_ylabel("gradient norm")
-        if len(self.norms) <= MOST_LISTED:
+        if 0 < len(self.norms) <= MOST_LISTED:
             norm_axes.legend(fontsize="small")
         return figure
 
@@ -97,36 +123,42 @@ def explained(
     is_plain = isinstance(script.step, TrainStep) and isinstance(state, TrainState)
     is_info = isinstance(info, StepInfo)
     if not (is_plain and is_info) or np.ndim(info.loss):  # a loss for each member of a population
-        note = "rows and layers are known for a train_step of one state alone"
-        no_rows = np.empty(0, int), np.empty(0), np.empty(0), note
+        ranked = RankedRows(note="rows and layers are known for a train_step of one state alone")
         norm_steps, norms = [], {}
     else:
-        no_rows = _rows_alone(script, call, rows)
+        ranked = _rows_by_loss(script, call, rows)
         norm_steps, norms = _norms_before(script, earlier, call)
     number = lambda x: math.nan if x is None or np.ndim(x) else float(x)
-    verdict = "called"
-    if is_info and info.verdict is not None and not np.ndim(info.verdict):
+    verdict, facts = "called", dict(info) if isinstance(info, Mapping) else {}
+    if is_info:
+        facts = {"loss": info.loss, "grad_norm": info.grad_norm}
+    if (
+        is_info
+        and isinstance(state, TrainState)
+        and info.verdict is not None
+        and not np.ndim(info.verdict)
+    ):
         verdict = guard.explain(int(info.verdict), call.end.state.opt_state)
     return Explanation(
         call.end.step,
         call.end.calls,
         verdict,
-        number(info.loss) if is_info else math.nan,
-        number(info.grad_norm) if is_info else math.nan,
-        *no_rows,
+        number(facts.get("loss")),
+        number(facts.get("grad_norm")),
+        *ranked,
         norm_steps,
         norms,
         {name: x for name, x in hyperparams(state).items() if not np.ndim(x)} if is_plain else {},
+        [*script.edits[earlier.edit_count : call.start.edit_count]],
     )
 
 
-def _rows_alone(
-    script: Script, call: ReplayedCall, rows: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-    """The rows of a batch by falling loss, each alone; their losses, gradient norms, and a note."""
+def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -> RankedRows:
+    """The rows of a batch by their losses, each alone, or by the loss of the batch without each."""
     whole = {"accumulate": 1, "per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
     gradient = dataclasses.replace(_train_step(script), **whole).gradient
     count = len(jax.tree.leaves(call.batch)[0])
+    numbers, extra = np.arange(count) if rows is None else rows, dict(script.extra)
 
     @jax.jit
     def losses_of_rows(state: TrainState, batch: PyTree, extra: Any) -> Any:
@@ -137,21 +169,37 @@ def _rows_alone(
 
         return jax.lax.map(loss_of_row, jnp.arange(count))
 
-    nothing = np.empty(0, int), np.empty(0), np.empty(0)
+    @jax.jit
+    def losses_without_rows(state: TrainState, batch: PyTree, extra: Any) -> Any:
+        def loss_without(i: jax.Array) -> jax.Array:
+            order = jnp.arange(count).at[i].set((i + 1) % count)  # no row is changed for i = count
+            changed_batch = jax.tree.map(lambda x: jnp.asarray(x)[order], batch)
+            return gradient(state, changed_batch, **extra)[0].compute()
+
+        return jax.lax.map(loss_without, jnp.arange(count + 1))
+
     try:
-        values = losses_of_rows(call.start.state, call.batch, dict(script.extra))
+        values = losses_of_rows(call.start.state, call.batch, extra)
+        losses, weights, norms = (np.asarray(x, np.float64) for x in values)
+        total = np.sum(np.where(weights > 0, losses * weights, 0.0))
+        mean, loss = total / max(np.sum(weights), 1e-30), float(call.info.loss)
+        if not math.isfinite(loss) or abs(mean - loss) <= TOLERANCE * max(abs(loss), 1e-6):
+            finite = losses[np.isfinite(losses)] if np.isfinite(losses).any() else np.zeros(1)
+            above, below = np.max(finite) - np.median(finite), np.median(finite) - np.min(finite)
+            ranks = np.where(np.isfinite(losses), losses if above >= below else -losses, np.inf)
+            order = np.argsort(-ranks, kind="stable")
+            return RankedRows(numbers[order], losses=losses[order], row_norms=norms[order])
+        note = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}"
     except Exception as error:  # a loss of pairs, for example, has no value for one row
-        return *nothing, f"rows alone have no loss: {told(error)}"
-    losses, weights, norms = (np.asarray(x, np.float64) for x in values)
-    total = np.sum(np.where(weights > 0, losses * weights, 0.0))
-    mean, loss = total / max(np.sum(weights), 1e-30), float(call.info.loss)
-    is_mean = abs(mean - loss) <= TOLERANCE * max(abs(loss), 1e-6) or not math.isfinite(loss)
-    if not is_mean:
-        text = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}"
-        return *nothing, f"no ranking of rows: {text}"
-    order = np.argsort(-np.nan_to_num(losses, nan=np.inf, posinf=np.inf), kind="stable")
-    numbers = np.arange(count) if rows is None else rows
-    return numbers[order], losses[order], norms[order], ""
+        note = f"rows alone have no loss: {told(error)}"
+    try:
+        values = losses_without_rows(call.start.state, call.batch, extra)
+        *losses, loss = np.asarray(values, np.float64)
+    except Exception as error:  # leaves of other lengths
+        return RankedRows(note=f"{note}; no ranking of rows: {told(error)}")
+    falls = loss - np.array(losses)
+    order = np.argsort(-np.nan_to_num(falls, nan=-np.inf), kind="stable")
+    return RankedRows(numbers[order], falls=falls[order], note=note)
 
 
 def _norms_before(

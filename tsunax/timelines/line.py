@@ -32,6 +32,7 @@ from tsunax.timelines.comparing import Comparison, SavedRun
 from tsunax.timelines.explaining import Explanation, explained
 from tsunax.timelines.replaying import Moment, ReplayedCall, Script, moment_of_start
 
+WHOLE_SCRIPT = "timeline(run, step, state, data), as fit got them"
 MOST_REPLAYED = 10_000  # calls of one replay: they may take hours, and a user raises this knowingly
 
 
@@ -68,13 +69,15 @@ def timeline(
     is_opened = isinstance(run, Checkpoints)
     checkpoints = run if is_opened else Checkpoints(run, read_only=True)
     saved = SavedRun(checkpoints)
-    first = jax.eval_shape(state) if callable(state) else state
+    first_state = state() if callable(state) else state
+    # a line keeps shapes, because arrays need memory
+    first = jax.eval_shape(lambda: first_state) if callable(state) else state
     if first is not None and not isinstance(first, COUNTED):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
     if isinstance(data, Iterator):
-        expected = "data that can be set to a position"
-        raise WrongTypeError("data", "timeline()", trees.describe(data), expected)
+        expected, fix = "data that can be set to a position", "Saved steps need no data."
+        raise WrongTypeError("data", "timeline()", trees.describe(data), expected, fix)
     script = Script(step, data, extra or {}, saved.edits(), saved.is_looped(), first)
     return Timeline(saved, script, state, max_replay)
 
@@ -182,7 +185,7 @@ class Timeline:
             raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
         with self._with_edits(edits):
             end = self._advanced(start, None, calls)
-        return self.saved.checkpoints.changed_leaves(last, end.state)
+        return self.saved.checkpoints._changed_leaves(last, end.state)
 
     def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
         """A new run in the directory `into` that begins with the state of a step.
@@ -200,28 +203,32 @@ class Timeline:
         """Two runs side by side: settings, history, and the first step that differs.
 
         Of files alone, the first common checkpoint with other bits. Two timelines with their
-        scripts are replayed from the checkpoint before, for the exact step.
+        scripts are replayed for the exact step, up to the newest step that both have.
         """
         line = run if isinstance(run, Timeline) else timeline(run)
         self._look()
         line._look()
-        comparison = self.saved.compared(line.saved)
-        high = comparison.differs_at
-        if high is None or self._script.step is None or line._script.step is None:
+        comparison, lines = self.saved.compared(line.saved), (self, line)
+        if self._script.step is None or line._script.step is None:
             return comparison
-        equal = [step for step in comparison.common_steps if step < high]
-        low, lines = max(equal, default=0), (self, line)
+        high = comparison.differs_at
+        if high is None:
+            high = min(each._newest_step("compare()") for each in lines)
+        last_states = [each._moment(high, None).state for each in lines]
+        if not different_leaves(*last_states):
+            return comparison
+        low = max((step for step in comparison.common_steps if step < high), default=0)
         starts = [each._moment(low, None) for each in lines]
         while high - low > 1:
             middle = (low + high) // 2
             moments = [
                 each._moment(middle, None, start) for each, start in zip(lines, starts, strict=True)
             ]
-            if same_bits(*(moment.state for moment in moments)):
+            if not different_leaves(*(moment.state for moment in moments)):
                 low, starts = middle, moments
             else:
-                high = middle
-        return comparison.at_exact_step(high)
+                high, last_states = middle, [moment.state for moment in moments]
+        return comparison.at_exact_step(high, different_leaves(*last_states))
 
     # ------------------------------------------------------------------------------------ moments
 
@@ -239,11 +246,7 @@ class Timeline:
 
     def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
         """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
-        if (step is None) == (calls is None):
-            got = f"step={step}, calls={calls}"
-            raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
-        name = "calls" if step is None else "step"
-        checks.check_count(calls if step is None else step, "timeline", name, 0)
+        check_moment(step, calls, 0)
         if near is None:
             self._look()
         with self._line_of(calls):
@@ -271,9 +274,7 @@ class Timeline:
         limit = self.saved.calls(newest) if step is None else newest
         if count > limit:
             raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
-        start = self._start(count, is_of_calls=step is None)
-        if near is not None and near.calls > start.calls:
-            start = near
+        start = self._start(count, is_of_calls=step is None, near=near)
         moment = self._script.edited(self._advanced(start, step, calls))
         self._check_extra(start, moment)
         return moment
@@ -289,8 +290,8 @@ class Timeline:
 
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
+        check_moment(step, calls, 1)
         if step is not None:
-            checks.check_count(step, "timeline", "step")
             for call in self._script.calls(self._moment(step - 1, None)):
                 self._check_length(call.start.calls, call.end.calls)
                 if call.end.step >= step:
@@ -298,11 +299,13 @@ class Timeline:
         with self._line_of(calls):
             return next(self._script.calls(self._reached(None, (calls or 0) - 1)))
 
-    def _start(self, count: int, is_of_calls: bool) -> Moment:
-        """The newest checkpoint that is not beyond the moment, or the first state."""
+    def _start(self, count: int, is_of_calls: bool, near: Moment | None) -> Moment:
+        """The newest checkpoint that is not beyond the moment, `near`, or the first state."""
         left_runs = self._left_runs(count) if is_of_calls else []
         runs = [(run, step) for run in (self.saved, *left_runs) for step in run.steps]
         for run, saved_step in sorted(runs, key=lambda x: x[1], reverse=True):
+            if near is not None and saved_step <= near.step:
+                break
             if saved_step > count or not self._is_on_line(run, saved_step):
                 continue
             moment = self._restored(run, saved_step)
@@ -310,10 +313,14 @@ class Timeline:
             is_fresh = saved_step < count or run.is_fresh(saved_step)
             if moment.calls <= count if is_of_calls else is_fresh:
                 return moment
+        if near is not None:
+            return near
         self._check_script("state")
         first = moment_of_start(self._first_state)
-        is_edited = self.saved.script(self._newest_step("timeline")).get("is_script_edited")
-        if (first.calls and count > first.calls) or is_edited:
+        saved_script = self.saved.script(self._newest_step("timeline"))
+        self._compare_settings(first.state, saved_script)
+        is_edited = saved_script.get("is_script_edited")
+        if (first.calls and count != (first.calls if is_of_calls else first.step)) or is_edited:
             edited = "numbers that the script has edited since the run began"
             got = edited if is_edited else f"a state after {first.calls} calls"
             raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
@@ -339,14 +346,15 @@ class Timeline:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
-        restored = run.checkpoints.as_saved(saved_step, like)
-        if not self._has_compared:
-            self._has_compared = True
-            self._warn_of_edits(like, restored.script)
+        restored = run.checkpoints._as_saved(saved_step, like)
+        self._compare_settings(like, restored.script)
         return Moment(restored.state, restored.data, len(run.edits(saved_step)))
 
-    def _warn_of_edits(self, state: PyTree, saved_script: Any) -> None:
-        script = self._script
+    def _compare_settings(self, state: PyTree, saved_script: Any) -> None:
+        """Warn once of settings of the script that differ from the saved ones."""
+        if self._has_compared:
+            return
+        self._has_compared, script = True, self._script
         facts = script_settings.script_of(script.step, state, script.data, script.extra)
         saved_settings = (saved_script or {}).get("settings")
         for note in script_settings.edits(saved_settings, facts["settings"]):
@@ -356,6 +364,7 @@ class Timeline:
         moment = start
         while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
+            self._check_data()
             self._check_length(start.calls, moment.calls + count)
             moment = self._script.advanced(moment, count).end
         return moment
@@ -369,8 +378,25 @@ class Timeline:
     def _check_script(self, name: str) -> None:
         value = self._script.step if name == "step" else self._first_state
         if value is None:
-            expected = "timeline(run, step, state, data), as fit got them"
-            raise WrongTypeError(name, "timeline()", "None", expected)
+            raise WrongTypeError(name, "timeline()", "None", WHOLE_SCRIPT)
+
+    def _check_data(self) -> None:
+        """Raise for other data than the run had, as far as its saved place shows."""
+        data = innermost(self._script.data)
+        place = self.saved.values(self._newest_step("timeline")).data or {}
+        if data is None and ("settings" in place or place.get("data") is not None):
+            raise WrongTypeError("data", "timeline()", "None", WHOLE_SCRIPT)
+        if isinstance(data, Batches) and "data" not in place:
+            data.afresh().set_state(place)  # DataError for another order
+
+
+def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
+    """Raise unless a step or a number of calls is given, and at least `lowest`."""
+    if (step is None) == (calls is None):
+        got = f"step={step}, calls={calls}"
+        raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
+    name = "calls" if step is None else "step"
+    checks.check_count(calls if step is None else step, "timeline", name, lowest)
 
 
 def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
@@ -391,7 +417,11 @@ def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.nda
     return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]
 
 
-def same_bits(first: PyTree, second: PyTree) -> bool:
+def different_leaves(first: PyTree, second: PyTree) -> list[str]:
+    """The leaves with different bits in two states, or missing in one."""
     from tsunax.reproduce import fingerprint
 
-    return fingerprint(first) == fingerprint(second)
+    prints = [{name: fingerprint(x) for name, x in trees.leaves_at("state", state)}
+              for state in (first, second)]  # fmt: skip
+    names = dict.fromkeys([*prints[0], *prints[1]])
+    return [name for name in names if prints[0].get(name) != prints[1].get(name)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core import PyTree, processes
+from tsunax._core import PyTree, processes, trees
 from tsunax.checkpoints.edits import Edit
 from tsunax.data.positions import innermost
 from tsunax.errors import StateError
@@ -96,7 +96,7 @@ class Script:
     def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
         """The last of `calls` further calls. The start stays as it is."""
         step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
-        limits = Limits(calls if self.is_looped else None, steps=calls)
+        limits = Limits("auto" if self.is_looped else None, steps=calls)
         feed = Feed(step, self.data, state, limits, continues_data=True)
         agreement = processes.current().agreement("timeline()", state, innermost(self.data))
         loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
@@ -104,6 +104,11 @@ class Script:
         try:
             if start.place is not None:
                 feed.restore(start.place, fast_forward=False)
+            if calls and not feed.try_place()[1]:
+                got = f"{trees.describe(self.data)} without a position, for a replay of calls "
+                got += f"{start.calls + 1} to {start.calls + calls}"
+                fix = "A saved step needs no replay."
+                raise StateError("data", "timeline", got, "data that can go to a position", fix)
             caller = Caller(loop, feed, agreement, trainee, self.extra)
 
             def next_chunks() -> list[Chunk] | None:
@@ -132,4 +137,8 @@ class Script:
 def moment_of_start(state: Any) -> Moment:
     """The first moment of a run, from its first state or a function that makes it."""
     first = state() if callable(state) else state
+    if any(map(trees.is_gone, jax.tree.leaves(first))):
+        fix = "Give a function that makes it."
+        got = "a state that a step has consumed"
+        raise StateError("state", "timeline()", got, "the first state, as fit got it", fix)
     return Moment(jax.tree.map(own, first), None)
