@@ -830,7 +830,7 @@ BOTH_SIDES = {
     "`return my_loss(result, label), result`, inside `withgradient`": with_result,
     "`fmap(f, model)`, `fmap(model, grads)`": mapped,
     "`train!(loss, model, data, opt_state)`": "test_loop::test_run_epoch",
-    "`trainstep!`, `if !isfinite(val) continue`": bad_steps,
+    "`trainstep!`, `trainstep_withgradient!`, `if !isfinite(val) continue`": bad_steps,
     "`DataLoader((X, Y), batchsize=32)`": "test_data::test_batches_are_numpy_indexing",
     "`DataLoader((X, Y) \\|> gpu)`": resident,
     "`DataLoader(...) \\|> gpu`, `mapobs`, `CuIterator`": moved,
@@ -904,6 +904,7 @@ WITHOUT_NUMBERS = {
     "`steps_per_trial`",
     "`hparams.batch_size`, `batch_arg_name`",
     "`hparams`, `save_hyperparameters`",
+    "`train_dataloader`, `val_dataloader`, `LightningDataModule`",
     "`seed_everything(seed)`",
     "`torch.save(state_dict)`, `load_state_dict`",
     "`torch.compile(model)`",
@@ -918,6 +919,7 @@ WITHOUT_NUMBERS = {
     '`Trainer(backend="torch", num_workers=12, use_gpu=True)`',
     "`to_tune_trainable`, `Tuner(...).fit()`",
     "`[(x, y), (x, y)]`, `zip(eachslice(X; dims=3), eachcol(Y))`",
+    "`Chain(Dense(10 => 5, relu), Dense(5 => 2))`",
     "`loadmodel!`",
     "a negative η",
     "`CUDA.functional()`, `AMDGPU.functional()`, `Metal.functional()`",
@@ -932,6 +934,7 @@ WITHOUT_NUMBERS = {
     "`mpiexecjl -n 4 julia train.jl`",
     "`FluxDistributedMPICUDAAware`",
     "`Trainer(accelerator = :auto)`, `:gpu`, `:cpu`; `devices=[1]`",
+    "`Foil(; accelerator, devices, precision)`",
     "`fit!`, hooks, `max_epochs`, the checkpointer",
 }
 COMPUTED = list(dict.fromkeys(sides for sides in BOTH_SIDES.values() if callable(sides)))
