@@ -345,7 +345,9 @@ def clipped_by_torch(grads, limit):
 def on_the_page(row, **names):
     """What the code of the page is worth: the first code of the second cell, with these names."""
     (cell,) = [cells[1] for cells in table_rows(PAGE) if cells[0] == row]
-    return eval(re.match("`([^`]+)`", cell)[1], {"ts": ts, "rules": rules, "losses": losses, "jax": jax, **names})
+    return eval(
+        re.match("`(?:b1=)?([^`]+)`", cell)[1], {"ts": ts, "rules": rules, "losses": losses, "jax": jax, **names}
+    )
 
 
 class Bare:
@@ -629,6 +631,9 @@ def annealed():
     return 1e-3 * (1 + np.cos(np.pi * t / 20)) / 2, here.values(21)
 
 
+CYCLED = "`OneCycleLR` with `cycle_momentum=True`, the default"
+
+
 def one_cycle():
     """PyTorch's formula: phases end at `0.3 T - 1` and `T - 1`, and the parts between are half cosines."""
     row = "`lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=T, cycle_momentum=False)`"
@@ -639,6 +644,9 @@ def one_cycle():
         up, down = between(4e-5, 1e-3, t / top), between(1e-3, 4e-9, (t - top) / (total - 1 - top))
         there.append(np.where(t <= top, up, down))
         here.append(on_the_page(row, T=total, rules=Bare).values(total))
+        up, down = between(0.95, 0.85, t / top), between(0.85, 0.95, (t - top) / (total - 1 - top))
+        there.append(np.where(t <= top, up, down))
+        here.append(on_the_page(CYCLED, T=total).values(total))
     return there, here
 
 
@@ -806,6 +814,7 @@ BOTH_SIDES = {
     "`torch.autocast`, `GradScaler`": "test_precision::test_small_gradients_survive_by_the_scale",
     "`lr_scheduler.CosineAnnealingLR(optimizer, T)`": annealed,
     "`lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=T, cycle_momentum=False)`": one_cycle,
+    CYCLED: one_cycle,
     "`DataLoader(dataset, 64, shuffle=True, drop_last=True)`": "test_data::test_batches_are_numpy_indexing",
     "`DistributedDataParallel`, `FSDP`": "test_sharding::test_the_numbers_of_one_device",
     "weights of a torch model in a safetensors file": ("test_transforms::test_torchs_modules_compute_the_same_in_flax"),
