@@ -51,10 +51,18 @@ def test_no_page_has_the_name_of_one_that_sphinx_writes():
     assert {path.stem for path in PAGES if path.parent == DOCS} & {"search", "genindex", "modindex"} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def anchors(page: Path) -> set[str]:
+    """The sections of a page, as links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda path: path.stem)
 def test_links_between_pages_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page])
-    assert [link for link in links if not (page.parent / link).is_file()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    files = [(page.parent / file if file else page, anchor) for file, anchor in links]
+    assert [str(file) for file, _ in files if not file.is_file()] == []
+    assert [(file.name, anchor) for file, anchor in files if anchor and anchor not in anchors(file)] == []
 
 
 @pytest.mark.parametrize("row", rows(FEATURES), ids=lambda row: row[0].replace("`", ""))
