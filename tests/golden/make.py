@@ -181,7 +181,8 @@ def facts_of_run(top: Path) -> dict:
         "changed links": line.audit(),
         "state": digest(found.state),
         "position": [found.data["epoch"], found.data["position"]],
-        "loss": digest(found.history["loss"]),
+        "loss": digest(ts.loop.History.of(found.history)["loss"]),
+        "marks": [name for _, name, _ in ts.loop.History.of(found.history).marks],
     }
 
 
