@@ -516,6 +516,15 @@ def scheduled():
     return there, ours(rules.sgd(rate), [GRADS[0], bad, *GRADS[1:3]]).params
 
 
+def ported():
+    """OneCycleLR over twelve updates, gradient clipping and windows of two batches, beside plain optax."""
+    rates = [of.cosine_onecycle_schedule(12 - 1, 0.1) for of in (optax, schedules)]
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(rates[0], weight_decay=1e-2))
+    rule = rules.chain(rules.clip_by_global_norm(0.5), rules.adamw(rates[1], weight_decay=1e-2))
+    there = by_optax(optax.MultiSteps(tx, 2), GRADS * 6)
+    return there, ours(rules.accumulate(rule, every=2), GRADS * 6).params
+
+
 def stepping_batches():
     """Two epochs of 4 batches in windows of 3."""
     state = ours(rules.accumulate(rules.sgd(0.1), every=3), GRADS * 2)
@@ -764,7 +773,7 @@ BOTH_SIDES = {
     "`jax_utils.replicate`, `pmap`, `pmean`": "test_axes::test_pmap_gives_the_numbers_of_the_whole_batch",
     "fp8's `_overwrite_with_gradient`": "test_overwrite::test_the_gradient_replaces_them_as_in_flax",
     "`training_step`, `validation_step`, `self.log`": exact_means,
-    "`configure_optimizers`": scheduled,
+    "`configure_optimizers`": ported,
     "`estimated_stepping_batches`": stepping_batches,
     "`trainer.test(model, loader)`": "test_step::test_evaluation_merges_exactly",
     "`torchmetrics`": "test_metrics::test_merged_over_unequal_batches_is_scikit_learn_on_all_rows",
