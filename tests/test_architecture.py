@@ -619,6 +619,12 @@ def test_a_package_that_cannot_be_imported_is_reported(tmp_path):
         probe(wrong, tmp_path)
 
 
+def test_the_contributors_page_has_the_tiers():
+    page = (ROOT / "docs" / "contributors.md").read_text().partition("## Folders\n\n```\n")[2].partition("```")[0]
+    rooms = set(re.findall(r"[\w.]+", " ".join(line[35:] for line in page.splitlines()).replace("__init__.pyi", "")))
+    assert rooms == set(TIER) - {"__init__", "__main__"}
+
+
 def test_signposts_lead_somewhere():
     """Every `file`: `function` of the contributors' page is there."""
     page = (

@@ -345,7 +345,9 @@ def clipped_by_torch(grads, limit):
 def on_the_page(row, **names):
     """What the code of the page is worth: the first code of the second cell, with these names."""
     (cell,) = [cells[1] for cells in table_rows(PAGE) if cells[0] == row]
-    return eval(re.match("`([^`]+)`", cell)[1], {"ts": ts, "rules": rules, "losses": losses, "jax": jax, **names})
+    return eval(
+        re.match("`(?:b1=)?([^`]+)`", cell)[1], {"ts": ts, "rules": rules, "losses": losses, "jax": jax, **names}
+    )
 
 
 class Bare:
@@ -514,6 +516,15 @@ def scheduled():
     return there, ours(rules.sgd(rate), [GRADS[0], bad, *GRADS[1:3]]).params
 
 
+def ported():
+    """OneCycleLR over twelve updates, gradient clipping and windows of two batches, beside plain optax."""
+    rates = [of.cosine_onecycle_schedule(12 - 1, 0.1) for of in (optax, schedules)]
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(rates[0], weight_decay=1e-2))
+    rule = rules.chain(rules.clip_by_global_norm(0.5), rules.adamw(rates[1], weight_decay=1e-2))
+    there = by_optax(optax.MultiSteps(tx, 2), GRADS * 6)
+    return there, ours(rules.accumulate(rule, every=2), GRADS * 6).params
+
+
 def stepping_batches():
     """Two epochs of 4 batches in windows of 3."""
     state = ours(rules.accumulate(rules.sgd(0.1), every=3), GRADS * 2)
@@ -629,6 +640,9 @@ def annealed():
     return 1e-3 * (1 + np.cos(np.pi * t / 20)) / 2, here.values(21)
 
 
+CYCLED = "`OneCycleLR` with `cycle_momentum=True`, the default"
+
+
 def one_cycle():
     """PyTorch's formula: phases end at `0.3 T - 1` and `T - 1`, and the parts between are half cosines."""
     row = "`lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=T, cycle_momentum=False)`"
@@ -639,6 +653,9 @@ def one_cycle():
         up, down = between(4e-5, 1e-3, t / top), between(1e-3, 4e-9, (t - top) / (total - 1 - top))
         there.append(np.where(t <= top, up, down))
         here.append(on_the_page(row, T=total, rules=Bare).values(total))
+        up, down = between(0.95, 0.85, t / top), between(0.85, 0.95, (t - top) / (total - 1 - top))
+        there.append(np.where(t <= top, up, down))
+        here.append(on_the_page(CYCLED, T=total).values(total))
     return there, here
 
 
@@ -756,7 +773,7 @@ BOTH_SIDES = {
     "`jax_utils.replicate`, `pmap`, `pmean`": "test_axes::test_pmap_gives_the_numbers_of_the_whole_batch",
     "fp8's `_overwrite_with_gradient`": "test_overwrite::test_the_gradient_replaces_them_as_in_flax",
     "`training_step`, `validation_step`, `self.log`": exact_means,
-    "`configure_optimizers`": scheduled,
+    "`configure_optimizers`": ported,
     "`estimated_stepping_batches`": stepping_batches,
     "`trainer.test(model, loader)`": "test_step::test_evaluation_merges_exactly",
     "`torchmetrics`": "test_metrics::test_merged_over_unequal_batches_is_scikit_learn_on_all_rows",
@@ -806,8 +823,10 @@ BOTH_SIDES = {
     "`torch.autocast`, `GradScaler`": "test_precision::test_small_gradients_survive_by_the_scale",
     "`lr_scheduler.CosineAnnealingLR(optimizer, T)`": annealed,
     "`lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=T, cycle_momentum=False)`": one_cycle,
+    CYCLED: one_cycle,
     "`DataLoader(dataset, 64, shuffle=True, drop_last=True)`": "test_data::test_batches_are_numpy_indexing",
     "`DistributedDataParallel`, `FSDP`": "test_sharding::test_the_numbers_of_one_device",
+    '`Trainer(devices=4, strategy="ddp")`, `"fsdp"`': "test_sharding::test_the_numbers_of_one_device",
     "weights of a torch model in a safetensors file": ("test_transforms::test_torchs_modules_compute_the_same_in_flax"),
     "`model.evaluate(x, y)`": exact_means,
     "`model.predict(x)`": "test_prediction::test_the_outputs_are_those_of_a_jitted_loop",
@@ -830,7 +849,7 @@ BOTH_SIDES = {
     "`return my_loss(result, label), result`, inside `withgradient`": with_result,
     "`fmap(f, model)`, `fmap(model, grads)`": mapped,
     "`train!(loss, model, data, opt_state)`": "test_loop::test_run_epoch",
-    "`trainstep!`, `if !isfinite(val) continue`": bad_steps,
+    "`trainstep!`, `trainstep_withgradient!`, `if !isfinite(val) continue`": bad_steps,
     "`DataLoader((X, Y), batchsize=32)`": "test_data::test_batches_are_numpy_indexing",
     "`DataLoader((X, Y) \\|> gpu)`": resident,
     "`DataLoader(...) \\|> gpu`, `mapobs`, `CuIterator`": moved,
@@ -904,6 +923,10 @@ WITHOUT_NUMBERS = {
     "`steps_per_trial`",
     "`hparams.batch_size`, `batch_arg_name`",
     "`hparams`, `save_hyperparameters`",
+    "`on_train_epoch_end` and other hooks, `Callback`",
+    '`max_time="00:08:00:00"`, `Timer`',
+    "`limit_train_batches`, `overfit_batches=1`",
+    "`train_dataloader`, `val_dataloader`, `LightningDataModule`",
     "`seed_everything(seed)`",
     "`torch.save(state_dict)`, `load_state_dict`",
     "`torch.compile(model)`",
@@ -918,6 +941,7 @@ WITHOUT_NUMBERS = {
     '`Trainer(backend="torch", num_workers=12, use_gpu=True)`',
     "`to_tune_trainable`, `Tuner(...).fit()`",
     "`[(x, y), (x, y)]`, `zip(eachslice(X; dims=3), eachcol(Y))`",
+    "`Chain(Dense(10 => 5, relu), Dense(5 => 2))`",
     "`loadmodel!`",
     "a negative η",
     "`CUDA.functional()`, `AMDGPU.functional()`, `Metal.functional()`",
@@ -932,6 +956,7 @@ WITHOUT_NUMBERS = {
     "`mpiexecjl -n 4 julia train.jl`",
     "`FluxDistributedMPICUDAAware`",
     "`Trainer(accelerator = :auto)`, `:gpu`, `:cpu`; `devices=[1]`",
+    "`Foil(; accelerator, devices, precision)`",
     "`fit!`, hooks, `max_epochs`, the checkpointer",
 }
 COMPUTED = list(dict.fromkeys(sides for sides in BOTH_SIDES.values() if callable(sides)))

@@ -51,10 +51,18 @@ def test_no_page_has_the_name_of_one_that_sphinx_writes():
     assert {path.stem for path in PAGES if path.parent == DOCS} & {"search", "genindex", "modindex"} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def anchors(page: Path) -> set[str]:
+    """The sections of a page, as links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *PAGES], ids=lambda path: path.stem)
 def test_links_between_pages_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", TEXTS[page])
-    assert [link for link in links if not (page.parent / link).is_file()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    files = [(page.parent / file if file else page, anchor) for file, anchor in links]
+    assert [str(file) for file, _ in files if not file.is_file()] == []
+    assert [(file.name, anchor) for file, anchor in files if anchor and anchor not in anchors(file)] == []
 
 
 @pytest.mark.parametrize("row", rows(FEATURES), ids=lambda row: row[0].replace("`", ""))
@@ -96,3 +104,34 @@ def test_what_pages_import_is_there():
         importlib.import_module(name)
     for module, names in from_modules:
         assert all(hasattr(importlib.import_module(module), name) for name in names.split(", ")), (module, names)
+
+
+# Words of other systems for what tsunax does: readers search for them. Those of the guides alone, which need a row of
+# coming-from.md, are in test_coming_from.py.
+OF_OTHER_SYSTEMS = """
+Optimisers.update trainstep! trainstep_withgradient! Chain MixedPrecision f16 bf16 f32 f64 KeyPath loadmodel!
+Constant Step Exp Poly Inv Triangle TriangleDecay2 TriangleExp Sin SinDecay2 SinExp CosAnneal percent_start restart
+Sequence Loop Interpolator Shifted Shortened ComposedSchedule OneCycle reverse symmetric reset! Scheduler
+GradientAccumulationScheduler accumulate_grad_batches gradient_clip_algorithm BackboneFinetuning
+Nesterov RMSProp Rprop AdaMax NAdam RAdam OAdam AdaGrad AdaDelta AMSGrad AdaBelief Lion
+gpu_device eltype force local_rank total_workers bcast! reduce! allreduce! patience plateau throttle
+seed_everything EarlyStopping ModelCheckpoint LightningDataModule train_dataloader save_hyperparameters lr_find
+mae msle huber_loss logitcrossentropy binarycrossentropy logitbinarycrossentropy kldivergence poisson_loss hinge_loss
+squared_hinge_loss dice_coeff_loss tversky_loss binary_focal_loss focal_loss siamese_contrastive_loss
+label_smoothing ctc_loss
+Trainer fit! ckpt_path train_step val_step test_step log fast_dev_run validate accuracy seed! foreach_trainable Foil
+microbatching inject_hyperparams MultiSteps apply_if_finite multi_transform DynamicScale OneCycleLR GradScaler
+""".split()
+
+
+def test_a_reader_finds_the_words_of_other_systems():
+    """In a first cell of a table of a page, as code."""
+    cells = [
+        re.split(r"(?<!\\)\|", line, maxsplit=2)[1]
+        for text in TEXTS.values()
+        for line in re.findall(r"^\|.*", text, re.M)
+    ]
+    codes = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    finds = lambda word: re.compile(rf"(?<!\w){re.escape(word)}(?![\w!])").search
+    assert [word for word in OF_OTHER_SYSTEMS if not any(map(finds(word), codes))] == []
+    assert not any(map(finds("OptimiserChains"), codes))

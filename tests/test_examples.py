@@ -153,6 +153,50 @@ def test_pages_do_what_they_print(page, tmp_path):
         pytest.fail("\n".join(problems), pytrace=False)
 
 
+# Runs the first block of each page in a process of its own, forked before any device is touched.
+ALONE = r"""
+import json, os, sys, tempfile, traceback
+import flax.linen, flax.nnx, jax, numpy, optax, tsunax.rules, tsunax.loop
+
+for name, source in json.load(sys.stdin).items():
+    if not (child := os.fork()):
+        os.chdir(tempfile.mkdtemp(dir=sys.argv[1]))
+        os.dup2(2, 1)
+        try:
+            exec(compile(source, name, "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stderr.flush()
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+NEEDS = {"gpu": "jax_cuda13_plugin", "recipes": "tyro"}  # libraries of first blocks that the tests do not have
+
+
+@pytest.mark.medium
+def test_the_first_block_of_each_page_runs_when_it_is_pasted_alone(tmp_path):
+    """With one device, as a reader has."""
+    blocks = {}
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        match = re.search(r"^```(?:python|py)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        library = NEEDS.get(page.stem, "jax")
+        if match and importlib.util.find_spec(library) is not None:
+            blocks[page.name] = match[1]
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path],
+        input=json.dumps(blocks),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert len(blocks) > 25 and run.returncode == 0 and run.stdout == "", run.stdout + run.stderr
+
+
 def test_pages_are_read_block_by_block(tmp_path):
     page = "# Title\n```bash\nfalse\n```\n```python\nx = 1\n```\ntext\n```python\nprint(x)\n# 2\nprint(x)  # 1\n```\n"
     copy = tmp_path / "page.md"

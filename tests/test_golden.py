@@ -1,7 +1,9 @@
 """Checkpoints of every format that there was come back with the bits that were saved."""
 
+import csv
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import tsunax as ts
 from tests.golden import make
+from tests.helpers import need
 from tests.programs import saving
 from tsunax.checkpoints import exchange
 
@@ -63,6 +66,35 @@ def test_old_exports_come_back(archive):
     known = json.loads((archive / "digests.json").read_text())
     found = exchange.restore(archive / "mlp.safetensors", make.setups()["mlp"])
     assert make.digest(found) == known["mlp"]["state"]
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_an_old_run_of_fit_goes_on(archive, tmp_path):
+    """With what was recorded besides its checkpoints: edits, commands, a rewind, links, and the rows of its logs."""
+    shutil.copytree(archive / "run", tmp_path / "run")
+    for name in ("run.csv", "run.jsonl"):
+        shutil.copy(archive / name, tmp_path)
+    known = json.loads((archive / "digests.json").read_text())["run"]
+    assert make.facts_of_run(tmp_path) == known
+    assert known["changed links"] == [] and known["left"] and len(known["edits"]) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the versions and devices of the archive
+        state, history = make.fitted(tmp_path, steps=20)
+    assert int(state.step) == 20 and {"rewind", "command", "adjust"} <= {name for _, name, _ in history.marks}
+    rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    for found in (rows, [line for line in lines if "loss" in line]):
+        assert [int(float(row["step"])) for row in found] == list(range(1, 21))
+        assert len({row["run_id"] for row in found}) == 1
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_an_old_search_goes_on(archive, tmp_path):
+    need("optuna")
+    shutil.copytree(archive / "search", tmp_path / "search")
+    known = json.loads((archive / "digests.json").read_text())["search"]
+    assert make.facts_of_search(ts.tuning.read(tmp_path / "search")) == known
+    assert make.facts_of_search(make.searched(tmp_path / "search", trials=8))[:6] == known
 
 
 def test_archives_are_small():

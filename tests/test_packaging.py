@@ -87,6 +87,8 @@ def test_benchmarks_list_their_names(monkeypatch, capsys):
 def test_one_version():
     """An editable installation keeps the number that it was made with: install again where this fails."""
     assert importlib.metadata.version("tsunax") == ts.__version__
+    cited = (ROOT / "CITATION.cff").read_text().partition("\nversion: ")[2].splitlines()[0]
+    assert ts.__version__.partition(".dev")[0] == cited, "CITATION.cff names the release that is next, or this one"
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ def test_a_copied_directory_is_a_run_of_its_own(tmp_path):
     stopped("c", 14, None)
     assert sorted(rows_of_runs(tmp_path)) == [[*range(1, 15)], [7, 8]]
     assert rows_of_runs(tmp_path / "c") == [[*range(1, 15)]]
+    shutil.copytree(tmp_path / "c", tmp_path / "d")
+    shutil.rmtree(tmp_path / "c")  # moved to another disk
+    os.symlink("d", tmp_path / "latest")  # the same directory again, no original of it
+    stopped("d", 16, None)
+    assert sorted(rows_of_runs(tmp_path)) == [[*range(1, 17)], [7, 8]]
 
 
 def test_a_row_that_was_saved_before_loggers_had_it_is_logged(tmp_path):

@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -23,6 +25,8 @@ import numpy as np
 import tsunax as ts
 from tsunax._core import trees
 from tsunax.checkpoints import exchange
+from tsunax.run import control
+from tsunax.timelines import command_line
 
 HERE = Path(__file__).parent
 MASTERS = ts.precision.Policy(param="bfloat16", compute="bfloat16")  # params rounded, a float32 copy beside them
@@ -122,6 +126,78 @@ def saved(state, folder: Path, store: str = "files") -> int:
     return step
 
 
+RUN_ROWS = np.random.default_rng(1).normal(size=(48, 4)).astype(np.float32)
+SPACE = {"rate": ts.tuning.spaces.log_uniform(1e-4, 1.0), "width": ts.tuning.spaces.choice([8, 16])}
+
+
+def run_loss(params, x):
+    return jnp.mean((x @ params["w"] - 1.0) ** 2)
+
+
+def fitted(folder: Path, steps: int = 16, callbacks=()):
+    """A run of `fit`, beside its logs: (state, history). A second call with more steps resumes it."""
+    state = ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.zeros(4)})
+    data = ts.batches(RUN_ROWS, 8, shuffle=True, seed=3)
+    callbacks = [ts.callbacks.adjust_at(2, learning_rate=0.05), *callbacks]
+    logs = [ts.loggers.csv(folder / "run.csv"), ts.loggers.jsonl(folder / "run.jsonl")]
+    options = {"callbacks": callbacks, "logger": logs, "log_every": 1, "progress": False}
+    with ts.Checkpoints(folder / "run", every=4, keep_last=None) as checkpoints:
+        return ts.fit(ts.train_step(run_loss), state, data, steps=steps, checkpoint=checkpoints, **options)
+
+
+class Command(ts.callbacks.Part):
+    """At step 6 a command from outside halves the rate."""
+
+    every = 1
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def at(self, run, events):
+        if run.step == 6 and run.state.calls == 6:
+            thread = threading.Thread(target=command_line.ask, args=(self.folder, "adjust", {"learning_rate": 0.025}))
+            thread.start()
+            while not list((self.folder / "control").glob("*.json")):
+                time.sleep(1e-3)
+
+
+def of_a_run(top: Path) -> dict:
+    """A run with an edit by a callback, one by a command, and a rewind from step 11 to step 8; what it has on disk."""
+    control.LOOK_SECONDS = 0.0
+    rewind = ts.callbacks.rewind(lambda run: int(run.state.calls) == 11, back=3, data="skip")
+    fitted(top, callbacks=[rewind, Command(top / "run")])
+    return facts_of_run(top)
+
+
+def facts_of_run(top: Path) -> dict:
+    """What a reader sees of a run: steps, edits, the line that it left, and hashes of its newest state and losses."""
+    line, like = ts.timeline(top / "run"), ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.zeros(4)})
+    found = ts.Checkpoints(top / "run", read_only=True).restore(like)
+    left = ts.Checkpoints(top / "run" / "left" / "11", read_only=True)
+    return {
+        "steps": line.steps,
+        "left": left.steps(),
+        "edits": [[edit.step, edit.calls, digest(list((edit.values or {}).values()))] for edit in line.edits],
+        "changed links": line.audit(),
+        "state": digest(found.state),
+        "position": [found.data["epoch"], found.data["position"]],
+        "loss": digest(ts.loop.History.of(found.history)["loss"]),
+        "marks": [name for _, name, _ in ts.loop.History.of(found.history).marks],
+    }
+
+
+def bowl(rate, width):
+    return abs(np.log10(rate) + 2) + width / 8
+
+
+def searched(folder: Path, trials: int = 6, objective=bowl):
+    return ts.tune(objective, SPACE, trials=trials, directory=folder, progress=False)
+
+
+def facts_of_search(result) -> list:
+    return [[t.index, repr(t.values), t.status, repr(t.value)] for t in result.trials]
+
+
 def main(archive: str) -> None:
     assert archive.startswith("format-"), archive
     top = HERE / archive
@@ -136,6 +212,8 @@ def main(archive: str) -> None:
     digests["processes"] = of_two_processes(top)
     for name in ORBAX:
         saved(trained(name, setups()[name]), top / "orbax" / name, "orbax")
+    digests["run"] = of_a_run(top)
+    digests["search"] = facts_of_search(searched(top / "search"))
     (top / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
 
 

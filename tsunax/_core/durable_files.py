@@ -286,7 +286,8 @@ class Lock:
         for lock in (*folder.parent.glob(f"*/{LOCK}"), *above):
             with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
                 run_id = json.loads(read(lock, 400))["run_id"]
-                if lock.parent != folder and run_id == about["run_id"]:
+                is_this_file = lock.stat().st_ino == self._inode  # a link to this directory
+                if not is_this_file and run_id == about["run_id"]:
                     return str(lock.parent)
         return ""
 
