@@ -1,6 +1,7 @@
 """`plan`: the best of all candidates, as each compiled by itself says, from a few compilations and no execution."""
 
 import dataclasses
+import functools
 import gc
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import tsunax as ts
 from tests import helpers
 from tsunax.errors import DeviceError, DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.insight import Peaks, _memory, find_accumulation, planning
+from tsunax.insight import Peaks, _cost, _memory, _roofline, find_accumulation, planning
 from tsunax.insight._layouts import Layout
 from tsunax.insight._roofline import Work
 
@@ -166,3 +167,46 @@ def test_moments_in_the_memory_of_the_host_of_a_topology():
         DoesNotFitError, match=r"nearest plan \(accumulate=1, remat=none, host=moments, layout=data 4\)"
     ):
         _ = report.best
+
+
+def transformer_loss(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    n, t, width = x.shape
+    normed = lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    for p in params["blocks"]:
+        q, k, v = jnp.split((normed(x) @ p["qkv"]).reshape(n, t, 4, -1), 3, -1)
+        attention = jax.nn.softmax(jnp.einsum("nqhd,nkhd->nhqk", q, k) / 8)
+        x = x + jnp.einsum("nhqk,nkhd->nqhd", attention, v).reshape(n, t, width) @ p["out"]
+        x = x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
+    return ts.losses.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, tokens[:, 1:]).mean()
+
+
+def make_transformer(width=256):
+    sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    blocks = [{name: jnp.zeros(size) for name, size in sizes.items()} for _ in range(2)]
+    return ts.setup(ts.rules.adam(1e-3), {"embed": jnp.zeros((512, width)), "blocks": blocks})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "library"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_cuda13_plugin")])
+def test_order_and_bytes_on_a_topology_are_those_of_all_candidates_as_users_compile_them(devices, library):
+    """Micro-batches, remat, moments on the host (of a TPU) and layouts of a transformer, under five limits."""
+    helpers.need(library)
+    step, row = ts.train_step(transformer_loss), jax.ShapeDtypeStruct((1, 129), jnp.int32)
+    search = functools.partial(ts.plan, step, make_transformer, row, 32, devices=devices, margin=0.0)
+    everything = search(memory="1 TiB")
+    needs, seconds = {}, {}
+    for candidate in everything.rows:
+        state = candidate.layout.state
+        batch, _ = _memory.as_shapes(state, jax.ShapeDtypeStruct((32, 129), jnp.int32), {})
+        traced = candidate.step.trace(state, batch)
+        compiled = traced.lower().compile()
+        needs[repr(candidate)] = need = _memory.need_in(compiled, state, batch)
+        work = _roofline.work_of(_cost.flops_of(traced.jaxpr), compiled, need, 4)
+        seconds[repr(candidate)] = work.seconds(everything.peaks)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        limit = sorted(need.total for need in needs.values())[int(share * len(needs))]
+        report = search(memory=limit)
+        assert all(row.need == needs[repr(row)] for row in compiled_rows(report))
+        assert report.best.seconds == min(seconds[name] for name in needs if needs[name].total <= limit)
+        assert len(compiled_rows(report)) <= len(report.rows) / 3
