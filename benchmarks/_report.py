@@ -35,6 +35,7 @@ TARGETS = {  # what each has to reach; `x` is over the contender named in the ta
     "population": "population <= 1.1 x the vmapped scan, and no slower than 32 runs in turn",
     "startup": "98 % on the digits in <= 4 s cold, <= 1.5 s warm",
     "search": "the size found is right; faster than Lightning's power, >= 4 x its binsearch; range test <= 1.1",
+    "planning": "plan / growth 0.85 to 1.15; x fastest <= 1.1 in 9 of 10 searches; compiled <= a third of the candidates",
     "insight": "products within 2 % of a hand count",
     "importing": "x <= 1.15",
     "compiled": "MB moved by the default step x <= 1.11 of bare, temporary memory <= bare's and one gradient, no callback",

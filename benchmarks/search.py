@@ -65,7 +65,7 @@ def _forward(params, x):
     return x @ params[-1][0] + params[-1][1]
 
 
-def _status() -> dict[str, int]:
+def status() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
 
@@ -78,7 +78,7 @@ def resident(name: str, size: int) -> None:
     batch = np.repeat(np.asarray(row), size, 0)
     held = sum(x.nbytes for x in jax.tree.leaves(state))
     step.lower(state, batch).compile()  # what the compiler takes is not the step's
-    now = lambda field: _status()[field]
+    now = lambda field: status()[field]
     before = now("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):

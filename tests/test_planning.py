@@ -1,6 +1,7 @@
 """`plan`: the best of all candidates, as each compiled by itself says, from a few compilations and no execution."""
 
 import dataclasses
+import functools
 import gc
 
 import jax
@@ -10,9 +11,10 @@ import pytest
 import tsunax as ts
 from tests import helpers
 from tsunax.errors import DeviceError, DoesNotFitError, HyperparameterError, WrongTypeError
-from tsunax.insight import Peaks, _memory, find_accumulation, planning
+from tsunax.insight import Peaks, _cost, _memory, _roofline, find_accumulation, planning
 from tsunax.insight._layouts import Layout
 from tsunax.insight._roofline import Work
+from tsunax.insight.batch_size import Search
 
 PEAKS = Peaks(flops=1e12, memory=1e11, wire=1e10, host=1e10)
 ROW = jax.ShapeDtypeStruct((1, 256), jnp.float32)
@@ -153,6 +155,17 @@ def test_the_best_is_that_of_all_candidates_and_few_are_compiled(seed, monkeypat
     assert len(compiled_rows(report)) <= len(report.rows) / 3
 
 
+def test_a_size_is_not_ruled_out_by_memory_that_was_assumed():
+    """Bytes of a transformer on a v5e, whose code takes more if its micro-batches are large."""
+    needs = {
+        4: _memory.Need(2_757_616, 2_064, 1_556_480, 2_048, 3_661_312),
+        8: _memory.Need(2_757_616, 2_064, 1_486_848, 2_048, 3_877_376),
+        16: _memory.Need(2_757_616, 2_064, 1_310_720, 2_048, 4_798_464),
+    }
+    trials = Search("", 8_130_000, "").trials([*needs], needs.__getitem__, 2)
+    assert max(trial.size for trial in trials if trial.fits) == 8
+
+
 @pytest.mark.slow
 def test_moments_in_the_memory_of_the_host_of_a_topology():
     """They take less of each of four TPUs, though not enough here: the gradient takes their room."""
@@ -166,3 +179,54 @@ def test_moments_in_the_memory_of_the_host_of_a_topology():
         DoesNotFitError, match=r"nearest plan \(accumulate=1, remat=none, host=moments, layout=data 4\)"
     ):
         _ = report.best
+
+
+def transformer_loss(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    n, t, width = x.shape
+    normed = lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    for p in params["blocks"]:
+        q, k, v = jnp.split((normed(x) @ p["qkv"]).reshape(n, t, 4, -1), 3, -1)
+        attention = jax.nn.softmax(jnp.einsum("nqhd,nkhd->nhqk", q, k) / 8)
+        x = x + jnp.einsum("nhqk,nkhd->nqhd", attention, v).reshape(n, t, width) @ p["out"]
+        x = x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
+    return ts.losses.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, tokens[:, 1:]).mean()
+
+
+def make_transformer(width=256):
+    sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    block = {name: jnp.zeros(size) for name, size in sizes.items()}
+    return ts.setup(ts.rules.adam(1e-3), {"embed": jnp.zeros((512, width)), "blocks": [block]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "library"), [("v5e:2x2", "libtpu"), ("h100:4", "jax_cuda13_plugin")])
+def test_the_best_on_a_topology_is_that_of_all_candidates_as_users_compile_them(devices, library, monkeypatch):
+    """Micro-batches, remat, moments on the host (of a TPU) and layouts of a transformer, under six limits."""
+    helpers.need(library)
+    programs = {}  # {candidate: its need and its work}, each compiled once
+
+    def measure(self, layout, step):
+        key = repr(planning.PlanRow(step.accumulate, step.remat, layout, step))
+        if key not in programs:
+            batch, _ = _memory.as_shapes(layout.state, self.batch, {})
+            traced = step.trace(layout.state, batch)
+            compiled = traced.lower().compile()
+            need = _memory.need_in(compiled, layout.state, batch)
+            programs[key] = need, _roofline.work_of(_cost.flops_of(traced.jaxpr), compiled, need, 4)
+        return programs[key]
+
+    step, row = ts.train_step(transformer_loss), jax.ShapeDtypeStruct((1, 129), jnp.int32)
+    search = functools.partial(ts.plan, step, make_transformer, row, 16, devices=devices, margin=0.0)
+    as_planned = search(memory="11 MB")  # compiled as `plan` compiles
+    monkeypatch.setattr(planning._Candidates, "_measure", measure)
+    candidates = planning._Candidates(step, jax.ShapeDtypeStruct((16, 129), jnp.int32), {}, None, None, 4)
+    for candidate in as_planned.rows:
+        need, _ = measure(candidates, candidate.layout, candidate.step)
+        assert candidate.need is None or candidate.need == need
+    needs = sorted(need.total for need, _ in programs.values())
+    for share in (0.02, 0.2, 0.4, 0.6, 0.8, 0.98):
+        report = search(memory=round(1.01 * needs[int(share * len(needs))]))
+        fitting = [work for need, work in programs.values() if need.total <= report.limit]
+        assert report.best.seconds == min(work.seconds(report.peaks) for work in fitting)
+        print(f"limit {report.limit}: {len(compiled_rows(report))} of {len(report.rows)} compiled")
