@@ -264,21 +264,19 @@ class Source:
 
     def peek(self) -> dict[str, Any]:
         """Read the next batch, which `next` then returns; returns the position after that batch."""
-        if self._excess is None:
-            self._read_ahead()
-        if isinstance(error := self._excess[0], TsunaxError):
-            raise error
+        if isinstance(batch := self._read_ahead(), TsunaxError):
+            raise batch
         return self._read_position()
 
-    def ends_here(self) -> bool:
+    def is_at_epoch_end(self) -> bool:
         """Whether the next batch would be the first of another epoch. Reads it, as `peek`."""
-        if self._excess is None:
-            self._read_ahead()
-        return self._excess[0] is END
+        return self._read_ahead() is END
 
-    def _read_ahead(self) -> None:
-        place, batch = self.state(), self._pull_or_error()
-        self._excess = self._owned(batch, self.position), place, self._pulls_whole
+    def _read_ahead(self) -> Any:
+        if self._excess is None:
+            place, batch = self.state(), self._pull_or_error()
+            self._excess = self._owned(batch, self.position), place, self._pulls_whole
+        return self._excess[0]
 
     def give_back(self) -> None:
         """Return a batch that was read too many, as far as data can take it back.

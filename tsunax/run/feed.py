@@ -156,8 +156,8 @@ class Feed:
     def ended(self, looks_ahead: bool = False) -> bool:
         """Whether an epoch has ended since the last call of `ended`.
 
-        Loaders of other libraries know it only when they are asked for the next batch. With
-        `looks_ahead` it is read, unless an iterator without a position could lose it.
+        A loader of another library shows its end only in place of the next batch. With
+        `looks_ahead` that is read, unless an iterator without a position could lose it.
         """
         if not self._has_ended and self._feeder.place is None and self._is_at_end(looks_ahead):
             self._has_ended, self._place = self.source.take(1) is None, None
@@ -170,7 +170,7 @@ class Feed:
         if isinstance(data, Positioned | list | tuple):
             return source.position >= len(source.data)
         can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
-        return looks_ahead and can_look_ahead and source.ends_here()
+        return looks_ahead and can_look_ahead and source.is_at_epoch_end()
 
     def take(
         self,
