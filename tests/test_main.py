@@ -53,7 +53,9 @@ def test_versions(monkeypatch):
     assert command.version_of("jax") == "unknown"
 
 
-@pytest.mark.parametrize(("given", "status", "says"), [("--help", 0, "usage: python -m tsunax"), ("plot", 2, "plot")])
+@pytest.mark.parametrize(
+    ("given", "status", "says"), [("--help", 0, "talk to a run: python -m tsunax status RUN"), ("plot", 2, "plot")]
+)
 def test_arguments(given, status, says, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([given])
