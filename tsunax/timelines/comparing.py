@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure, tables, trees
+from tsunax._core import Figure, PyTree, tables, trees
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.edits import Edit, edits_of_line, parse_edits
 from tsunax.checkpoints.manifest import Manifest
@@ -202,3 +202,13 @@ class Comparison:
         axes.set_ylabel(name)
         axes.legend()
         return figure
+
+
+def different_leaves(first: PyTree, second: PyTree) -> list[str]:
+    """The leaves with different bits in two states, or missing in one."""
+    from tsunax.reproduce import fingerprint
+
+    prints = [{name: fingerprint(x) for name, x in trees.leaves_at("state", state)}
+              for state in (first, second)]  # fmt: skip
+    names = dict.fromkeys([*prints[0], *prints[1]])
+    return [name for name in names if prints[0].get(name) != prints[1].get(name)]

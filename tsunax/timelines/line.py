@@ -28,7 +28,7 @@ from tsunax.data.positions import innermost
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.states import COUNTED
 from tsunax.timelines.branching import branched
-from tsunax.timelines.comparing import Comparison, SavedRun
+from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves
 from tsunax.timelines.explaining import Explanation, explained
 from tsunax.timelines.replaying import Moment, ReplayedCall, Script, moment_of_start
 
@@ -415,13 +415,3 @@ def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.nda
         epoch, position = epoch + 1, 0
     first = position * data.share
     return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]
-
-
-def different_leaves(first: PyTree, second: PyTree) -> list[str]:
-    """The leaves with different bits in two states, or missing in one."""
-    from tsunax.reproduce import fingerprint
-
-    prints = [{name: fingerprint(x) for name, x in trees.leaves_at("state", state)}
-              for state in (first, second)]  # fmt: skip
-    names = dict.fromkeys([*prints[0], *prints[1]])
-    return [name for name in names if prints[0].get(name) != prints[1].get(name)]
