@@ -376,7 +376,7 @@ class EvalStep:
     def _compiled(self) -> Any:
         return jax.jit(self.pure)
 
-    def _read(self, state: TrainState) -> TrainState:
+    def part_read(self, state: TrainState) -> TrainState:
         """The part of a state that an evaluation reads: a new rule or freeze compiles nothing."""
         average = "average" if "ema" in self._fn.names else ""
         selected = state.plan.selected if average else None
@@ -386,12 +386,16 @@ class EvalStep:
         return dataclasses.replace(state, **{**none, "plan": plan})
 
     def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
-        run = lambda state, *args: self._compiled(self._read(state), *args)
+        run = lambda state, *args: self._compiled(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
+
+    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
+        """A call that checks and moves nothing; `state` is the result of `part_read`."""
+        return self._compiled(state, batch, extra)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
-        run = lambda state, *args: self._compiled.trace(self._read(state), *args)
+        run = lambda state, *args: self._compiled.trace(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:

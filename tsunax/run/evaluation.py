@@ -108,11 +108,12 @@ def _placed_batches(
     extra: Extra,
     agreement: processes.Unanimous,
     pads: bool,
+    has_mask: bool = True,
 ) -> Iterator[tuple[PyTree, dict[str, Any], int]]:
     """Each batch on the devices of a state, its keywords, and how many of its rows are real.
 
     With `pads` a batch has the rows of the first batch at least, as many as the devices can share,
-    and the keywords have its mask.
+    and with `has_mask` the keywords have its mask.
     """
     rows, home = 0, placement.state_sharding(state)
     extra = placement.place_extra(extra, state)
@@ -126,7 +127,8 @@ def _placed_batches(
         if pads:
             padded_rows = max(batch_rows, rows)
             padded_rows += -padded_rows % placement.divisor(home)
-            batch, mask["mask"] = placement.padded(batch, batch_rows, padded_rows)
+            batch, rows_mask = placement.padded(batch, batch_rows, padded_rows)
+            mask = {"mask": rows_mask} if has_mask else {}
         agreement.batch("the next batch", batch)
         placement.check_devices(batch, home)
         parts = batch, mask
@@ -217,17 +219,20 @@ def predictions(
         expected = "predict(lambda params, batch: ..., state, data)"
         raise WrongTypeError("f", "predict()", trees.describe(f), expected)
     _warn_of_rows(innermost(data))
-    pads, gives_mask = "mask" not in extra, "mask" in LossFn.of(f).names
+    pads, has_mask = "mask" not in extra, "mask" in LossFn.of(f).names
     is_population = members_of(state) is not None
     agreement = processes.current().agreement("predict()", state, innermost(data))
     agreement.start({"f": f}, {})
     outputs: Any = None
-    for batch, keywords, rows in _placed_batches("predict()", state, data, extra, agreement, pads):
-        if pads and not gives_mask:
-            del keywords["mask"]
+    placed = _placed_batches("predict()", state, data, extra, agreement, pads, has_mask)
+    for batch, keywords, rows in placed:
         model = _model(f, carry, None if is_population else _sharding_of_rows(batch))
-        agreement.program(model.trace, state, batch, keywords)
-        next_outputs: Any = model(state, batch, **keywords)
+        if outputs is None:  # later calls skip the checks of the state
+            agreement.program(model.trace, state, batch, keywords)
+            next_outputs: Any = model(state, batch, **keywords)
+            state = model.part_read(state)
+        else:
+            next_outputs = model.call_placed(state, batch, **keywords)
         if carry:
             next_outputs, model_state = next_outputs
             state = dataclasses.replace(state, model_state=model_state)
