@@ -179,6 +179,39 @@ def test_values_from_inside_scan_and_vmap_come_out_as_metrics():
         np.testing.assert_allclose([info.metrics[f"largest/{i}"] for i in range(3)], expected, rtol=1e-5)
 
 
+def test_a_custom_backward_pass_reports_as_the_gradient_of_a_probe():
+    """The sum of absolute cotangents behind each layer, from inside `scan` and `vmap`."""
+
+    @jax.custom_vjp
+    def activation(x, probe):
+        return jnp.sin(x)
+
+    activation.defvjp(
+        lambda x, probe: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x), jnp.sum(jnp.abs(cotangent)))
+    )
+    kernels = np.asarray(new_state().params["blocks"]["kernel"])
+
+    def loss(params, x):
+        layer = lambda h, both: (activation(h @ both[0], both[1]), None)
+        h = jax.vmap(lambda row: jax.lax.scan(layer, row, (params["kernels"], params["probe"]))[0])(x)
+        return jnp.mean(h**2)
+
+    def shifted(shifts):
+        h = X
+        for kernel, shift in zip(kernels, shifts, strict=True):
+            h = jnp.sin(h @ kernel) + shift
+        return jnp.mean(h**2)
+
+    expected = np.abs(jax.grad(shifted)(jnp.zeros((3, *X.shape)))).sum((1, 2))
+    rule = ts.rules.partition({"probe": ts.rules.sgd(0.0), "**": ts.rules.adam(1e-2)})
+    for accumulate in (1, 4):
+        state = ts.setup(rule, {"kernels": jnp.asarray(kernels), "probe": jnp.zeros(3)})
+        watch = ts.Watch("probe", every=1, numbers=("max",), stacked="probe")
+        state, info = ts.train_step(loss, accumulate=accumulate, watch=watch)(state, X)
+        np.testing.assert_allclose(info.watch.named()["probe/grads_max"], expected, rtol=1e-5)
+        assert not np.any(state.params["probe"])
+
+
 # ------------------------------------------------------------------------------------------------------------- media
 
 
