@@ -138,8 +138,8 @@ def memory() -> None:
 def problems():
     """(name, step, state, batch) of searches over micro-batches and remat."""
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(64, 1024)).astype(np.float32), rng.integers(10, size=64)
-    yield "MLP", ts.train_step(mlp_loss), ts.setup(ts.rules.adam(1e-3), mlp([1024, 1024, 1024, 10])), (x, y)
+    x, y = rng.normal(size=(1024, 64)).astype(np.float32), rng.integers(10, size=1024)
+    yield "MLP", ts.train_step(mlp_loss), ts.setup(ts.rules.adam(1e-3), mlp([64, 2048, 64, 2048, 10])), (x, y)
     graphdef, params = nnx.split(gpt.GPT(128, 2, nnx.Rngs(0)), nnx.Param)
 
     def loss_fn(params, rows):

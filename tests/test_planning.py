@@ -14,6 +14,7 @@ from tsunax.errors import DeviceError, DoesNotFitError, HyperparameterError, Wro
 from tsunax.insight import Peaks, _cost, _memory, _roofline, find_accumulation, planning
 from tsunax.insight._layouts import Layout
 from tsunax.insight._roofline import Work
+from tsunax.insight.batch_size import Search
 
 PEAKS = Peaks(flops=1e12, memory=1e11, wire=1e10, host=1e10)
 ROW = jax.ShapeDtypeStruct((1, 256), jnp.float32)
@@ -152,6 +153,17 @@ def test_the_best_is_that_of_all_candidates_and_few_are_compiled(seed, monkeypat
     assert not fitting or report.best.seconds == min(fitting)
     assert {row.fits for row in compiled_rows(report)} <= ({True, False} if fitting else {False})
     assert len(compiled_rows(report)) <= len(report.rows) / 3
+
+
+def test_a_size_is_not_ruled_out_by_memory_that_was_assumed():
+    """Bytes of a transformer on a v5e, whose code takes more if its micro-batches are large."""
+    needs = {
+        4: _memory.Need(2_757_616, 2_064, 1_556_480, 2_048, 3_661_312),
+        8: _memory.Need(2_757_616, 2_064, 1_486_848, 2_048, 3_877_376),
+        16: _memory.Need(2_757_616, 2_064, 1_310_720, 2_048, 4_798_464),
+    }
+    trials = Search("", 8_130_000, "").trials([*needs], needs.__getitem__, 2)
+    assert max(trial.size for trial in trials if trial.fits) == 8
 
 
 @pytest.mark.slow

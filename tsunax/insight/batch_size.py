@@ -35,6 +35,10 @@ _FIRST_MULTIPLE = 8
 # CPU and to 256 on a GPU. Not added if the line met all trials exactly: then nothing was rounded.
 # If it is too small, the search may stop one size too early; larger costs another trial.
 _ROUNDING = 2048
+# The assumed memory without rows is given up if a line from it missed a trial by this share of the
+# memory of its rows. If the share is too large, the search may stop too early; a smaller share
+# costs another trial.
+_WRONG_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +104,10 @@ def _trials_of(sizes: Sequence[int], index: int, attempt, limit: int) -> list[Si
         if (need := trial.need) is not None:
             line_error = math.inf if line is None else abs(line(trial.size) - need.total)
             is_exact &= line is None or 0 in pair or line_error < 1
+            if line is not None and 0 in pair:
+                rise = line(trial.size) - bytes_of_size[0]
+                if line_error > _WRONG_SHARE * rise:
+                    del bytes_of_size[0]  # memory without rows was assumed, and wrong
             bytes_of_size[trial.size] = need.total
             if len(bytes_of_size) == 1:  # assume that all temporary memory grows with the rows
                 bytes_of_size[0] = need.total - need.batch - need.temporary
