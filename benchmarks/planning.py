@@ -148,8 +148,6 @@ def problems():
 
     tokens = rng.integers(256, size=(16, 129)).astype(np.int32)
     yield "GPT", ts.train_step(loss_fn), ts.setup(ts.rules.adam(1e-3), params), tokens
-    step, state, batch = captured("neural_ode")
-    yield "neural_ode", step, state, batch[:16]
 
 
 def speed(folder: str) -> None:
