@@ -389,6 +389,10 @@ class EvalStep:
         run = lambda state, *args: self._compiled(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
+    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
+        """A call that checks and moves nothing; `state` is the result of `part_read`."""
+        return self._compiled(state, batch, extra)
+
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
         run = lambda state, *args: self._compiled.trace(self.part_read(state), *args)
