@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tests.helpers import count_compiles
+from tests.helpers import count_compiles, need
 from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
