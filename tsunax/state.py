@@ -67,7 +67,7 @@ class TrainState(Clocked):
     """
 
     # int32 (4,): the counts of `Clocked` in one array, because each array of a result costs time
-    clock: jax.Array = field(moves="record")
+    clock: jax.Array = field(moves="record")  # every call changes it, rejected or not
     # The full tree, as given to `setup`
     params: PyTree = field(moves="step", like="params", shows="params")
     # The state of the rule for the trained leaves

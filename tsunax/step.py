@@ -1,7 +1,9 @@
 """One training step, in the order of its formula.
 
     loss, grads = value_and_grad(loss_fn)(state, batch)
-    state, info = update(state, grads, loss=loss)             both: step(state, batch)
+    state, info = update(state, grads, loss=loss)
+
+    state, info = train_step(loss_fn)(state, batch)     # both lines in one program
 
     loss_fn -> loss, grads -> verdict -> applied: rule, application, average; or rejected
             -> the guard's record of the call, applied or rejected
@@ -182,11 +184,12 @@ def update(
       loss: the `Loss` or scalar that they are the gradient of, for the verdict and for rules.
       model_state: replaces `state.model_state` if the step is applied; default: `loss.model_state`.
       on_nonfinite: what to do if the loss, a gradient, an update that the rule would add to params,
-        or a rule's report is not finite. Loss and gradient are judged before the rule runs; the
-        update is only judged if the rule could make an infinite update of a finite gradient (see
-        `describe`). "skip" rejects the step: every array of the state but its counts and its loss
-        scale stays bit-identical. "raise" rejects too, and a compiled step then waits and raises.
-        "ignore" applies the step.
+        or a rule's report is not finite. In a program, loss and gradient are judged before the rule
+        runs, and the update only if the rule could make an infinite update of a finite gradient
+        (see `describe`). Outside of one, and with `norms="update"`, the update is always judged.
+        Only a judged update shows a state that was not finite before. "skip" rejects the step:
+        every array of the state but its counts and its loss scale stays bit-identical. "raise"
+        rejects too, and a compiled step then waits and raises. "ignore" applies the step.
       norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       extra: goes to the rule, if it takes extra arguments.
 
@@ -257,7 +260,7 @@ def update_unchecked(
             raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
         if (policy := state.plan.precision) is not None:
             opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-        clock = guard.count(state.clock, emitted)
+        clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
         new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
         new = with_params(new, optax.apply_updates(master_params(state), updates))
         new = with_moved_averages(new)

@@ -184,7 +184,7 @@ def with_moved_averages(state: TrainState) -> TrainState:
 def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
     """`new` without its moves of frozen leaves, and of all params if the call only gathered.
 
-    The declarations of the fields define which leaves belong to params.
+    The declaration `like=` of a field says how its leaves correspond to trained leaves.
     """
     if thawed is None and emitted is None:
         return new

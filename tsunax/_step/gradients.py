@@ -135,7 +135,7 @@ def _varying(
 ) -> tuple[PyTree, Extra]:
     """Parts and keywords that vary over devices; if the user gave no key, each device has a key.
 
-    If the loss `carries` the model state through a loop, that differs, too.
+    If the loss `carries` the model state through a loop, the model state varies, too.
     """
     from tsunax._core import axes as named_axes
 
@@ -171,6 +171,7 @@ def _differentiated(
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._cpu.kept_sums import keep_sums
 
+        # On a CPU, XLA would compute sums of cotangents again for each of their readers.
         value_and_gradient = keep_sums(value_and_gradient)
     (_, loss), (grads, new) = value_and_gradient(*parts)
     if not notes:

@@ -1,9 +1,13 @@
 """The verdict on a step, before its rule runs or after it.
 
-Loss and gradient are judged in any case. A rule that makes finite updates of finite gradients needs
-no more: it runs only if the verdict applies the step. If live numbers decide whether updates are
-finite, the verdict judges the update, too, at least while the numbers are out of bounds. Every
-other rule runs first, and the norm of its update is part of the verdict.
+Loss and gradient are judged in any case. `certainty` decides whether the update is, too:
+
+    True         the rule makes finite updates of finite gradients: it runs only if the verdict
+                 applies the step (`choose_early`)
+    None         unknown: the rule runs, and the norm of its update is in the verdict
+                 (`choose_late`)
+    a traced bool   live numbers decide: early, with the update judged while the numbers are out
+                 of bounds; or late, by platform and size (`guard.early_or_late`)
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -60,7 +64,7 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
         return Certainty(None, f"{error} may make an infinite update of a finite gradient")
     if isinstance(is_certain, bool):
         reason = "" if is_certain else "its numbers, such as an eps of 0"
-        return Certainty(is_certain or None, reason)
+        return Certainty(is_certain or None, reason)  # not certain is as unknown
     if any(map(guard.is_over_mesh, inputs)):
         return Certainty(None, "live numbers, over a mesh")
     return Certainty(is_certain, by_element=by_element and thawed_flags(state) is None)
@@ -127,17 +131,17 @@ class Judge:
 
     def choose_early(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
-        attempt, update_norm = jax.jit(self.attempt), None  # Its callers share one trace.
+        attempt, fault = jax.jit(self.attempt), None  # Its callers share one trace.
         if certainty.is_certain is not True:
             # Leaves are joined in the branch alone: other calls do not pay for it.
             joined_updates = lambda: self.call.with_joined_leaves()()[0]
             updates = joined_updates if certainty.by_element else lambda: attempt().updates
             excess = lambda: guard.excess(updates())
-            update_norm = guard.unless(certainty.is_certain, excess)
+            fault = guard.unless(certainty.is_certain, excess)
         # For an overwritten leaf the gradient is the new value (flax's fp8). XLA fuses the last
         # operations of such a gradient into a select, but not into a cond.
         decide = guard.decide if self.loss.overwritten is None else guard.select
-        return self._chosen(attempt, update_norm, decide)
+        return self._chosen(attempt, fault, decide)
 
     def choose_late(self) -> tuple[Attempt, jax.Array, jax.Array]:
         """The rule runs before the verdict on the norm of its update, which is the third result."""
@@ -148,20 +152,21 @@ class Judge:
         return chosen._replace(of_updates=attempt.of_updates), verdict, update_norm
 
     def _chosen(
-        self, attempt: Function, update_norm: Maybe, decide: Function
+        self, attempt: Function, of_update: Maybe, decide: Function
     ) -> tuple[Attempt, jax.Array]:
-        verdict = self._verdict(attempt, update_norm)
+        verdict = self._verdict(attempt, of_update)
         without_updates = lambda: attempt()._replace(updates=None)
         unchanged = jax.eval_shape(without_updates).undone(self.state)
         return decide(verdict == 0, without_updates, unchanged), verdict
 
-    def _verdict(self, attempt: Function, update_norm: Maybe) -> jax.Array:
-        """The verdict on loss, gradient, reports of rules, and the norm of the updates.
+    def _verdict(self, attempt: Function, of_update: Maybe) -> jax.Array:
+        """The verdict on loss, gradient, reports of rules, and a number of the update.
 
-        It calls `attempt` if a rule reports: the reports are in the new state of the rule.
+        The number `of_update` is not finite if the update is not; None for an update that is not
+        judged. A rule that reports calls `attempt`: the reports are in the new state of the rule.
         """
         state, overwritten = self.state, self.loss.overwritten
-        must_be_finite: list[Any] = [] if update_norm is None else [update_norm]
+        must_be_finite: list[Any] = [] if of_update is None else [of_update]
         if overwritten is not None:  # Neither norm covers overwritten leaves.
             must_be_finite.append(guard.global_norm(overwritten))
         must_be_finite += [

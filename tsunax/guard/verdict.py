@@ -38,12 +38,15 @@ class Report:
 class RuleReport(Report):
     """Numbers that a rule leaves in its state: if one is not finite, the step is rejected.
 
-    A rule that returns its updates unchanged, and such a report, is a policy. Put it at the head of
-    a chain, before `accumulate`: a window that is rejected stays.
+    A rule that returns its updates unchanged, and such a report, is a policy. The state of
+    the rule may be a tuple of the report and other arrays. A rejected step changes none of them,
+    under "ignore" no report is read, and a report never lowers a loss scale. Put the rule at the
+    head of a chain, before `accumulate`: within it, the sum of the window keeps the rejected
+    gradient, so that all later calls are rejected.
     """
 
     values: jax.Array  # f32 of shape (n,)
-    # a text for each value, with path and shape; "{}" is replaced by "nan" or "inf"
+    # A text for each value, without live numbers; "got {}" in it becomes "got nan" or "got inf".
     whats: tuple[str, ...] = field(metadata={"static": True})
 
 

@@ -8,7 +8,9 @@ that is not here has no bound, and its steps are judged by their update.
 
 A bound is a pair `(b, c)`: each update is `c · p` plus at most `b`, where p is its parameter and
 `c` the decay, if there is any. Params stay finite if `c` is between -1 and 0 and `b` is below half
-of the distance between the two largest numbers of their dtype: half of it rounds to infinity.
+of the distance between the two largest numbers of their dtype: an update of half of it can round
+the largest number to infinity. Leaves can have different bounds, as under a mask, so `bounds` is a
+list.
 """
 
 from __future__ import annotations
