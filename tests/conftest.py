@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -48,6 +49,11 @@ elif _COUNT not in os.environ.get("XLA_FLAGS", ""):
         if jaxlib >= Version("0.8"):  # with 0.7 a batch that is gathered in the step has other contractions
             flags.append("--xla_backend_optimization_level=1")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+# `nohup` and `&` in a script ignore signals for all that they start, and a run of `fit` keeps to that: here signals are
+# as in a terminal, also for the subprocesses of tests.
+for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if (_number := getattr(signal, _name, None)) and signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 # A developer's own preference must not decide where the tests run.
 os.environ.pop("TSUNAX_DEVICE", None)
 

@@ -1,5 +1,6 @@
 """Parts of a run: what the loop calls beside its steps, and what it must not know."""
 
+import dataclasses
 import datetime
 import shutil
 import types
@@ -267,6 +268,34 @@ def without_unit(number):
 def test_a_duration_of_numpy_is_no_number_of_steps(when):
     with pytest.raises(ts.errors.WrongTypeError, match=r"every at f\(\): got .*timedelta64"):
         cadence.cadence_of(when, "f()", "every")
+
+
+def test_a_checkpoint_has_no_field_that_a_part_does_not_show(tmp_path):
+    @dataclasses.dataclass
+    class Hook(ts.callbacks.Part):
+        folder: str = "a"
+        token: str = dataclasses.field(default="secret", repr=False)
+        every = 2
+
+        def at(self, run, events):
+            run.memory["count"] = run.memory.get("count", 0) + 1
+            counts.append(run.memory["count"])
+
+    counts = []
+    for steps, token in ((4, "secret"), (8, "another")):
+        fit(steps, checkpoint=tmp_path / "a", callbacks=Hook(token=token))
+    text = "".join(path.read_text() for path in tmp_path.glob("a/*/manifest.json"))
+    assert "folder='a'" in text and "secret" not in text and counts == [1, 2, 3, 4]
+
+
+def test_the_at_of_a_part_is_a_method():
+    class Steps(ts.callbacks.Part):
+        at = 5
+
+    with pytest.raises(
+        ts.errors.WrongTypeError, match=r"Steps\.at at fit\(\): got 5 \(int\), expected a method at\(run, events"
+    ):
+        fit(callbacks=Steps())
 
 
 @pytest.mark.parametrize("when", [float("nan"), [5, "10 s"], 2.5, None, {5}])

@@ -400,9 +400,10 @@ def _loop(fitting: Fit) -> None:
     for calls in fitting.caller.calls(fitting.next_chunks):
         if calls:  # The device runs them. At the end of an epoch there are no calls.
             fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
-        if fitting.is_at_epoch_end():
+        if fitting.take_epoch_end():
             fitting.epoch_ended()
-        # This comes before a signal may end the run: a resumed run does not repeat this boundary.
+        # Only `next_chunks` ends the run: a boundary that is due here is held and saved before, and
+        # a resumed run does not repeat it.
         # Signals and timers make requests. After a rewind the run begins again, without its end.
         is_boundary = fitting.steps_to_boundary() == 0 or fitting.requests
         if is_boundary and fitting.run.restart is None:

@@ -159,17 +159,17 @@ def _commit(
 ) -> None:
     if saver.process:
         return saver.home.commit(name, None)
-    whole = saver.home.merged_manifest(name, first, count)
+    merged = saver.home.merged_manifest(name, first, count)
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
     steps, links = saver.home.metrics_by_step(), saver.home.links
-    whole = whole.linked({step: link for step, link in links.items() if step in steps})
+    merged = merged.linked({step: link for step, link in links.items() if step in steps})
     if left_calls is None:
-        saver.home.commit(name, whole)
+        saver.home.commit(name, merged)
     else:
-        saver.home.commit_rewind(name, whole, left_calls)
-    links[whole.step] = whole.links[whole.step]
+        saver.home.commit_rewind(name, merged, left_calls)
+    links[merged.step] = merged.links[merged.step]
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

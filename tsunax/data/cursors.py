@@ -81,7 +81,8 @@ class Source:
         self.position: int = 0
         self.is_whole: bool = False  # whether the last batch has all rows on every process
         self._batches: Any = None  # the iterator of this epoch
-        self._excess: Any = None  # a batch too many that `take` read, the state before, `is_whole`
+        # a batch that was read too many (or `END`, or an error), the state before it, `is_whole`
+        self._excess: Any = None
         self._count_read, self._restored = 0, False
         self._is_data, self._is_list = isinstance(data, Data), type(data) in (list, tuple)
 
@@ -268,8 +269,8 @@ class Source:
             raise batch
         return self._read_position()
 
-    def is_at_epoch_end(self) -> bool:
-        """Whether the next batch would be the first of another epoch. Reads it, as `peek`."""
+    def next_is_end(self) -> bool:
+        """Whether the epoch has no further batch. Reads the next batch, as `peek`."""
         return self._read_ahead() is END
 
     def _read_ahead(self) -> Any:
@@ -279,10 +280,10 @@ class Source:
         return self._excess[0]
 
     def give_back(self) -> None:
-        """Return a batch that was read too many, as far as data can take it back.
+        """Move data back to before a batch that was read too many.
 
-        Without its position an iterator cannot. A loader that makes iterators begins as it does
-        after a `break`.
+        An iterator goes back if it has a position, else it has lost the batch. The next loop over
+        another loader begins as it does after a `break`.
         """
         if self._excess is None:
             return
@@ -290,7 +291,7 @@ class Source:
             self.data.follow(self.state())
         elif not self.restartable and self.resumable:
             self._call(SETTERS, self.state()["data"])
-            self._excess = None
+        self._excess = None
 
     def _owner(self) -> Any:
         """The data or their iterator, whichever gives its state and takes it back; else None."""

@@ -39,7 +39,7 @@ class RuleReport(Report):
     """Numbers that a rule leaves in its state: if one is not finite, the step is rejected.
 
     A rule that returns its updates unchanged, and such a report, is a policy. The state of
-    the rule may be a tuple of the report and other arrays. A rejected step changes none of them,
+    the rule may be a tuple of the report and other arrays. A rejected step changes no array of it,
     under "ignore" no report is read, and a report never lowers a loss scale. Put the rule at the
     head of a chain, before `accumulate`: within it, the sum of the window keeps the rejected
     gradient, so that all later calls are rejected.

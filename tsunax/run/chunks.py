@@ -48,7 +48,7 @@ class Demand(NamedTuple):
     home: Any  # the sharding of the state
     step: int  # the step of the run before the call, for messages
     limit: int = NO_LIMIT  # rejected steps in a row that end the call
-    boundary_steps: float = 1  # steps for which no part needs the place of the data
+    boundary_steps: float = 1  # steps up to the next boundary, which needs the place of the data
 
 
 class Limits(NamedTuple):
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
     steps_per_call: int | str | None = "auto"
     interval: float = float("inf")  # steps between two boundaries
     steps: float = float("inf")  # steps of the whole run
-    last_epoch: float = 0  # a call may cross the ends of all epochs before this epoch
+    last_epoch: float = 0  # a call may cross the ends of all epochs before this epoch; 0: of none
 
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -129,8 +129,7 @@ class Feed:
         self.source: Source = self._reading.source
         self._home: Any = placement.state_sharding(state)
         self._may_have_moved, self._has_ended = False, False
-        # Loaders that read ahead may move on after the call: the place is taken with its batches.
-        self._place: dict[str, Any] | None = None
+        self._place: dict[str, Any] | None = None  # kept with a batch: a loader's may change later
         is_population = members_of(state) is not None
         self._choose: Function = lambda home: _feeder_of(
             self.source, step, is_population, home, limits
@@ -153,13 +152,14 @@ class Feed:
         except Exception:  # the `len` of a loader may raise anything
             return None
 
-    def ended(self, looks_ahead: bool = False) -> bool:
-        """Whether an epoch has ended since the last call of `ended`.
+    def take_epoch_end(self, looks_ahead: bool = False) -> bool:
+        """Whether an epoch has ended since the last call of this method.
 
         A loader of another library shows its end only in place of the next batch. With
         `looks_ahead` that is read, unless an iterator without a position could lose it.
         """
         if not self._has_ended and self._feeder.place is None and self._is_at_end(looks_ahead):
+            # This takes the end: the source, and a save here, are at the next epoch.
             self._has_ended, self._place = self.source.take(1) is None, None
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
@@ -170,7 +170,7 @@ class Feed:
         if isinstance(data, Positioned | list | tuple):
             return source.position >= len(source.data)
         can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
-        return looks_ahead and can_look_ahead and source.is_at_epoch_end()
+        return looks_ahead and can_look_ahead and source.next_is_end()
 
     def take(
         self,
@@ -205,7 +205,7 @@ class Feed:
         self._reading.follow()
 
     def place(self) -> dict[str, Any]:
-        """The place of the data after the last call, for a checkpoint."""
+        """The place of the data after the last call, before a block that was read ahead."""
         place = self._feeder.place or self._place or self.source.state()
         settings = _settings_of(self.source.data)
         return place if settings is None else {**place, "settings": settings}

@@ -3,9 +3,9 @@
     batches -> one compiled loop of k steps -> (the next call is under way) -> rows -> history,
     loggers, progress; at a boundary: evaluate -> callbacks -> loggers -> progress -> checkpoint
 
-A boundary is a step at which the state is needed: for an evaluation, a callback, the end of an
-epoch. Between boundaries the host sends batches, and reads the numbers of a call while the next
-call is under way. The clock may decide how many steps a call has: that never changes a bit.
+At a boundary the state is needed: for an evaluation, a callback, a save, the end of an epoch, the
+start or the end, or because of a signal or timer. Between boundaries the host sends batches, and
+reads a call while the next one runs. How many steps a call has never changes a bit.
 """
 
 import contextlib
@@ -117,10 +117,6 @@ class Fit:
         is_at_end = bool(run.stopped) or goal.reached(run.step, epoch)
         return is_at_end and (self.beginning.has_ended or goal.reached(run.step - 1, epoch - 1))
 
-    def is_at_goal(self) -> bool:
-        """Whether the calls reach the goal, if no step of the unread calls is rejected."""
-        return self.options.goal.reached(self.run.step + self.caller.ahead, self.feed.epoch)
-
     def is_finished(self) -> bool:
         """Whether the goal, a callback, a rewind, or a signal of any process ends the calls."""
         run = self.run
@@ -207,14 +203,15 @@ class Fit:
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
             self.trace_count, self.clock.cause = self.count_traces(), "compile"
         end = self.clock.lap("device")
-        pace = self.pace
-        pace.read_time = pace.read_time or end
+        self.pace.read_time = self.pace.read_time or end
         chunk, infos = self.caller.unread[-1]
         if is_new:
-            pace.exclude(end - start, chunk.steps if info_columns.is_ready(infos) else 0)
-        is_late = self.agreement.spans or end - pace.read_time > CALL_SECONDS or not pace.is_known
-        count = len(self.caller.unread)
-        if count > 1 and (is_late or count * chunk.bytes > WAITING_BYTES):
+            self.pace.exclude(end - start, chunk.steps if info_columns.is_ready(infos) else 0)
+        is_late = self.agreement.spans or not self.pace.is_known
+        is_late = is_late or end - self.pace.read_time > CALL_SECONDS
+        if (count := len(self.caller.unread)) > 1 and (
+            is_late or count * chunk.bytes > WAITING_BYTES
+        ):
             self.read(1)
         if self.run.witnesses:
             from tsunax.run.witnessing import call_witnesses
@@ -239,17 +236,19 @@ class Fit:
         if events or self.requests:
             self.boundary(events)
 
-    def is_at_epoch_end(self) -> bool:
-        """Whether an epoch ends after these calls.
+    def take_epoch_end(self) -> bool:
+        """Whether an epoch ends after these calls. Then the data begin the next epoch.
 
-        At a planned boundary, but for the goal, `feed` looks ahead, so that a save there has the
-        end of the epoch. It does not for a signal or a timer, which must not wait for a batch.
+        At a planned boundary `feed` looks ahead, so that a save there has the end of the epoch. For
+        a signal or a timer it does not, because these must not wait for a batch, and at the goal no
+        further batch is read: if the run continues later, it finds the end of the epoch then.
         """
-        if self.steps_to_boundary() or self.is_at_goal():
-            return self.feed.ended()
+        step = self.run.step + self.caller.ahead  # if no step of the unread calls is rejected
+        if self.steps_to_boundary() > 0 or self.options.goal.reached(step, self.feed.epoch):
+            return self.feed.take_epoch_end()
         with self.reading_data():
-            has_ended = self.feed.ended(looks_ahead=True)
-        self.agreement.epoch_end(self.run.step + self.caller.ahead, has_ended)
+            has_ended = self.feed.take_epoch_end(looks_ahead=True)
+        self.agreement.epoch_end(step, has_ended)
         return has_ended
 
     def epoch_ended(self) -> None:

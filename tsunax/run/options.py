@@ -88,6 +88,10 @@ class Options:
         functions = _listed(self.callbacks)
         *_, self.watchdog = watchdog(), *(f for f in functions if isinstance(f, watchdog))
         self.parts = tuple(f for f in functions if isinstance(f, Part))
+        for part in self.parts:
+            if not callable(part.at):
+                got, expected = trees.describe(part.at), "a method at(run, events)"
+                raise WrongTypeError(f"{type(part).__name__}.at", where, got, expected)
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part | watchdog))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
         for f in self.callbacks:
@@ -163,9 +167,12 @@ def is_bare(callback: object) -> bool:
 
 
 def _name(callback: Any) -> str:
-    """A name that the same callback has in every process: its type and its plain fields."""
+    """A name that the same callback has in every process: its type and its plain fields.
+
+    Checkpoints have it, too: a field with `repr=False` is left out, such as a password.
+    """
     fields = dataclasses.fields(callback) if dataclasses.is_dataclass(callback) else ()
-    values = ((field.name, getattr(callback, field.name)) for field in fields)
+    values = ((field.name, getattr(callback, field.name)) for field in fields if field.repr)
     plain_fields = [
         f"{name}={x!r}" for name, x in values if isinstance(x, bool | int | float | str)
     ]

@@ -7,7 +7,7 @@ make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
         every = 100
 
         def at(self, run, events):
-            post(run.step, run.metrics)
+            post(run.step, run.metrics)  # the newest row, of this step if log_every divides 100
 
         def end(self, run, error):
             if error is not None:
@@ -32,7 +32,9 @@ class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
 
     `run` is the run that callbacks get, with step, state, metrics, history, `log` and `stop`. Each
-    part has its own `run.memory`, which is saved with the run.
+    part has its own `run.memory`, which is saved with the run under the name of the part: its type,
+    and for a dataclass the numbers and texts in its fields, but not those with `repr=False`. All
+    processes call all parts, in a dry run, too, and an exception of a part ends the run.
     """
 
     #: How often the part needs a boundary: a number of steps, "epoch", "2 epochs", "10 minutes", or
@@ -46,7 +48,7 @@ class Part:
 
     @functools.cached_property
     def timers(self) -> Sequence[Timer]:
-        """The timer of `every` if it has a duration. A part that acts restarts it."""
+        """The timer of `every` if it has a duration. The loop restarts it after `at`."""
         return [Timer(self.cadence.seconds)] if self.cadence.seconds < math.inf else []
 
     def next_step(self, step: int) -> float:
@@ -72,7 +74,7 @@ class Part:
         """Called once, before any part begins; for the parts of this package."""
 
     def begin(self, run: Any) -> None:
-        """Called once, before the first boundary."""
+        """Called before the first boundary, and again after each rewind."""
 
     def at(self, run: Any, events: list[str]) -> Any:
         """Called at a boundary, if the part is due there. `run.state` is the state at `run.step`.
@@ -84,7 +86,9 @@ class Part:
         """Called when the numbers of further steps are read, between boundaries, too."""
 
     def end(self, run: Any, error: BaseException | None) -> None:
-        """Called once at the end of the run if `begin` was called; with the error that ends it.
+        """Called at the end of the run if `begin` was called; with the error that ends it.
+
+        A rewind ends the parts, too, and begins them again: `run.restart` is not None then.
 
         The error has `state` and `history`, see `fit`. It is None if the run reached its goal, if a
         callback stopped it, and if a signal ended it, which `run.interrupted` names ("SIGTERM").
