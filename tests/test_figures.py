@@ -102,6 +102,12 @@ def test_lines_are_averages_over_pale_rows():
         history.plot(smooth=1)
 
 
+@pytest.mark.parametrize("smooth", [0.0, 0.9])
+def test_a_history_without_rows_has_no_plot(smooth):
+    with pytest.raises(RowError, match=r"history at plot\(\): got no rows, expected at least one"):
+        History().plot(smooth=smooth)
+
+
 def test_a_number_that_jumps_is_no_ramp():
     """At the row before the jump, where a callback adjusts it; a warm-up and a noisy number stay as they are."""
     history, noise = History(), np.random.default_rng(0).normal(size=20)

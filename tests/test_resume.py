@@ -1041,6 +1041,31 @@ def test_the_end_of_an_epoch_is_due_with_the_step_that_ends_it(tmp_path, wrap, s
         assert later_events == [x for x in events if x >= step] and logged == rows
 
 
+def test_an_evaluation_after_calls_without_a_step_is_logged_by_the_resumed_run(tmp_path):
+    """The run is saved at step 1, a further call gathers, the epoch ends, and the run dies in its evaluation."""
+
+    def run(folder, fails=False):
+        def evaluate(state):
+            if fails:
+                raise OSError("killed")
+            return {"val/loss": float(state.calls)}
+
+        state = ts.setup(ts.rules.accumulate(ts.rules.sgd(0.1), every=2), {"w": jnp.zeros(4)})
+        log, options = loggers.csv(tmp_path / f"{folder}.csv"), {"progress": False, "log_every": 1, "epochs": 4}
+        with Checkpoints(tmp_path / folder, every=1) as saver:
+            data = ts.batches(X[:12], 4)
+            _, history = ts.fit(STEP, state, data, checkpoint=saver, logger=log, evaluate=evaluate, **options)
+        rows = csv.DictReader((tmp_path / f"{folder}.csv").read_text().splitlines())
+        return [(row["step"], row["loss"], row["val/loss"]) for row in rows], history["val/loss"]
+
+    rows, evaluations = run("whole")
+    with pytest.raises(OSError, match="killed"):
+        run("killed", fails=True)
+    logged, resumed_evaluations = run("killed")
+    assert logged == rows and ("1", "", "3.0") in rows
+    np.testing.assert_array_equal(resumed_evaluations, evaluations)
+
+
 class Endless(Counter):
     """An iterator of batches, with a position. `asked` counts the batches that it gave."""
 

@@ -1,5 +1,6 @@
 """A run as a line of exact states: visited, explained, audited, compared."""
 
+import dataclasses
 import json
 import re
 import threading
@@ -244,6 +245,34 @@ def test_rows_of_a_loss_that_mixes_them_are_ranked_by_the_loss_without_each(tmp_
     assert "the mean of its rows alone" in explanation.note and "next row takes its place" in repr(explanation)
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_rows_of_micro_batches_are_ranked_with_the_keys_of_the_call(tmp_path, accumulate):
+    x, bad_row = toys.X.copy(), 38
+    x[bad_row] *= 100
+    step = ts.train_step(dropped, accumulate=accumulate, check_rows=False)
+    make = lambda: ts.setup(ts.rules.sgd(1e-9), {"w": jnp.ones(8)}, key=jax.random.key(1))
+    data = lambda: ts.batches(x, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    line = timeline(tmp_path / "a", step, make, data())
+    explanation, (batch, rows), state = line.explain(5), line.batch(5), line.at(4)
+    by_hand = dataclasses.replace(step, donate=False)
+    for row, fall in list(zip(explanation.rows, explanation.falls, strict=True))[:3]:
+        i, changed = int(np.flatnonzero(rows == row)[0]), np.array(batch)
+        changed[i] = changed[(i + 1) % 8]
+        expected = explanation.loss - float(by_hand(state, changed)[1].loss)
+        np.testing.assert_allclose(fall, expected, rtol=1e-3, atol=1e-4 * abs(explanation.loss))
+    assert explanation.rows[0] == bad_row
+
+
+def test_steps_beyond_the_newest_checkpoint_are_told(tmp_path):
+    step, make, data = ts.train_step(toys.loss_fn), toys.state, lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, make, data(), steps=8)
+    line = timeline(tmp_path / "a", step, make, data())
+    for method in (line.at, line.batch, line.explain):
+        with pytest.raises(StateError, match=r"step at timeline: got 9, expected at most 8"):
+            method(9)
+
+
 @pytest.mark.parametrize("makes_info", [lambda info: info, lambda info: {"loss": info.loss}, lambda info: {"a": info}])
 def test_a_call_of_several_states_is_explained_as_far_as_it_is_known(tmp_path, makes_info):
     def step(run, x):
@@ -391,7 +420,8 @@ def test_what_a_line_cannot_do_is_said(tmp_path):
         line.explain()
     with pytest.raises(HyperparameterError, match=re.escape("calls at timeline: got 0, expected an int ≥ 1")):
         line.batch(calls=0)
-    assert "no common checkpoint" in repr(line.compare(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=re.escape("steps at compare(): got none")):
+        line.compare(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=re.escape("steps at bisect(): got none")):
         timeline(tmp_path / "empty", step, toys.state, data).bisect(bool)

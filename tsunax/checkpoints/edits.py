@@ -216,3 +216,9 @@ def _has_same_bits(x: Any, y: Any) -> bool:
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     x, y = np.asarray(x), np.asarray(y)
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
+    """Whether a record of edits begins with these edits."""
+    dumped = [edit.dump() for edit in first_edits]
+    return dumped == [edit.dump() for edit in edits[: len(dumped)]]

@@ -183,7 +183,8 @@ def predict(
         not make a new function for each call.
       data: one epoch of batches, as for `evaluate`; or several data by name, for a dict of results.
       carry: whether `f` returns `(outputs, model_state)`, and the next batch gets that model state.
-      extra: given to `f` by name.
+      extra: given to `f` by name, the same for each batch: so a `key` draws the same numbers in
+        each.
 
     Raises LossError for outputs without these rows, DataError for data without a batch. Warns of
     rows that `drop_remainder=True` leaves out, and of shuffled `ts.batches`.

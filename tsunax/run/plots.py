@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Figure, libraries, tables
-from tsunax.errors import HyperparameterError
+from tsunax.errors import HyperparameterError, RowError
 
 _RANKS = {"loss": 0, "learning_rate": 2}  # metrics come between
 _MOST_NAMES = 12  # names in a legend
@@ -53,6 +53,8 @@ def _averaged(values: np.ndarray, smooth: float) -> np.ndarray:
 def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Figure:
     if not 0 <= smooth < 1:
         raise HyperparameterError("smooth", "plot()", smooth, "0 <= smooth < 1")
+    if not history.names:
+        raise RowError("history", "plot()", "no rows", "at least one")
     panels, all_panels = _panels(history, names), _panels(history, None)
     is_moving = lambda columns: any(len(np.unique(values)) > 1 for _, values in columns.values())
     still_panels = {panel: series for panel, series in all_panels.items() if not is_moving(series)}

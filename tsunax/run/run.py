@@ -227,6 +227,8 @@ class Rows(Part):
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
         self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
+        if "epoch" in events:  # The run resumed at this step, and calls without a step ended it.
+            self.resumed_row = -1
         # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
         # epoch adds numbers to this row, also in a run that is resumed from the save.
         self.is_open = not is_end and (

@@ -155,8 +155,9 @@ def explained(
 
 def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -> RankedRows:
     """The rows of a batch by their losses, each alone, or by the loss of the batch without each."""
-    whole = {"accumulate": 1, "per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
-    gradient = dataclasses.replace(_train_step(script), **whole).gradient
+    options: Any = {"per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
+    step = dataclasses.replace(_train_step(script), **options)
+    gradient = dataclasses.replace(step, accumulate=1).gradient
     count = len(jax.tree.leaves(call.batch)[0])
     numbers, extra = np.arange(count) if rows is None else rows, dict(script.extra)
 
@@ -174,7 +175,8 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
         def loss_without(i: jax.Array) -> jax.Array:
             order = jnp.arange(count).at[i].set((i + 1) % count)  # no row is changed for i = count
             changed_batch = jax.tree.map(lambda x: jnp.asarray(x)[order], batch)
-            return gradient(state, changed_batch, **extra)[0].compute()
+            # with the micro-batches of the call: each has another key
+            return step.gradient(state, changed_batch, **extra)[0].compute()
 
         return jax.lax.map(loss_without, jnp.arange(count + 1))
 

@@ -11,7 +11,7 @@ then the calls of the run are made again, with the same bits.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
 from tsunax.checkpoints import script_settings
-from tsunax.checkpoints.edits import Edit, edits_of_line, edits_through
+from tsunax.checkpoints.edits import Edit, edits_of_line, edits_through, starts_with
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.rewinds import left_run
 from tsunax.checkpoints.saving import Checkpoints
@@ -206,14 +206,14 @@ class Timeline:
         scripts are replayed for the exact step, up to the newest step that both have.
         """
         line = run if isinstance(run, Timeline) else timeline(run)
-        self._look()
-        line._look()
-        comparison, lines = self.saved.compared(line.saved), (self, line)
+        lines = self, line
+        for each in lines:
+            each._look()
+        newest = min(each._newest_step("compare()") for each in lines)
+        comparison = self.saved.compared(line.saved)
         if self._script.step is None or line._script.step is None:
             return comparison
-        high = comparison.differs_at
-        if high is None:
-            high = min(each._newest_step("compare()") for each in lines)
+        high = newest if comparison.differs_at is None else comparison.differs_at
         last_states = [each._moment(high, None).state for each in lines]
         if not different_leaves(*last_states):
             return comparison
@@ -268,16 +268,21 @@ class Timeline:
 
     def _reached(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
         """A moment of the line that the script has now."""
+        count = self._checked_count(step, calls)
+        start = self._start(count, is_of_calls=step is None, near=near)
+        moment = self._script.edited(self._advanced(start, step, calls))
+        self._check_extra(start, moment)
+        return moment
+
+    def _checked_count(self, step: int | None, calls: int | None) -> int:
+        """The step or the calls. Raises StateError beyond the newest checkpoint."""
         name = "calls" if step is None else "step"
         count: int = (calls if step is None else step) or 0
         newest = self._newest_step("timeline")
         limit = self.saved.calls(newest) if step is None else newest
         if count > limit:
             raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
-        start = self._start(count, is_of_calls=step is None, near=near)
-        moment = self._script.edited(self._advanced(start, step, calls))
-        self._check_extra(start, moment)
-        return moment
+        return count
 
     def _check_extra(self, start: Moment, end: Moment) -> None:
         """Raise StateError if a callback had replaced the step's arguments before a call."""
@@ -291,6 +296,7 @@ class Timeline:
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
         check_moment(step, calls, 1)
+        self._checked_count(step, calls)
         if step is not None:
             for call in self._script.calls(self._moment(step - 1, None)):
                 self._check_length(call.start.calls, call.end.calls)
@@ -397,12 +403,6 @@ def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
         raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
     name = "calls" if step is None else "step"
     checks.check_count(calls if step is None else step, "timeline", name, lowest)
-
-
-def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:
-    """Whether a record of edits begins with these edits."""
-    dumped = [edit.dump() for edit in first_edits]
-    return dumped == [edit.dump() for edit in edits[: len(dumped)]]
 
 
 def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
