@@ -3,7 +3,7 @@
     python -m benchmarks planning               # a quarter of an hour on two cores
     python -m benchmarks planning --no-speed    # memory only
 
-Memory: the trainings of examples/ports, each as its own program calls `fit`, and in a process of its own. The rows of a
+Memory: the trainings of examples/ports, each as its own program calls `fit`, in a separate process. The rows of a
 batch are repeated until the step needs about 512 MiB, because the growth of small steps is that of allocators and
 threads. A port without a batch gets more rows from the constant of its module. Growth is the peak of resident memory
 over two calls, less what was resident after compilation, and the state and the batch, which were resident then.
@@ -112,7 +112,7 @@ def growth(name: str, factor: int) -> None:
 
 
 def in_a_process(*arguments: str):
-    """What this file prints with these arguments, in a process of its own; or the last line of its error."""
+    """What this file prints with these arguments, in a separate process; or the last line of its error."""
     command = [sys.executable, "-m", "benchmarks.planning", *arguments]
     ran = subprocess.run(command, capture_output=True, text=True)
     return json.loads(ran.stdout.splitlines()[-1]) if not ran.returncode else ran.stderr.splitlines()[-1]
@@ -131,7 +131,7 @@ def memory() -> None:
         print(rows[-1], flush=True)
     near = sum(abs(row[-1] - 1) <= 0.15 for row in rows)
     head = ("port", "rows x", "plan MB", "growth MB", "plan / growth")
-    table("bytes of a step, each in a process of its own", rows, head)
+    table("bytes of a step, each in a separate process", rows, head)
     note(f"within 15 %: {near} of {len(rows)} ports")
 
 

@@ -153,7 +153,7 @@ def test_pages_do_what_they_print(page, tmp_path):
         pytest.fail("\n".join(problems), pytrace=False)
 
 
-# Runs the first block of each page in a process of its own, forked before any device is touched.
+# Runs the first block of each page in a separate process, forked before any device is touched.
 ALONE = r"""
 import json, os, sys, tempfile, traceback
 import flax.linen, flax.nnx, jax, numpy, optax, tsunax.rules, tsunax.loop

@@ -87,16 +87,21 @@ def test_lines_are_averages_over_pale_rows():
     values = rng.normal(size=40)
     values[[0, 7]] = np.nan, np.inf
     for step, value in enumerate(values):
-        history.add({"loss": value, "flag": float(step > 20), "learning_rate": 0.1 / (step + 1)}, step)
+        evaluation = {"val/loss": float(step)} if step % 10 == 9 else {}
+        row = {"loss": value, "flag": float(step > 20), "learning_rate": 0.1 / (step + 1)}
+        history.add(row | evaluation, step)
     loss, flag, rate = history.plot(names=["loss", "flag", "learning_rate"], smooth=0.8).axes
     finite = np.isfinite(values)
-    weights = np.array([[0.8 ** np.sum(finite[j + 1 : i + 1]) * (j <= i) for j in range(40)] for i in range(40)])
+    weights = np.array([[0.8 ** (i - j) * (j <= i) for j in range(40)] for i in range(40)])
     means = weights[1:, finite] @ values[finite] / weights[1:, finite].sum(1)
     averages, rows = loss.lines
     np.testing.assert_allclose(averages.get_ydata()[1:], means)
     assert np.isnan(averages.get_ydata()[0]) and averages.get_color() == rows.get_color() and rows.get_alpha() == 0.3
     np.testing.assert_array_equal(rows.get_ydata(), values)
     assert set(flag.lines[0].get_ydata()) == {0, 1}
+    evaluation, _ = history.plot(names=["val/loss"], smooth=0.8).axes[0].lines
+    expected = (19 + 9 * 0.8**10) / (1 + 0.8**10)
+    np.testing.assert_allclose(evaluation.get_ydata()[:2], [9, expected])
     np.testing.assert_array_equal(rate.lines[0].get_ydata(), history["learning_rate"])
     with pytest.raises(HyperparameterError, match=r"smooth at plot\(\): got 1"):
         history.plot(smooth=1)

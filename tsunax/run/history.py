@@ -240,7 +240,8 @@ class History:
         ticks at the lower edge; other marks but evaluations (thaw, restart, stop, yours) are dashed
         lines. Members of a population have the same color in each panel, and the legend names at
         most sixteen members. With `smooth`, in [0, 1), lines are exponential averages
-        (bias-corrected, as TensorBoard's) above the pale rows; learning rates and numbers that are
+        (bias-corrected, as TensorBoard's, but with the weight smooth^n of a number n rows ago, so
+        that rare evaluations do not lag) above the pale rows; learning rates and numbers that are
         mostly constant stay as they are.
 
         `history.plot().savefig("run.pdf")` saves the figure; as the last line of a notebook's cell

@@ -38,13 +38,19 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     return {panel: panels[panel] for panel in sorted(panels, key=rank)}
 
 
-def _averaged(values: np.ndarray, smooth: float) -> np.ndarray:
-    """The bias-corrected exponential average of the finite values; a constant stays as it is."""
-    average, weight, averages = 0.0, 0.0, np.full(len(values), np.nan)
-    for i, value in enumerate(values):
+def _averaged(ages: np.ndarray, values: np.ndarray, smooth: float) -> np.ndarray:
+    """The bias-corrected exponential average of the finite values, with the weight smooth^age.
+
+    Ages are in rows of the history: an evaluation, once in many rows, hardly looks back. A number
+    that is mostly constant jumps, and is no average: it would have values that it never had.
+    """
+    if _is_mostly_constant(values):
+        return values
+    average, weight, last_age, averages = 0.0, 0.0, 0.0, np.full(len(values), np.nan)
+    for i, (age, value) in enumerate(zip(ages, values, strict=True)):
         if np.isfinite(value):
-            average = smooth * average + (1 - smooth) * value
-            weight = smooth * weight + 1 - smooth
+            decay, last_age = smooth ** (age - last_age), age
+            average, weight = decay * average + value, decay * weight + 1
         if weight:
             averages[i] = average / weight
     return averages
@@ -66,6 +72,7 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
     panels = moving_panels or panels
     lines: dict[str, Any] = {}
     place_of = _place_on_axis(history, x)
+    row_steps = np.median(np.diff(history["step"])) if len(history["step"]) > 1 else 1
     figure = new_figure(6.4, 0.6 + (1.8 if len(panels) < 5 else 1.3) * len(panels))
     panel_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (panel, series) in zip(panel_axes, panels.items(), strict=True):
@@ -73,9 +80,8 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
         if not smooth or panel == "learning_rate":
             lines |= draw(axes, panel, columns)
             continue
-        # A number that is mostly constant jumps: an average would have values that it never had.
         averages = {
-            name: (places, y if _is_mostly_constant(y) else _averaged(y, smooth))
+            name: (places, _averaged(series[name][0] / row_steps, y, smooth))
             for name, (places, y) in columns.items()
         }
         lines |= (averaged_lines := draw(axes, panel, averages))

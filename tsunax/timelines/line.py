@@ -205,24 +205,24 @@ class Timeline:
         Of files alone, the first common checkpoint with other bits. Two timelines with their
         scripts are replayed for the exact step, up to the newest step that both have.
         """
-        line = run if isinstance(run, Timeline) else timeline(run)
-        lines = self, line
-        for each in lines:
-            each._look()
-        newest = min(each._newest_step("compare()") for each in lines)
-        comparison = self.saved.compared(line.saved)
-        if self._script.step is None or line._script.step is None:
+        second = run if isinstance(run, Timeline) else timeline(run)
+        lines = self, second
+        for line in lines:
+            line._look()
+        newest = min(line._newest_step("compare()") for line in lines)
+        comparison = self.saved.compared(second.saved)
+        if self._script.step is None or second._script.step is None:
             return comparison
         high = newest if comparison.differs_at is None else comparison.differs_at
-        last_states = [each._moment(high, None).state for each in lines]
+        last_states = [line._moment(high, None).state for line in lines]
         if not different_leaves(*last_states):
             return comparison
         low = max((step for step in comparison.common_steps if step < high), default=0)
-        starts = [each._moment(low, None) for each in lines]
+        starts = [line._moment(low, None) for line in lines]
         while high - low > 1:
             middle = (low + high) // 2
             moments = [
-                each._moment(middle, None, start) for each, start in zip(lines, starts, strict=True)
+                line._moment(middle, None, start) for line, start in zip(lines, starts, strict=True)
             ]
             if not different_leaves(*(moment.state for moment in moments)):
                 low, starts = middle, moments
