@@ -1080,12 +1080,22 @@ class Endless(Counter):
     __iter__ = lambda self: self
 
 
+class Continuing:
+    """A loader with a position, which makes iterators that go on where it is."""
+
+    def __init__(self, data):
+        self.get_state, self.set_state, self.data = data.get_state, data.set_state, data
+
+    def __iter__(self):
+        return (batch for batch in self.data)
+
+
 def plain(data):
     while True:
         yield next(data)
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch, plain])
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch, plain, Continuing])
 def test_a_batch_that_was_read_to_know_the_end_of_an_epoch_is_not_lost(wrap):
     """If a callback stops the run there, the next call begins with it."""
     stop = callbacks.every(2, lambda run: run.stop("enough") if run.step < 6 else None)

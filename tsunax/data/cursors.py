@@ -282,15 +282,15 @@ class Source:
     def give_back(self) -> None:
         """Move data back to before a batch that was read too many.
 
-        An iterator goes back if it has a position, else it has lost the batch. The next loop over
-        another loader begins as it does after a `break`.
+        Data with a position go back to it. An iterator without one has lost the batch; the next
+        loop over another loader begins as it does after a `break`.
         """
-        if self._excess is None:
+        if self._excess is None or not self._count_read:  # a run that did not begin sets no state
             return
         if self._is_data:
             self.data.follow(self.state())
-        elif not self.restartable and self.resumable:
-            self._call(SETTERS, self.state()["data"])
+        elif (data_state := self.state()["data"]) is not None:
+            self._call(SETTERS, data_state)
         self._excess = None
 
     def _owner(self) -> Any:
