@@ -552,6 +552,23 @@ def memory(monkeypatch):
 IN_MEMORY = {"path": "s3://bucket/run", "timeout": 60.0}
 
 
+class StopsAtMissing(dict):
+    """A store whose request for many keys ends at the first that is missing, as obstore's for Google does at times."""
+
+    def delete(self, keys):
+        for key in [keys] if isinstance(keys, str) else keys:
+            if key not in self:
+                raise FileNotFoundError(key)
+            del self[key]
+
+
+def test_a_missing_object_keeps_no_other_from_being_deleted():
+    store = StopsAtMissing({"4/a": b"", "4/c": b"", "5/a": b""})
+    (_bucket.BucketPath("gs://bucket/run", store) / "4").unlink("missing", "a", "b", "c")
+    assert store.keys() == {"5/a"}
+    (_bucket.BucketPath("gs://bucket/run", store) / "6").unlink()
+
+
 def test_a_save_lists_nothing_and_the_path_is_the_address(memory):
     with Checkpoints(**IN_MEMORY, keep_last=1) as checkpoints:
         assert [str(checkpoints.path), str(checkpoints.path / "4")] == ["s3://bucket/run", "s3://bucket/run/4"]

@@ -99,8 +99,14 @@ class BucketPath:
 
     def unlink(self, *names: str) -> None:
         """Delete the object, or the objects of these names below; names may be missing."""
-        with contextlib.suppress(FileNotFoundError), _os_errors():
-            self.store.delete([f"{self.key}/{name}" for name in names] or [self.key])
+        keys = [f"{self.key}/{name}" for name in names] or [self.key]
+        try:
+            with _os_errors():
+                self.store.delete(keys)
+        except FileNotFoundError:  # it ends the request of them all in the stores of Google
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError), _os_errors():
+                    self.store.delete(key)
 
 
 def stored_in(paths: Sequence[BucketPath]) -> dict[str, list]:

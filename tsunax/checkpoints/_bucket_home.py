@@ -111,7 +111,7 @@ class BucketHome(CheckpointHome):
         """Delete saves: of each its manifest, and then the rest."""
         for name in names:
             (self.path / name).unlink(MANIFEST)
-            (self.path / name).unlink(*self._saves[name])
+            (self.path / name).unlink(*self._saves[name] - {MANIFEST})
             del self._saves[name]
 
     def discard(self, name: str) -> None:
