@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import tsunax as ts
 from tsunax.reproduce import fingerprint
-from tsunax.run import control
+from tsunax.run import mailboxes
 from tsunax.timelines.command_line import ask
 
 from campaigns.runs import HERE, record
@@ -131,7 +131,7 @@ def one_run(name: str, folder: Path, log: Path, note_every: int, keep_last: int 
     """A run of a case, which may be killed. It writes a line `[step, fingerprint]` at its boundaries."""
     case = CASES[name]
     step, make, data = parts_of(case)
-    control.LOOK_SECONDS = 0.0
+    mailboxes.FolderMailbox.look_seconds = 0.0
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(run):

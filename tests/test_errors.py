@@ -613,7 +613,7 @@ CALLS = [
             "temp": "history, extra.",
         }.items()
     ),
-    row(0, "fit steps an array", lambda: fit(steps=good().step + 3), WrongTypeError),
+    row(0, "fit steps an array", lambda: fit(steps=good().step[None] + 3), WrongTypeError),
     row(0, "a short word that is no typing error", lambda: step(lambda p, b, step: 0.0, temp=1.0), KeywordError),
     row(0, "complex Loss weight", lambda: returns(lambda v: ts.Loss(v.sum(), 1j)), LossError),
 ]  # fmt: skip

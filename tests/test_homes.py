@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
+from tests import toys
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
 from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
@@ -29,6 +31,9 @@ from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.checkpoints.state_facts import facts_of
 from tsunax.errors import CheckpointError, HyperparameterError, MissingLibraryError, SaveError
+from tsunax.run import control, mailboxes
+from tsunax.timelines import command_line
+from tsunax.timelines.command_line import ask
 
 ORBAX, S3, GS = (pytest.param(name, marks=pytest.mark.medium) for name in ("orbax", "s3", "gs"))
 HOMES, ON_A_DISK, BUCKETS = ["files", ORBAX, S3, GS], ["files", ORBAX], ("s3", "gs")
@@ -661,6 +666,65 @@ def test_a_damaged_object_costs_one_checkpoint(memory, part, damage):
     assert_trees_equal(found.state, states[0])
     is_unfinished = (part, damage) == ("manifest.json", "absent")
     assert ["checkpoint skipped" in str(x.message) for x in heard] == [True] * (not is_unfinished)
+
+
+@pytest.mark.parametrize("home", [S3, GS])
+def test_a_run_in_a_bucket_obeys_commands(place, home, monkeypatch, capsys):
+    """Each is sent once the one before has its answer; the run ends by the last."""
+    monkeypatch.setattr(mailboxes.BucketMailbox, "look_seconds", 0.0)
+    monkeypatch.setattr(mailboxes.BucketMailbox, "seconds_between_questions", 0.01)
+    address, step = place(home)["path"], ts.train_step(toys.loss_fn)
+    folder = address.rpartition("/")[0]
+    commands = [("adjust", {"learning_rate": 0.02}), ("adjust", {"rate": 0.02}), ("status", {}), ("stop", {})]
+    answers, senders = [], []
+
+    def send():
+        answers.extend(ask(address, verb, values) for verb, values in commands)
+
+    def wait(run):
+        if not senders:
+            senders.append(threading.Thread(target=send))
+            senders[0].start()
+        time.sleep(0.005)
+
+    state, history = ts.fit(
+        step, toys.state(), ts.batches(toys.X, 8), steps=5_000, checkpoint=address, progress=False,
+        callbacks=[ts.callbacks.every(1, wait)],
+    )  # fmt: skip
+    senders[0].join()
+    assert re.fullmatch(r"done at step \d+", answers[0]) and answers[3] == f"done at step {state.step}"
+    assert "refused" in answers[1] and json.loads(answers[2])["step"] < state.step < 5_000
+    assert [mark[1] for mark in history.marks].count("command") == 2
+    assert float(ts.hyperparams(state)["learning_rate"]) == np.float32(0.02)
+    bucket = Checkpoints(address, read_only=True).path
+    assert bucket.keys("control/") == ["control/answer.json"]
+    assert command_line.main(["stop", address]) == 1 and "a run that has ended" in capsys.readouterr().out
+    make = lambda: toys.state()
+    ts.timeline(address, step, make, ts.batches(toys.X, 8)).branch(state.step, f"{folder}/b", learning_rate=0.1)
+    assert command_line.main(["log", folder]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("run ") and lines[2].startswith(f"  b from step {state.step}")
+
+
+def test_a_command_in_a_bucket_waits_for_one_run(memory):
+    """A command to an earlier start is refused, and not twice if its deletion fails."""
+    path = Checkpoints(**IN_MEMORY, read_only=True).path
+    sender, inbox = mailboxes.mailbox_of(path), control.Inbox(mailboxes.mailbox_of(path))
+    name = sender.send(b'{"verb": "stop", "lock": "an earlier start"}')
+    assert "another command that waits" in error_of(lambda: sender.send(b"{}"), CheckpointError)
+    inbox.mailbox.prepare()
+    assert "has ended" in inbox.read(name, "this start")["refused"]
+    memory.fails_after(0, 1)  # the deletion
+    inbox.refuse_all("the run has ended")
+    assert sender.take_answer(name) == "refused: the run has ended"
+    inbox.mailbox.prepare()
+    assert inbox.mailbox.names() == [] and path.keys("control/") == ["control/answer.json"]
+    other = sender.send(b"x" * 5000)
+    inbox.mailbox.prepare()
+    assert "refused" in inbox.read(inbox.mailbox.names()[0], "this start") and sender.take_answer(other) is None
+    memory.fails_after(0, 10)
+    inbox.mailbox.prepare()  # a network that fails: no command
+    assert inbox.mailbox.names() == []
 
 
 @pytest.mark.parametrize("lost", ["deleted", "taken"])

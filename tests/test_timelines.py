@@ -19,7 +19,7 @@ from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
-from tsunax.run import control
+from tsunax.run import control, mailboxes
 from tsunax.timelines import command_line, timeline
 from tsunax.timelines.command_line import ask
 
@@ -741,7 +741,7 @@ class Sender(ts.callbacks.Part):
 
 
 def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mailboxes.FolderMailbox, "look_seconds", 0.0)
     folder, step = tmp_path / "a", ts.train_step(toys.loss_fn)
     data = lambda: ts.batches(toys.X, 8)
     commands = {
@@ -780,7 +780,7 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
 
 
 def test_a_run_without_an_evaluation_refuses_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mailboxes.FolderMailbox, "look_seconds", 0.0)
     sender = Sender(tmp_path / "a", {4: ("evaluate", {}, None)})
     a_run(tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8), callbacks=[sender])
     for thread in sender.threads:
@@ -796,17 +796,17 @@ def test_the_log_of_no_run_is_an_error(tmp_path, capsys):
 def test_a_command_for_another_start_is_refused(tmp_path):
     folder = tmp_path / "control"
     folder.mkdir()
-    inbox = control.Inbox(folder)
+    inbox = control.Inbox(mailboxes.FolderMailbox(tmp_path))
     name = "20260101T000000-00000000.json"
     (folder / name).write_text('{"lock": "other", "verb": "stop"}')
-    assert inbox.names() == [name]
+    assert inbox.mailbox.names() == [name]
     assert "has ended" in inbox.read(name, "this")["refused"]
     for text in ('{"lock": "this", "verb": "eval(1)"}', "[]", "{", '{"verb": "stop"}', "1" * 5000):
         (folder / name).write_text(text)
         assert "refused" in inbox.read(name, "this")
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path)
-    assert inbox.names() == []
+    assert inbox.mailbox.names() == []
 
 
 def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):
@@ -816,7 +816,7 @@ def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):
     (tmp_path / "elsewhere" / "20260101T000000-00000000.json").write_text("{}")
     a_run(tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8))
     assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
-    assert control.Inbox(tmp_path / "a" / "control").names() == []
+    assert mailboxes.FolderMailbox(tmp_path / "a").names() == []
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["20260101T000000-00000000.json"]
 
 

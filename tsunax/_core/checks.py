@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,12 +202,19 @@ def is_real(x: Any) -> bool:
 
 
 def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
-    """An int, also of NumPy, as Python's; WrongTypeError or HyperparameterError below `least`."""
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool | np.timedelta64):
-        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}")
-    if n < least:
-        raise HyperparameterError(name, where, n, f"an int ≥ {least}")
-    return int(n)
+    """An int, also of NumPy or JAX (`state.step`), as Python's.
+
+    Raises WrongTypeError, or HyperparameterError below `least`.
+    """
+    try:
+        count = operator.index(n)
+    except TypeError:
+        count = None
+    if count is None or isinstance(n, bool):
+        raise WrongTypeError(name, where, trees.describe(n), f"an int ≥ {least}") from None
+    if count < least:
+        raise HyperparameterError(name, where, count, f"an int ≥ {least}")
+    return count
 
 
 def check_choice(value: Any, where: str, name: str, choices: Sequence[str]) -> None:

@@ -157,15 +157,14 @@ def _parts(
         parts.append(Agreed(agreement))
     if restart is None:
         return parts, []
+    from tsunax.run.control import Answers, Control
+    from tsunax.run.mailboxes import mailbox_of
     from tsunax.run.saving import Saving
 
     saving: list[Part] = [Saving(options, restart, memory)]
-    if (folder := restart.control_folder()) is not None:
-        from tsunax.run.control import Answers, Control
-
-        control = Control(folder, restart.saver._lock_text, agreement, options.evaluate is not None)
-        return [control, *parts], [*saving, Answers(control)]
-    return parts, saving
+    mailbox = mailbox_of(restart.saver.path)
+    control = Control(mailbox, restart.saver._lock_text, agreement, options.evaluate is not None)
+    return [control, *parts], [*saving, Answers(control)]
 
 
 def _watch(options: Options, agreement: processes.Unanimous) -> list[Part]:

@@ -8,13 +8,12 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, Step, StrPath, durable_files, processes, trees
+from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax._core.cadence import When
 from tsunax.checkpoints import script_settings
 from tsunax.checkpoints.edits import Edit, bounded, dump_edits, edit_of, parse_edits
@@ -77,11 +76,6 @@ class Restart:
     def is_used(self) -> bool:
         """Whether the run continues from the checkpoint, and not from the user's state."""
         return self.step is not None and not self.is_in_hand
-
-    def control_folder(self) -> Path | None:
-        """The folder of commands to the run; None in a bucket."""
-        is_local = isinstance(self.saver.path, Path)
-        return self.saver.path / durable_files.CONTROL if is_local else None
 
     def foreign_edit(self) -> tuple[str, int] | None:
         """`(source, calls)` of a change of the state since the checkpoint that no callback made."""

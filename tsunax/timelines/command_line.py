@@ -4,6 +4,8 @@ python -m tsunax log runs             the runs below a directory, from files
 python -m tsunax status runs/a        the newest numbers of a run under way
 python -m tsunax adjust learning_rate=1e-4 --where "head/**" runs/a
 python -m tsunax save | stop | evaluate | freeze | thaw runs/a
+
+A run may be the address of a bucket: `s3://bucket/runs/a`.
 """
 
 import argparse
@@ -14,10 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tsunax._core import durable_files, tables
+from tsunax._core import StrPath, durable_files, tables
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, TsunaxError
-from tsunax.run.control import LOOK_SECONDS, MOST_BYTES, VERBS
+from tsunax.run.control import VERBS
+from tsunax.run.mailboxes import MOST_BYTES, mailbox_of
 from tsunax.timelines.comparing import SavedRun
 
 NO_ANSWER = "no answer"
@@ -28,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tsunax", description="Talk to a run of fit.")
     parser.add_argument("verb", choices=[*VERBS, "log"])
     parser.add_argument("values", nargs="*", metavar="NAME=NUMBER", help="numbers, for adjust")
-    parser.add_argument("run", type=Path, help="the directory of a run")
+    parser.add_argument("run", help="the directory of a run, or its address in a bucket")
     parser.add_argument("--where", help="a pattern of params, for adjust, freeze and thaw")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the answer")
     options = parser.parse_intermixed_args(arguments)
@@ -52,73 +55,90 @@ def _number(text: str) -> tuple[str, float]:
 
 
 def ask(
-    run: Path, verb: str, values: dict[str, float], where: str | None = None, wait: float = 60.0
+    run: StrPath, verb: str, values: dict[str, float], where: str | None = None, wait: float = 60.0
 ) -> str:
     """The answer of the run under way in a directory. CheckpointError if there is none."""
-    command: dict[str, Any] = {"verb": verb, "values": values, "lock": _live_lock(run)}
+    directory = Checkpoints(run, read_only=True).path
+    command: dict[str, Any] = {"verb": verb, "values": values, "lock": _live_lock(directory)}
+    command["token"] = secrets.token_hex(4)  # no two commands are the same
     content = json.dumps(command | ({} if where is None else {"where": where})).encode()
     if len(content) > MOST_BYTES:
         raise CheckpointError("command", verb, f"{len(content)} bytes", f"at most {MOST_BYTES}")
-    name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
-    path = run / durable_files.CONTROL / name
-    answer = path.with_suffix(".answer")
-    durable_files.write_whole(path, content)
+    mailbox = mailbox_of(directory)
+    name = mailbox.send(content)
     end = time.monotonic() + wait
     while time.monotonic() < end:
-        if answer.exists():
-            text = durable_files.read(answer, 1 << 16).decode()
-            answer.unlink()
-            return text
-        time.sleep(0.05)
-    how_often = f"a run looks every {LOOK_SECONDS:g} s, and after its call"
+        if (answer := mailbox.take_answer(name)) is not None:
+            return answer
+        time.sleep(mailbox.seconds_between_questions)
+    how_often = f"a run looks every {mailbox.look_seconds:g} s, and after its call"
     return f"{NO_ANSWER} in {wait:g} s: {how_often}. The command stays, and may be obeyed later."
 
 
-def _live_lock(run: Path) -> str:
-    """The text of the lock of the run that writes into a directory now. CheckpointError without."""
+def _live_lock(directory: Any) -> str:
+    """The text of the lock of the run that writes into a directory now. CheckpointError without.
+
+    The lock of a run in a bucket does not tell whether its process has died.
+    """
     expected, fix = "a run under way", "Files alone: python -m tsunax log."
+    path, is_live = directory / durable_files.LOCK, True
     try:
-        text = durable_files.read(run / durable_files.LOCK, 400).decode()
-        with durable_files.opened(run / durable_files.LOCK) as file:
-            is_live = durable_files.is_locked(file)
+        if isinstance(path, Path):
+            text = durable_files.read(path, 400).decode()
+            with durable_files.opened(path) as file:
+                is_live = durable_files.is_locked(file)
+        else:
+            text = path.read(400)[0].decode()
+        is_live = is_live and "pid" in json.loads(text)
     except (OSError, ValueError):
-        raise CheckpointError("run", str(run), "no run", expected, fix) from None
-    if not is_live or "pid" not in json.loads(text):
-        raise CheckpointError("run", str(run), "a run that has ended", expected, fix)
+        raise CheckpointError("run", str(directory), "no run", expected, fix) from None
+    if not is_live:
+        raise CheckpointError("run", str(directory), "a run that has ended", expected, fix)
     return text
 
 
-def log(folder: Path) -> str:
+def _runs_in(folder: StrPath) -> dict[str, str]:
+    """The runs in a directory or bucket and below: `{address: title}`."""
+    path = Checkpoints(folder, read_only=True).path
+    if isinstance(path, Path):
+        root = path.resolve()
+        directories = [lock.parent.resolve() for lock in sorted(path.rglob(durable_files.LOCK))]
+        return {str(directory): str(directory.relative_to(root)) for directory in directories}
+    locks = [key for key in path.keys() if Path(key).name == durable_files.LOCK]
+    return {str(path / str(Path(key).parent)): str(Path(key).parent) for key in locks}
+
+
+def log(folder: StrPath) -> str:
     """The runs in a directory and below as a tree: parents, edits, newest and best numbers.
 
     Raises CheckpointError if there is no run.
     """
-    runs = {path.parent.resolve(): SavedRun(Checkpoints(path.parent, read_only=True))
-            for path in sorted(folder.rglob(durable_files.LOCK))}  # fmt: skip
-    if not runs:
+    titles = _runs_in(folder)
+    if not titles:
         raise CheckpointError("path", str(folder), "no run", "a directory of runs of fit")
-    newest = {path: run.newest for path, run in runs.items()}
-    scripts = {path: runs[path].script(step) for path, step in newest.items() if step is not None}
-    parents = {path: script.get("parent") or {} for path, script in scripts.items()}
+    runs = {address: SavedRun(Checkpoints(address, read_only=True)) for address in titles}
+    newest = {address: run.newest for address, run in runs.items()}
+    scripts = {x: runs[x].script(step) for x, step in newest.items() if step is not None}
+    parents = {address: script.get("parent") or {} for address, script in scripts.items()}
     rows = [["run", "step", "edits", "newest numbers", "lowest losses"]]
 
-    def add(path: Path, depth: int) -> None:
-        run, history = runs[path], runs[path].history()
-        parent = parents[path]
+    def add(address: str, depth: int) -> None:
+        run, history = runs[address], runs[address].history()
+        parent = parents[address]
         numbers = {name: history.last(name) for name in history.names
                    if name == "loss" or "/" in name}  # fmt: skip
         lowest = {name: min(filter(math.isfinite, history.series(name)[1]), default=math.nan)
                   for name in numbers if "loss" in name}  # fmt: skip
         origin = f" from step {parent['step']}" if parent else ""
         edits = ", ".join(parent.get("edits", [])) or str(len(run.edits()) or "")
-        title = "  " * depth + str(path.relative_to(folder.resolve())) + origin
+        title = "  " * depth + titles[address] + origin
         texts = [", ".join(tables.summary(row)) for row in (numbers, lowest)]
-        rows.append([title, str(newest[path]), edits, *texts])
+        rows.append([title, str(newest[address]), edits, *texts])
         for child in scripts:
-            if parents[child] and Path(parents[child]["path"]) == path:
+            if parents[child].get("path") == address:
                 add(child, depth + 1)
 
-    for path in scripts:
-        if Path(parents[path].get("path", "")) not in scripts:
-            add(path, 0)
+    for address in scripts:
+        if parents[address].get("path") not in scripts:
+            add(address, 0)
     return "\n".join(tables.aligned(rows, right=(1,)))

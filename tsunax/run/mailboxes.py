@@ -1,0 +1,193 @@
+"""Where commands wait for a run, and answers for their senders: a folder, or two objects.
+
+    control/20261128T101500-1a2b3c4d.json      a command, from `python -m tsunax stop runs/a`
+    control/20261128T101500-1a2b3c4d.answer    its answer, of the run
+
+A bucket would have to be listed for that, so it has one key for commands, and one for answers. A
+command is written only if none waits there. Its name is the hash of its content, and the answer
+repeats the name.
+
+    control/command.json
+    control/answer.json
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from tsunax._core import durable_files
+from tsunax.errors import CheckpointError
+
+MOST_BYTES = 4096  # the length of a command
+MOST_BYTES_OF_ANSWER = 1 << 16  # the numbers of `status` are the longest answer
+_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
+
+
+class Mailbox(Protocol):
+    """What a run and the senders of commands need."""
+
+    #: Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
+    #: with a longer one people would send their command again.
+    look_seconds: float
+    #: Seconds between two looks of a sender for its answer.
+    seconds_between_questions: float
+
+    def prepare(self) -> None: ...
+
+    def has_commands(self) -> bool | None:
+        """Whether commands wait; None while that is being found out."""
+
+    def names(self) -> list[str]:
+        """The commands in their order."""
+
+    def load(self, name: str) -> bytes: ...
+
+    def answer(self, name: str, text: str) -> None:
+        """Write the answer to a command, and delete the command."""
+
+    def send(self, content: bytes) -> str:
+        """Write a command; its name. CheckpointError if another one waits and keeps it out."""
+
+    def take_answer(self, name: str) -> str | None:
+        """The answer to a command, once it is there."""
+
+
+class FolderMailbox:
+    """Files in the `control` folder of a run's directory; the folder belongs to the run's user."""
+
+    look_seconds = 10.0
+    seconds_between_questions = 0.05
+
+    def __init__(self, directory: Path) -> None:
+        self.folder: Path = directory / durable_files.CONTROL
+
+    def prepare(self) -> None:
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            if durable_files.is_real_directory(self.folder):  # a link may lead anywhere
+                os.chmod(self.folder, 0o700)
+
+    def has_commands(self) -> bool:
+        return bool(self.names())
+
+    def names(self) -> list[str]:
+        """The commands in the order of their times: regular files of this user, no links."""
+        names: list[str] = []
+        if not durable_files.is_real_directory(self.folder):
+            return names
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                about = entry.stat(follow_symlinks=False)
+                belongs_to_user = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+                if _NAME.fullmatch(entry.name) and stat.S_ISREG(about.st_mode) and belongs_to_user:
+                    names.append(entry.name)
+        return sorted(names)
+
+    def load(self, name: str) -> bytes:
+        return durable_files.read(self.folder / name, MOST_BYTES)
+
+    def answer(self, name: str, text: str) -> None:
+        with contextlib.suppress(OSError):
+            durable_files.write_whole(self._answer_path(name), text.encode())
+            os.unlink(self.folder / name)
+
+    def _answer_path(self, name: str) -> Path:
+        return (self.folder / name).with_suffix(".answer")
+
+    def send(self, content: bytes) -> str:
+        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
+        durable_files.write_whole(self.folder / name, content)
+        return name
+
+    def take_answer(self, name: str) -> str | None:
+        path = self._answer_path(name)
+        if not path.exists():
+            return None
+        text = durable_files.read(path, MOST_BYTES_OF_ANSWER).decode()
+        path.unlink()
+        return text
+
+
+class BucketMailbox:
+    """Two objects in a bucket: whoever may write there may send commands."""
+
+    look_seconds = 30.0
+    seconds_between_questions = 1.0
+
+    def __init__(self, directory: Any) -> None:
+        self.command: Any = directory / durable_files.CONTROL / "command.json"
+        self.answer_object: Any = directory / durable_files.CONTROL / "answer.json"
+        self.contents: dict[str, bytes] = {}  # of the command that the last look found, by its name
+        self.answered = ""  # the newest command with an answer: it may be there if a deletion fails
+        self._look: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        self._fetch()
+
+    def _fetch(self) -> None:
+        self.contents = {}
+        with contextlib.suppress(OSError):  # of the network, too: the next look tries again
+            try:
+                content, _ = self.command.read(MOST_BYTES)
+            except ValueError:  # it is longer
+                content = b""
+            name = durable_files.sha256(content)
+            if name == self.answered:
+                self.command.unlink()
+            else:
+                self.contents[name] = content
+
+    def has_commands(self) -> bool | None:
+        """Look in a thread, because a request may take until its limit of time."""
+        if self._look is None:
+            self._look = threading.Thread(target=self._fetch, daemon=True)
+            self._look.start()
+        if self._look.is_alive():
+            return None
+        self._look = None
+        return bool(self.contents)
+
+    def names(self) -> list[str]:
+        return list(self.contents)
+
+    def load(self, name: str) -> bytes:
+        return self.contents[name]
+
+    def answer(self, name: str, text: str) -> None:
+        self.contents = {}
+        self.answered = name
+        answer = json.dumps({"command": name, "text": text})
+        with contextlib.suppress(OSError):  # before the answer: then its reader may send the next
+            self.command.unlink()
+        with contextlib.suppress(OSError):
+            self.answer_object.write(answer.encode())
+
+    def send(self, content: bytes) -> str:
+        try:
+            self.command.write(content, "create")
+        except FileExistsError:
+            fix = "The run answers it at its next look, or at its next start."
+            raise CheckpointError(
+                "command", str(self.command), "another command that waits", "none", fix
+            ) from None
+        return durable_files.sha256(content)
+
+    def take_answer(self, name: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            answer = json.loads(self.answer_object.read(MOST_BYTES_OF_ANSWER)[0])
+            if answer["command"] == name:
+                return answer["text"]
+        return None
+
+
+def mailbox_of(directory: Any) -> Mailbox:
+    """The mailbox of a run's directory: a local path, or the address of a bucket."""
+    kind = FolderMailbox if isinstance(directory, Path) else BucketMailbox
+    return kind(directory)
