@@ -21,7 +21,6 @@ import pytest
 import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
-from tests import toys
 from tests.helpers import assert_trees_equal, need
 from tests.test_checkpoint import LEAVES, error_of, make, updated
 from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
@@ -34,6 +33,8 @@ from tsunax.errors import CheckpointError, HyperparameterError, MissingLibraryEr
 from tsunax.run import control, mailboxes
 from tsunax.timelines import command_line
 from tsunax.timelines.command_line import ask
+
+import toys
 
 ORBAX, S3, GS = (pytest.param(name, marks=pytest.mark.medium) for name in ("orbax", "s3", "gs"))
 HOMES, ON_A_DISK, BUCKETS = ["files", ORBAX, S3, GS], ["files", ORBAX], ("s3", "gs")

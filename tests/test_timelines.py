@@ -679,6 +679,33 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
         again.branch(20, tmp_path / "c")
 
 
+@pytest.mark.parametrize("k, skip, rate", [(10, 1, {}), (7, 3, {"learning_rate": 1e-3}), (0, 9, {})])
+def test_a_branch_leaves_out_batches_and_its_replay_does(tmp_path, k, skip, rate):
+    """As a loop by hand that drops these batches; the epochs have 8 of them."""
+    step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8, shuffle=True, seed=1)
+    make = lambda: toys.state(key=jax.random.key(1))
+    a_run(tmp_path / "a", step, make, data())
+    line = timeline(tmp_path / "a", step, make, data())
+    line.branch(k, tmp_path / "b", skip=skip, **rate)
+    batches = [batch for one in [data()] for _ in range(5) for batch in one]
+    states = {k: line.at(k) if not rate else ts.adjust(line.at(k), **rate)}
+    expected = jax.tree.map(jnp.copy, states[k])
+    for i, batch in enumerate(batches[k + skip : k + skip + 20 - k], k + 1):
+        expected, _ = step(expected, batch)
+        states[i] = jax.tree.map(jnp.copy, expected)
+    with ts.Checkpoints(tmp_path / "b", keep_last=1) as checkpoints:
+        final, history = ts.fit(step, make(), data(), steps=20, checkpoint=checkpoints, progress=False)
+    assert fingerprint(final) == fingerprint(states[20])
+    assert ("branch", k) in [(mark[1], mark[0]) for mark in history.marks]
+    branch = timeline(tmp_path / "b", step, make, data())
+    assert branch.steps == [20]
+    assert all(fingerprint(branch.at(i)) == fingerprint(x) for i, x in states.items())
+    if k:
+        assert fingerprint(branch.at(k - 1)) == fingerprint(line.at(k - 1))
+    np.testing.assert_array_equal(branch.batch(k + 1).batch, batches[k + skip])
+    np.testing.assert_array_equal(branch.history["loss"], history["loss"])
+
+
 def test_a_step_without_the_memory_of_callbacks_is_no_branch(tmp_path):
     step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
     evaluate = lambda state: {"val/loss": float(state.params["w"].sum())}

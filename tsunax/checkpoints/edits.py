@@ -123,10 +123,10 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
             continue
         size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
         if size > MOST_BYTES or trees.is_key(x) or is_spread:
-            return Edit(step, calls, source, None, _layout(new_tree))
+            return Edit(step, calls, source, None, layout_of(new_tree))
         values[key] = np.asarray(x)
-    layout = _layout(new_tree)
-    if not values and layout == _layout(old_tree):
+    layout = layout_of(new_tree)
+    if not values and layout == layout_of(old_tree):
         return None
     return Edit(step, calls, source, values, layout)
 
@@ -206,7 +206,7 @@ def _keyed(tree: Tree) -> Iterator[tuple[Keys, Any]]:
         counts[field] += 1
 
 
-def _layout(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
+def layout_of(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
     cuts_of = lambda s: state_facts.facts_of(s)["cuts"]
     return {path: (cuts_of(s), s.frozen is not None) for path, s in tree.states.items()}
 

@@ -104,7 +104,7 @@ def _runs_in(folder: StrPath) -> dict[str, str]:
         root = path.resolve()
         directories = [lock.parent.resolve() for lock in sorted(path.rglob(durable_files.LOCK))]
         return {str(directory): str(directory.relative_to(root)) for directory in directories}
-    locks = [key for key in path.keys() if Path(key).name == durable_files.LOCK]
+    locks = [key for key in path.keys() if Path(key).name == durable_files.LOCK]  # noqa: SIM118
     return {str(path / str(Path(key).parent)): str(Path(key).parent) for key in locks}
 
 

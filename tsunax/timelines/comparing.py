@@ -156,6 +156,10 @@ class Comparison:
         """The comparison with the first step that differs, from a replay of both runs."""
         return dataclasses.replace(self, differs_at=step, leaves=leaves, is_exact=True)
 
+    @property
+    def _kind(self) -> str:
+        return "step" if self.is_exact else "common checkpoint"
+
     def __repr__(self) -> str:
         lines = [f"{self.names[0]}  |  {self.names[1]}"]
         if self.differs_at is None and not self.common_steps:
@@ -163,9 +167,8 @@ class Comparison:
         elif self.differs_at is None:
             lines.append(f"the same bits at all {len(self.common_steps)} common checkpoints")
         else:
-            kind = "step" if self.is_exact else "common checkpoint"
             names = ", ".join(self.leaves[:6]) + (", …" if len(self.leaves) > 6 else "")
-            lines.append(f"first {kind} with other bits: {self.differs_at} ({names})")
+            lines.append(f"first {self._kind} with other bits: {self.differs_at} ({names})")
         for name, parent in zip(self.names, self.parents, strict=True):
             if parent:
                 edits = ", ".join(parent["edits"])
@@ -197,7 +200,8 @@ class Comparison:
         if len(finite) and finite.min() > 0 and finite.max() > 1000 * np.median(finite):
             axes.set_yscale("log")  # one jump would hide all other values
         if self.differs_at is not None:
-            axes.axvline(self.differs_at, color="tab:red", linestyle="--", linewidth=1)
+            style = {"color": "tab:red", "linestyle": "--", "linewidth": 1}
+            axes.axvline(self.differs_at, label=f"first {self._kind} with other bits", **style)
         axes.set_xlabel("step")
         axes.set_ylabel(name)
         axes.legend()

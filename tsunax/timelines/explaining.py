@@ -191,7 +191,8 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
             ranks = np.where(np.isfinite(losses), losses if above >= below else -losses, np.inf)
             order = np.argsort(-ranks, kind="stable")
             return RankedRows(numbers[order], losses=losses[order], row_norms=norms[order])
-        note = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}"
+        note = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}, as with dropout, "
+        note += "noise, batch statistics or a loss over pairs"
     except Exception as error:  # a loss of pairs, for example, has no value for one row
         note = f"rows alone have no loss: {told(error)}"
     try:

@@ -26,6 +26,7 @@ from tsunax.checkpoints.saving import Checkpoints
 from tsunax.data.batching import Batches
 from tsunax.data.positions import innermost
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
+from tsunax.run.history import History
 from tsunax.states import COUNTED
 from tsunax.timelines.branching import branched
 from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves
@@ -111,6 +112,12 @@ class Timeline:
         self._look()
         return list(self._script.edits)
 
+    @property
+    def history(self) -> History:
+        """The history of the run up to its newest checkpoint."""
+        self._look()
+        return self.saved.history()
+
     def at(self, step: int | None = None, *, calls: int | None = None) -> PyTree:
         """The state after the call that first made a step, or after a number of calls.
 
@@ -187,17 +194,27 @@ class Timeline:
             end = self._advanced(start, None, calls)
         return self.saved.checkpoints._changed_leaves(last, end.state)
 
-    def branch(self, step: int, into: StrPath, where: Where = "**", **numbers: Any) -> None:
+    def branch(
+        self, step: int, into: StrPath, where: Where = "**", *, skip: int = 0, **numbers: Any
+    ) -> None:
         """A new run in the directory `into` that begins with the state of a step.
 
         `fit(..., checkpoint=into)` continues there: with nothing changed, to the same bits.
         `numbers` are hyperparameters of the new run, as `adjust(state, where, **numbers)` sets
-        them. Its checkpoints name this run, the step and the numbers.
+        them. `skip` leaves out the next batches: with 1, a bad batch of step k is not seen by
+        `branch(k - 1, into, skip=1)`. Its checkpoints name this run, the step and the changes.
 
         Raises CheckpointError if `into` has steps, StateError for a step that is not saved if
         callbacks have memory, which no replay makes.
         """
-        branched(self.saved, self._moment(step, None), into, where, numbers)
+        moment = self._moment(step, None)
+        place = moment.place
+        if checks.check_count(skip, "branch()", "skip", 0):
+            own_edits = self._script.edits[: moment.edit_count]
+            place = (
+                dataclasses.replace(self._script, edits=own_edits).advanced(moment, skip).end.place
+            )
+        branched(self.saved, moment, place, into, where, numbers)
 
     def compare(self, run: "StrPath | Checkpoints | Timeline") -> Comparison:
         """Two runs side by side: settings, history, and the first step that differs.
