@@ -137,3 +137,13 @@ def test_rows_that_get_no_or_another_place_are_said():
 def test_wrong_functions(f, kind, text):
     with pytest.raises(kind, match=text):
         ts.predict(f, make(), ts.batches(X, 10))
+
+
+@pytest.mark.parametrize("device", [None, 1])
+def test_a_users_guard_of_transfers_stays_out(device):
+    """Batches in NumPy are moved by the program's own call, whatever the user allows."""
+    state = make() if device is None else ts.to_device(make(), jax.devices()[device])
+    expected = ts.predict(model, state, ts.batches(X, 10))
+    with jax.transfer_guard("disallow"):
+        outputs = ts.predict(model, state, ts.batches(X, 10))
+    assert_trees_equal(outputs, expected)
