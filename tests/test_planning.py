@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -230,3 +231,28 @@ def test_the_best_on_a_topology_is_that_of_all_candidates_as_users_compile_them(
         fitting = [work for need, work in programs.values() if need.total <= report.limit]
         assert report.best.seconds == min(work.seconds(report.peaks) for work in fitting)
         print(f"limit {report.limit}: {len(compiled_rows(report))} of {len(report.rows)} compiled")
+
+
+@pytest.mark.parametrize("layout", [None, {"data": 8}])
+def test_a_run_logs_how_much_of_its_devices_it_uses(layout, monkeypatch):
+    """FLOPs counted by hand, over the time of a step and the peaks of all devices."""
+    x = np.ones((32, 64), np.float32)
+    step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 32))})
+    state = state if layout is None else ts.shard(state, ts.mesh(**layout))
+    flops, devices = 2 * 2 * 32 * 64 * 32, 1 if layout is None else 8
+    callback = ts.callbacks.every(10, ts.insight.usage(step, state, x, peak=1e12))
+    state, history = ts.fit(step, state, [x] * 4, steps=200, log_every=10, progress=False, callbacks=callback)
+    steps, mfu = history.series("mfu")
+    rates = dict(zip(*history.series("steps_per_second"), strict=True))
+    assert len(steps) > 10 and "peak_bytes" not in history
+    expected = [rates[i] * flops / (devices * 1e12) for i in steps]
+    np.testing.assert_allclose(mfu, expected)
+    unknown = ts.insight.usage(step, state, x)  # a CPU has no data sheet
+    assert unknown.peak is None
+    logged = {}
+    run = types.SimpleNamespace(metrics={"steps_per_second": 10.0}, log=logged.update)
+    device = types.SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device, jax.devices()[0]])
+    unknown(run)
+    assert logged == {"peak_bytes": 7}

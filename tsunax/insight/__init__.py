@@ -8,9 +8,10 @@ from tsunax.insight.description import Description, describe, measured_peak
 from tsunax.insight.learning_rate import RangeTest, find_learning_rate
 from tsunax.insight.planning import Peaks, Plan, PlanRow, plan
 from tsunax.insight.replaying import ReplayReport, replay
+from tsunax.insight.usage import Usage, usage
 
 __all__ = [
     "Description", "Peaks", "Plan", "PlanRow", "RangeTest", "ReplayReport", "SizeReport",
-    "SizeTrial", "describe", "find_accumulation", "find_batch_size", "find_learning_rate",
-    "measured_peak", "plan", "replay",
+    "SizeTrial", "Usage", "describe", "find_accumulation", "find_batch_size", "find_learning_rate",
+    "measured_peak", "plan", "replay", "usage",
 ]  # fmt: skip

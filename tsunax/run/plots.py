@@ -73,8 +73,11 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
     lines: dict[str, Any] = {}
     place_of = _place_on_axis(history, x)
     row_steps = np.median(np.diff(history["step"])) if len(history["step"]) > 1 else 1
-    figure = new_figure(6.4, 0.6 + (1.8 if len(panels) < 5 else 1.3) * len(panels))
-    panel_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    least_height = 1.8 if len(panels) < 5 else 1.3
+    heights = [max(least_height, 0.3 + 0.17 * _legend_rows(series)) for series in panels.values()]
+    figure = new_figure(6.4, 0.6 + sum(heights))
+    grid = {"sharex": True, "squeeze": False, "height_ratios": heights}
+    panel_axes = figure.subplots(len(panels), **grid)[:, 0]
     for axes, (panel, series) in zip(panel_axes, panels.items(), strict=True):
         columns = {name: (place_of(steps), y) for name, (steps, y) in series.items()}
         if not smooth or panel == "learning_rate":
@@ -206,6 +209,24 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
     axis.set_minor_formatter("")
 
 
+def _legend_rows(columns: dict[str, Any]) -> int:
+    """The rows of the legend beside a panel, at most."""
+    singles = [names for names in tables.families(columns, 2).values() if len(names) == 1]
+    return min(len(singles), _MOST_NAMES) if len(columns) > 1 else 0
+
+
+def _dashes(columns: dict[str, Any]) -> dict[str, Any]:
+    """The dashes of lines that coincide with others: each is seen in a part of its length."""
+    names_by_values: dict[bytes, list[str]] = {}
+    for name, (places, values) in columns.items():
+        content = np.asarray(places, float).tobytes() + np.asarray(values, float).tobytes()
+        names_by_values.setdefault(content, []).append(name)
+    groups = [names for names in names_by_values.values() if len(names) > 1]
+    return {
+        name: (4 * i, (4, 4 * (len(names) - 1))) for names in groups for i, name in enumerate(names)
+    }
+
+
 def _is_mostly_constant(values: np.ndarray) -> bool:
     return 2 * np.sum(np.diff(values) == 0) >= len(values) - 1
 
@@ -225,22 +246,41 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.insert(x, jumps, x[jumps - 1]), np.insert(values, jumps, values[jumps]), points
 
 
+def _draw_zeros(axes: Any, lines: dict[str, Any], least: float) -> None:
+    """Draw the zeros of a logarithmic axis on a line of their own, labelled 0, below the values."""
+    place = least / 3
+    for line in lines.values():
+        line.set_ydata(np.where(np.asarray(line.get_ydata()) == 0, place, line.get_ydata()))
+    axes.axhline(place, color="0.8", linewidth=0.7, zorder=0)
+    axes.text(0, place, "0 ", transform=axes.get_yaxis_transform(), ha="right", va="center", size=8)
+    axes.set_ylim(bottom=place / 1.5)
+
+
 def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Draw lines and return them by name. A loss with a wide range gets a logarithmic axis."""
     viridis, lines = libraries.library("matplotlib", "plot()", "plot").colormaps["viridis"], {}
     kinds, dashes = tables.families(columns, 2), itertools.cycle(("-", "--", ":", "-."))
+    single_names = [names[0] for names in kinds.values() if len(names) == 1]
+    many_colors = libraries.library("matplotlib", "plot()", "plot").colormaps["turbo"]
+    colors = many_colors(np.linspace(0.05, 0.95, len(single_names)))
+    color_of = dict(zip(single_names, colors, strict=True)) if len(colors) > 10 else {}
+    dashes_of, end = _dashes(columns), f"/{panel.replace(' ', '_')}"
     for names in kinds.values():
         is_single = len(names) == 1
         dash = "-" if is_single else next(dashes)
         for name, color_share in zip(names, np.linspace(0, 0.9, len(names)), strict=True):
             x, values, points = _with_jumps(*columns[name])
-            max_markers = 40 if len(names) <= _MOST_NAMES else 1
+            max_markers = 40 if len(names) <= _MOST_NAMES and name not in dashes_of else 1
             style: Any = {
-                "linestyle": dash, "color": None if is_single else viridis(color_share),
+                "linestyle": dashes_of.get(name, dash) if is_single else dash,
+                "color": color_of.get(name) if is_single else viridis(color_share),
                 "marker": "o" if len(points) <= max_markers else None, "markersize": 3,
                 "markevery": points,
             }  # fmt: skip
-            (lines[name],) = axes.plot(x, values, label=name.lstrip("_"), linewidth=1.3, **style)
+            label = name.lstrip("_")
+            if label.startswith("watch/"):
+                label = label.removeprefix("watch/").removesuffix(end)
+            (lines[name],) = axes.plot(x, values, label=label, linewidth=1.3, **style)
     single_lines = [line for name, line in lines.items() if name in kinds]
     if len(single_lines) > _MOST_NAMES and panel.endswith("norm"):
         # Of many layers the legend names the lowest and the highest.
@@ -251,10 +291,13 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
         ]
     if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:
         # To the right of the panel, because inside it could hide points.
-        axes.legend(handles=single_lines, loc="upper left", bbox_to_anchor=(1, 1), **_LEGEND)
+        place: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+        legend = axes.legend(handles=single_lines, **place, **_LEGEND)
+        for handle in legend.legend_handles:
+            handle.set_linestyle("-")
     all_values = np.concatenate([values for _, values in columns.values()])
     finite_values = all_values[np.isfinite(all_values)]
-    if panel.endswith("norm"):  # A norm of 0 is at the lower edge.
+    if panel.endswith("norm"):
         finite_values = finite_values[finite_values > 0]
     if (
         panel.endswith(("loss", "norm"))
@@ -263,6 +306,8 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     ):
         axes.set_yscale("log", nonpositive="clip")
         log_ticks(axes.yaxis, finite_values)
+        if finite_values.size and np.any(all_values == 0):
+            _draw_zeros(axes, lines, finite_values.min())
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
         _whole_ticks(axes.yaxis, all_values)

@@ -1,0 +1,69 @@
+"""How much of its devices a run of `fit` uses, as columns of its history."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tsunax._core import PyTree, checks
+from tsunax.insight import _cost, _memory, _roofline
+from tsunax.program import TrainStep, check_is_train_step
+from tsunax.state import TrainState
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A callback of `fit`: see `usage`."""
+
+    flops: float  # of a step, on all devices
+    peak: float | None  # FLOP/s of all devices; None if it is unknown
+
+    def __call__(self, run: Any) -> None:
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        peaks = [x["peak_bytes_in_use"] for x in stats if "peak_bytes_in_use" in x]
+        if peaks:
+            run.log(peak_bytes=max(peaks))
+        rate = run.metrics.get("steps_per_second")
+        if rate and self.peak:
+            run.log(mfu=rate * self.flops / self.peak)
+
+
+@checks.naming_arguments
+def usage(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree = None,
+    *,
+    peak: float | None = None,
+    **extra: Any,
+) -> Usage:
+    """A callback of `fit` that logs `mfu` and `peak_bytes` with the rows, where they are known.
+
+        callbacks=ts.callbacks.every(10, ts.insight.usage(step, state, batch))
+
+    `mfu` is the fraction, 0 to 1, of the peak of all devices that the products and convolutions of
+    the step reach, counted in its traced program, with what `remat` computes again; nothing is
+    compiled or run. `peak_bytes` is the largest peak of memory of a device of this process so far;
+    a CPU does not tell. Tokens a second are `examples_per_second` of a loss that is a mean over
+    tokens.
+
+    Args:
+      step, state, batch, extra: as for the step; arrays, or shapes.
+      peak: FLOP/s of one device. By default from its data sheet (products in 16 bits); without a
+        data sheet there is no `mfu`.
+
+    Raises WrongTypeError for another step.
+
+    >>> import jax.numpy as jnp, tsunax as ts
+    >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones((64, 32))})
+    >>> usage(step, state, jnp.ones((8, 64)), peak=1e12).flops == 2 * 2 * 8 * 64 * 32
+    True
+    """
+    check_is_train_step(step, "usage()")
+    mesh, device = _memory.mesh_of(state), _memory.device_of_state(state)
+    sheet = _roofline.DATA_SHEETS.get(device.device_kind)
+    peak = peak or (None if sheet is None else sheet.flops)
+    shapes, extra_shapes = _memory.as_shapes(state, batch, extra)
+    flops = _cost.flops_of(step.trace(state, shapes, **extra_shapes).jaxpr)
+    return Usage(flops, peak and peak * (1 if mesh is None else mesh.size))
