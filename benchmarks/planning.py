@@ -148,6 +148,9 @@ def problems():
 
     tokens = rng.integers(256, size=(16, 129)).astype(np.int32)
     yield "GPT", ts.train_step(loss_fn), ts.setup(ts.rules.adam(1e-3), params), tokens
+    step, state, (images, labels) = captured("vit")
+    step = dataclasses.replace(step, check_rows=False)  # the first call would compile the comparison of rows
+    yield "ViT", step, state, (np.concatenate([images] * 2)[:64], np.concatenate([labels] * 2)[:64])
 
 
 def speed(folder: str) -> None:

@@ -79,6 +79,27 @@ def test_figures_are_those_of_the_program():
     work = Work(flops=4e12, moved=3e11, wire=1e9, host=2e9, devices=2)
     assert work.seconds(PEAKS) == pytest.approx(3 + 0.1 + 0.2)
     assert dataclasses.replace(work, moved=0.0).seconds(PEAKS) == pytest.approx(2 + 0.1 + 0.2)
+    cached = dataclasses.replace(PEAKS, cache=1e6)
+    work = dataclasses.replace(work, update=1e11)
+    assert dataclasses.replace(work, temporary=2e6).seconds(cached) == pytest.approx(2 + 3 + 0.1 + 0.2)
+    assert dataclasses.replace(work, temporary=1e6).seconds(cached) == pytest.approx(2 + 1 + 0.1 + 0.2)
+
+
+@pytest.mark.parametrize("cache, expected", [(0, 1), (64, 1), (63, 2), (8, 8), (9, 8), (1, 64), (0.5, 1)])
+def test_on_a_cpu_the_largest_micro_batch_within_the_cache_is_chosen(cache, expected, monkeypatch):
+    """A row has 1 byte of temporary values; if no micro-batch is within the cache, the largest moves the least."""
+
+    def measure(self, layout, step):
+        temporary = 64 // step.accumulate
+        moved = 100.0 + step.accumulate
+        return _memory.Need(1, 0, temporary, 0, 0), Work(1e12, moved, 0.0, 0.0, 1, update=2.0, temporary=temporary)
+
+    monkeypatch.setattr(planning._Candidates, "_measure", measure)
+    peaks = dataclasses.replace(PEAKS, cache=cache)
+    report = ts.plan(STEP, make, ROW, 64, memory=10**6, peaks=peaks, vary="accumulate")
+    assert report.best.accumulate == expected and len(compiled_rows(report)) <= 2
+    if expected > 1:
+        assert "more than the cache" in report.why(next(row for row in report.rows if row.accumulate == 1))
 
 
 def test_nothing_fits():

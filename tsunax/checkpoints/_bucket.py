@@ -103,7 +103,7 @@ class BucketPath:
         try:
             with _os_errors():
                 self.store.delete(keys)
-        except FileNotFoundError:  # it ends the request of them all in the stores of Google
+        except FileNotFoundError:  # in stores of Google it ends the deletion of all keys
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), _os_errors():
                     self.store.delete(key)

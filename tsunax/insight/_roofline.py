@@ -2,11 +2,14 @@
 
     seconds = max(FLOPs / peak, bytes / bandwidth) + bytes between devices and to the host / links
 
-It is an estimate, for comparisons: no program reaches its peaks, and transfers overlap with work.
+On a CPU the first two add up, and temporary values that fit into its cache cost no bandwidth. It
+is an estimate, for comparisons: no program reaches its peaks, and transfers overlap with work.
 """
 
+import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +22,8 @@ class Peaks:
     """The peak rates of one device, in a second; `source` says where the figures are from.
 
     `flops` are operations of products, `memory`, `wire` and `host` are bytes between the device and
-    its memory, the other devices (sent), and the memory of the host.
+    its memory, the other devices (sent), and the memory of the host. `cache` is the size in bytes
+    of a CPU's last cache, 0 for other devices.
     """
 
     flops: float
@@ -27,6 +31,7 @@ class Peaks:
     wire: float
     host: float
     source: str = "as given"
+    cache: float = 0.0
 
 
 _SHEET = "its data sheet"
@@ -48,8 +53,19 @@ def peaks_of(device: Any, n: int) -> Peaks:
     """The peaks of one of n devices from its data sheet, else nominal figures for a CPU."""
     if device.device_kind in DATA_SHEETS:
         return DATA_SHEETS[device.device_kind]
-    share = (os.cpu_count() or 1) / (n if device.platform == "cpu" else 1)
-    return Peaks(50e9 * share, 10e9 * share, 10e9, 10e9, "nominal figures of a CPU: give peaks=")
+    is_cpu = device.platform == "cpu"
+    share, cache = (os.cpu_count() or 1) / (n if is_cpu else 1), _cache_of_cpu() / n
+    source = "nominal figures of a CPU: give peaks="
+    return Peaks(50e9 * share, 10e9 * share, 10e9, 10e9, source, cache if is_cpu else 0.0)
+
+
+def _cache_of_cpu() -> int:
+    """Bytes of the last cache of the first core; 32 MiB if the system does not tell."""
+    files = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    try:
+        return int(files[-1].read_text().strip().removesuffix("K")) << 10
+    except (IndexError, OSError, ValueError):
+        return 32 << 20
 
 
 @dataclass(frozen=True)
@@ -61,10 +77,18 @@ class Work:
     wire: float  # bytes sent to other devices
     host: float  # bytes from and to the memory of the host
     devices: int
+    update: float = 0.0  # bytes of `moved` that the update of the state moves
+    temporary: float = math.inf  # bytes of temporary values
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time that it takes: products and memory at once, then transfers."""
-        busy = max(self.flops / self.devices / peaks.flops, self.moved / peaks.memory)
+        """The least time that it takes: products and memory at once, then transfers.
+
+        On a CPU (a device with a `cache`) products and memory take turns.
+        """
+        is_cached = self.temporary <= peaks.cache
+        moving = (self.update if is_cached else self.moved) / peaks.memory
+        computing = self.flops / self.devices / peaks.flops
+        busy = computing + moving if peaks.cache else max(computing, moving)
         return busy + self.wire / peaks.wire + self.host / peaks.host
 
 
@@ -88,4 +112,6 @@ def work_of(flops: float, compiled: jax.stages.Compiled, need: _memory.Need, dev
         wire=sum(c.bytes * factors.get(c.kind, 1.0) for c in collectives),
         host=2.0 * need.host,
         devices=devices,
+        update=update_bytes,
+        temporary=need.temporary,
     )

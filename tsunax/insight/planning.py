@@ -120,11 +120,15 @@ class Plan:
         best = self.best
         if row == best:
             return f"{row!r} is the fastest that fits, about {tables.short(row.seconds)} s a step."
+        cache, temporary = self.peaks.cache, row.need.temporary
         costs = {
             f"recomputes {with_si_prefix(row.recomputed, 'FLOP')}": row.recomputed
             > best.recomputed,
             f"sends {trees.bytes_str(row.wire)} to other devices": row.wire > best.wire,
             f"has {row.accumulate} micro-batches": row.accumulate > best.accumulate,
+            f"has temporary values of {trees.bytes_str(temporary)}, more than the cache": (
+                temporary > cache > 0
+            ),
             "moves parts of the state from and to the host": row.layout.host != best.layout.host,
         }
         listed = ", ".join(cost for cost, is_higher in costs.items() if is_higher)
@@ -170,7 +174,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_SECONDS = operator.attrgetter("seconds")
+_SECONDS = operator.attrgetter("seconds", "accumulate")
 
 
 def _remat_name(remat: Any) -> str:
@@ -311,6 +315,14 @@ class _Candidates:
             return need
 
         trials = self.search.trials(sizes, need_of_size, len(sizes) - 1)
+        fitting = [(x.size, x.need.temporary) for x in trials if x.fits and x.need]
+        if self.peaks.cache and fitting:
+            # Temporary values grow with the rows: try a size at which they are within the cache.
+            largest_size, temporary = max(fitting)
+            share = self.peaks.cache / max(temporary, 1)
+            cached_sizes = [size for size in sizes if size <= share * largest_size]
+            if share < 1 and cached_sizes and cached_sizes[-1] not in works:
+                trials.append(self.search.trial(need_of_size, cached_sizes[-1]))
         return {trial.size: trial for trial in trials}, works
 
     def _measure(self, layout: Layout, step: TrainStep) -> tuple[_memory.Need, Work]:

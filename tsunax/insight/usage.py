@@ -15,7 +15,7 @@ from tsunax.state import TrainState
 class Usage:
     """A callback of `fit`: see `usage`."""
 
-    flops: float  # of a step, on all devices
+    flops: float  # products of a step, on all devices
     peak: float | None  # FLOP/s of all devices; None if it is unknown
 
     def __call__(self, run: Any) -> None:
@@ -37,15 +37,15 @@ def usage(
     peak: float | None = None,
     **extra: Any,
 ) -> Usage:
-    """A callback of `fit` that logs `mfu` and `peak_bytes` with the rows, where they are known.
+    """A callback of `fit` that logs `mfu` and `peak_bytes` with the rows, if they are known.
 
         callbacks=ts.callbacks.every(10, ts.insight.usage(step, state, batch))
 
     `mfu` is the fraction, 0 to 1, of the peak of all devices that the products and convolutions of
-    the step reach, counted in its traced program, with what `remat` computes again; nothing is
-    compiled or run. `peak_bytes` is the largest peak of memory of a device of this process so far;
-    a CPU does not tell. Tokens a second are `examples_per_second` of a loss that is a mean over
-    tokens.
+    the step reach, counted in its traced program, with the recomputations of `remat`; nothing is
+    compiled or run. `peak_bytes` is the largest peak of memory of a device of this process until
+    now; a CPU does not report it. Tokens a second are `examples_per_second` of a loss that is a
+    mean over tokens.
 
     Args:
       step, state, batch, extra: as for the step; arrays, or shapes.

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tsunax._core import PyTree, Where, checks
-from tsunax._core.cadence import When, cadence_of
+from tsunax._core.cadence import Cadence, When, cadence_of
 from tsunax.errors import HyperparameterError
 from tsunax.hyper import adjust, freeze, hyperparams, thaw
 from tsunax.run.part import Part, Watcher
@@ -113,7 +113,8 @@ class every:
     fn: Callable[[Run], Any]
 
     def __post_init__(self) -> None:
-        cadence_of(self.interval, "every()", "interval")
+        if cadence_of(self.interval, "every()", "interval") == Cadence():
+            raise HyperparameterError("interval", "every()", "()", "an interval: () is never")
         checks.check_takes("fn", "every()", self.fn, "f(run)", None)
 
     @property

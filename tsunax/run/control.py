@@ -7,7 +7,7 @@ which it was made, by the text of the run's lock, so that no later run obeys it.
 import json
 from typing import Any
 
-from tsunax._core import processes
+from tsunax._core import Function, processes
 from tsunax._core.cadence import Timer
 from tsunax.errors import TsunaxError, told
 from tsunax.hyper import adjust, freeze, thaw
@@ -15,7 +15,11 @@ from tsunax.run.mailboxes import Mailbox
 from tsunax.run.part import EVALUATE, Part
 from tsunax.run.run import Run
 
-CHANGES = {"adjust": adjust, "freeze": freeze, "thaw": thaw}  # the verbs that change the state
+CHANGES: dict[str, Function] = {
+    "adjust": adjust,
+    "freeze": freeze,
+    "thaw": thaw,
+}  # the verbs that change the state
 VERBS = ("status", "save", "stop", "evaluate", *CHANGES)
 
 

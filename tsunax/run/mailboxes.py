@@ -31,7 +31,7 @@ _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
 class Mailbox(Protocol):
-    """What a run and the senders of commands need."""
+    """The side of a run, and the side of senders."""
 
     #: Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
     #: with a longer one people would send their command again.
@@ -46,6 +46,7 @@ class Mailbox(Protocol):
 
     def names(self) -> list[str]:
         """The commands in their order."""
+        ...
 
     def load(self, name: str) -> bytes: ...
 
@@ -53,7 +54,8 @@ class Mailbox(Protocol):
         """Write the answer to a command, and delete the command."""
 
     def send(self, content: bytes) -> str:
-        """Write a command; its name. CheckpointError if another one waits and keeps it out."""
+        """Write a command; its name. CheckpointError if an earlier command keeps it out."""
+        ...
 
     def take_answer(self, name: str) -> str | None:
         """The answer to a command, once it is there."""
@@ -62,8 +64,8 @@ class Mailbox(Protocol):
 class FolderMailbox:
     """Files in the `control` folder of a run's directory; the folder belongs to the run's user."""
 
-    look_seconds = 10.0
-    seconds_between_questions = 0.05
+    look_seconds: float = 10.0
+    seconds_between_questions: float = 0.05
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL
@@ -116,16 +118,17 @@ class FolderMailbox:
 
 
 class BucketMailbox:
-    """Two objects in a bucket: whoever may write there may send commands."""
+    """Two objects in a bucket: a user who may write there may send commands."""
 
-    look_seconds = 30.0
-    seconds_between_questions = 1.0
+    look_seconds: float = 30.0
+    seconds_between_questions: float = 1.0
 
     def __init__(self, directory: Any) -> None:
         self.command: Any = directory / durable_files.CONTROL / "command.json"
         self.answer_object: Any = directory / durable_files.CONTROL / "answer.json"
-        self.contents: dict[str, bytes] = {}  # of the command that the last look found, by its name
-        self.answered = ""  # the newest command with an answer: it may be there if a deletion fails
+        self.contents: dict[str, bytes] = {}  # {name: the command that the last look found}
+        # the newest command with an answer, which stays if its deletion fails
+        self.answered: str = ""
         self._look: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -133,7 +136,7 @@ class BucketMailbox:
 
     def _fetch(self) -> None:
         self.contents = {}
-        with contextlib.suppress(OSError):  # of the network, too: the next look tries again
+        with contextlib.suppress(OSError):  # if the network fails, the next look tries again
             try:
                 content, _ = self.command.read(MOST_BYTES)
             except ValueError:  # it is longer

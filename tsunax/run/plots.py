@@ -210,13 +210,13 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
 
 
 def _legend_rows(columns: dict[str, Any]) -> int:
-    """The rows of the legend beside a panel, at most."""
+    """The most rows that the legend of a panel has."""
     singles = [names for names in tables.families(columns, 2).values() if len(names) == 1]
     return min(len(singles), _MOST_NAMES) if len(columns) > 1 else 0
 
 
 def _dashes(columns: dict[str, Any]) -> dict[str, Any]:
-    """The dashes of lines that coincide with others: each is seen in a part of its length."""
+    """The dashes of lines that coincide: each is seen in a part of its length."""
     names_by_values: dict[bytes, list[str]] = {}
     for name, (places, values) in columns.items():
         content = np.asarray(places, float).tobytes() + np.asarray(values, float).tobytes()
@@ -246,9 +246,9 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.insert(x, jumps, x[jumps - 1]), np.insert(values, jumps, values[jumps]), points
 
 
-def _draw_zeros(axes: Any, lines: dict[str, Any], least: float) -> None:
-    """Draw the zeros of a logarithmic axis on a line of their own, labelled 0, below the values."""
-    place = least / 3
+def _draw_zeros(axes: Any, lines: dict[str, Any], lowest_value: float) -> None:
+    """Draw the zeros of a logarithmic axis below the values, on a line with the label 0."""
+    place = lowest_value / 3
     for line in lines.values():
         line.set_ydata(np.where(np.asarray(line.get_ydata()) == 0, place, line.get_ydata()))
     axes.axhline(place, color="0.8", linewidth=0.7, zorder=0)
