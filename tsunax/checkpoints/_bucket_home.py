@@ -52,6 +52,7 @@ def _whole(saves: Saves) -> dict[int, str]:
 class BucketHome(CheckpointHome):
     can_rewind = False
     write_file = staticmethod(BucketPath.write)
+    stored_in = staticmethod(_bucket.stored_in)
     threads = _bucket.PARALLEL_REQUESTS
     proof_threads = 8
 
@@ -81,9 +82,6 @@ class BucketHome(CheckpointHome):
         name = _whole(self._listed(f"{step}/")).get(step)
         return None if name is None else self.path / name
 
-    def stored_in(self, folder: Any, processes: Iterable[int]) -> dict[str, list]:
-        return _bucket.stored_in([folder / ARRAYS / f"{i}.safetensors" for i in processes])
-
     def begin(self, step: int) -> str:
         numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
         return f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
@@ -99,8 +97,6 @@ class BucketHome(CheckpointHome):
         self.put_manifest(name, whole)
         files = {f"{ARRAYS}/{i}.safetensors" for i in range(len(whole.parts))}
         self._saves[name] = {MANIFEST, SUM, *files}
-        self.metrics_by_step()[whole.step] = whole.metrics
-        self.bad.pop(whole.step, None)
         with self.deleting(whole.step):
             self._remove(replaced)
 
@@ -119,11 +115,8 @@ class BucketHome(CheckpointHome):
             self._saves |= self._listed(f"{name}/")
             self._remove({name} & set(self._saves))
 
-    def drop(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            with self.deleting(step):
-                self._remove(self._saves_of(step))
-                self.metrics_by_step().pop(step, None)
+    def delete(self, step: int) -> None:
+        self._remove(self._saves_of(step))
 
     def tidy(self) -> None:
         self._saves = self._listed()

@@ -25,17 +25,18 @@ with the hashes of the manifest. One run writes, and any number of processes rea
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tsunax._core import Function, durable_files, processes
 from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
+from tsunax.checkpoints._blocks import Blocks, Needed, OpenLeaf, ReadResult, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.errors import CheckpointError, told
@@ -86,6 +87,7 @@ class CheckpointHome:
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
+    stored_in: Any = staticmethod(_blocks.stored_in)
     threads: int = min(8, os.cpu_count() or 1)  # they restore, each with a leaf in memory
     proof_threads: int = 0  # they read a save back; 0: as many as hash it
 
@@ -118,17 +120,14 @@ class CheckpointHome:
         """
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
-        has_arrays = any(leaf.dtype for leaf in requested)
         with _blocks.damage_of_arrays():
-            stored = self.stored_in(folder, range(len(manifest.parts))) if has_arrays else {}
-        read_leaf = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-        return _blocks.read_all(read_leaf, requested, needed, place, self.threads)
+            open_leaf = self.opened(folder, manifest.arrays(), range(len(manifest.parts)))
+        return _blocks.read_all(open_leaf, requested, needed, place, self.threads)
 
-    def stored_in(self, folder: Path, processes: Iterable[int]) -> dict[str, list[Any]]:
-        """The blocks of each leaf in the files of some processes, as `_blocks.stored_in`."""
-        if not durable_files.is_real_directory(folder / ARRAYS):
-            raise Damaged("arrays: missing")
-        return _blocks.stored_in(folder / ARRAYS / f"{i}.safetensors" for i in processes)
+    def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
+        """A function that opens each of the saved leaves, in the files of some processes."""
+        stored = self.stored_in([folder / ARRAYS / f"{i}.safetensors" for i in processes])
+        return lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
 
     def begin(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
@@ -149,9 +148,8 @@ class CheckpointHome:
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         """Read back the files of this process, here or in `commit`. Raises Damaged."""
         if hashes:
-            stored = self.stored_in(self.path / name, [process])
-            read = lambda block, leaf: _blocks.read_block(block, leaf, stored[leaf.name])
-            _blocks.check_same(saved, hashes, read, self.proof_threads)
+            open_leaf = self.opened(self.path / name, saved.values(), [process])
+            _blocks.check_same(saved, hashes, open_leaf, self.proof_threads)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process has, and give the checkpoint its name."""
@@ -160,7 +158,6 @@ class CheckpointHome:
         step, folder = whole.step, self.path / name
         self.put_manifest(name, whole)
         durable_files.sync(folder)
-        self.metrics_by_step()
         final, old = self.path / str(step), None
         if os.path.lexists(final):
             if not self._is_deletable(final):
@@ -173,8 +170,6 @@ class CheckpointHome:
             fix = "a directory could not be renamed: store='orbax' renames none"
             raise OSError(error.errno, f"{error.strerror}, {fix}") from error
         durable_files.sync(self.path)
-        self.metrics_by_step()[step] = whole.metrics
-        self.bad.pop(step, None)
         if old is not None:
             with self.deleting(step):
                 durable_files.remove(old, OUR_NAMES)
@@ -208,18 +203,12 @@ class CheckpointHome:
     def _is_deletable(folder: Path) -> bool:
         return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(OUR_NAMES)
 
-    def drop(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, except those in which a user keeps files of his own."""
-        for step in steps:
-            with self.deleting(step):
-                is_deletable = self._is_deletable(folder := self.path / str(step))
-                old = durable_files.hidden_path(self.path, "old", step)
-                if is_deletable:
-                    os.rename(folder, old)
-                # the step has gone, even if its files cannot be removed
-                self.metrics_by_step().pop(step, None)
-                if is_deletable:
-                    durable_files.remove(old, OUR_NAMES)
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, unless a user keeps files of his own in it."""
+        if self._is_deletable(folder := self.path / str(step)):
+            old = durable_files.hidden_path(self.path, "old", step)
+            os.rename(folder, old)
+            durable_files.remove(old, OUR_NAMES)
 
     def tidy(self) -> None:
         for name in sorted(os.listdir(self.path)):
@@ -248,6 +237,13 @@ class CheckpointHome:
         except Exception as error:  # OSError, or an exception of a library for buckets
             text = f"step {step} in {self.path} could not be deleted: {told(error)}"
             self.deletion_warnings.append(text)
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints."""
+        for step in steps:
+            with self.deleting(step):
+                self.delete(step)
+                self.metrics_by_step().pop(step, None)
 
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
@@ -335,7 +331,7 @@ class CheckpointHome:
     ) -> Manifest:
         """This process's part, read back to `prove` it; returns its manifest with the hashes."""
         saved = {leaf.name: leaf for leaf in part.arrays()}
-        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
+        hashes = _blocks.hashes_of(saved, blocks, blocks.__getitem__)
         self.write_blocks(name, process, saved, blocks)
         hashes_of_blocks = hashes()
         if prove:

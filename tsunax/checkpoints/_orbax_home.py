@@ -17,20 +17,20 @@ is written to "4.1". Slices are read by TensorStore.
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import math
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import Function, durable_files, processes, trees
+from tsunax._core import durable_files, processes, trees
 from tsunax.checkpoints import _blocks, _orbax
-from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
+from tsunax.checkpoints._blocks import Blocks, OpenLeaf, Saved
 from tsunax.checkpoints._home import MANIFEST_FOLDER, STEP_NAME, UNFINISHED, CheckpointHome
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
@@ -46,7 +46,6 @@ OUR_NAMES = {
     "orbax.checkpoint",
 }
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
-_PARALLEL_READS = 32  # reads: a mounted bucket answers late
 
 
 class _Save:
@@ -72,6 +71,7 @@ class _Save:
 class OrbaxHome(CheckpointHome):
     can_rewind = False
     manifest_folder = MANIFEST_FOLDER
+    threads = 32  # a mounted bucket answers late
 
     def __init__(self, path: Path, timeout: float = 600.0):
         super().__init__(path, timeout)
@@ -102,31 +102,16 @@ class OrbaxHome(CheckpointHome):
             raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
         return super().manifest(step)
 
-    def read(
-        self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
-    ) -> ReadResult:
-        if (folder := self.directory_of(step)) is None:
-            raise Damaged("not a directory")
-        declared = sum({x.name: x.n_bytes for x in requested if x.dtype}.values())
-        with tempfile.TemporaryDirectory() as scratch:
-            with _blocks.damage_of_arrays():
-                # before anything blocks, or takes memory that no file needs
-                if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
-                    raise Damaged(f"{declared} bytes declared, far more than its files have")
-                open_array = _opener(folder / STATE, manifest.leaves)
-                files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
-                for file in files:
-                    limit = 2 * declared + (64 << 20)  # a header is small
-                    with contextlib.suppress(FileNotFoundError):
-                        file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, limit))
-                stored = _blocks.stored_in(files)
-
-            def read_leaf(leaf: Leaf, parts):
-                if _is_of_orbax(leaf):
-                    return _blocks.verified(leaf, parts, open_array(leaf))
-                return _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-
-            return _blocks.read_all(read_leaf, requested, needed, place, _PARALLEL_READS)
+    def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
+        declared = sum(leaf.n_bytes for leaf in saved)
+        # before anything blocks, or takes memory that no file needs
+        if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
+            raise Damaged(f"{declared} bytes declared, far more than its files have")
+        open_array = _opener(folder / STATE, saved)
+        our_folder = folder / MANIFEST_FOLDER
+        stored = _blocks.stored_in([our_folder / f"{i}.safetensors" for i in processes])
+        part_of = lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
+        return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else part_of(leaf)
 
     def begin(self, step: int) -> str:
         matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
@@ -178,10 +163,8 @@ class OrbaxHome(CheckpointHome):
         """Write the blocks that orbax does not: it has the other arrays since `start`."""
         other_blocks = {x: y for x, y in blocks.items() if not _is_block_of_orbax(x, saved)}
         if other_blocks:
-            with tempfile.TemporaryDirectory() as scratch:
-                file = Path(scratch, f"{process}.safetensors")
-                _blocks.write_arrays(file, other_blocks)
-                self.write_file(self.path / name / MANIFEST_FOLDER / file.name, file.read_bytes())
+            file = self.path / name / MANIFEST_FOLDER / f"{process}.safetensors"
+            _blocks.write_arrays(file, other_blocks)
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         save = self._saves[name]  # `commit` reads them, when orbax has written them
@@ -199,20 +182,15 @@ class OrbaxHome(CheckpointHome):
         durable_files.sync_tree(folder)
         del self._saves[name]
         if whole is not None:
-            self.metrics_by_step()
             old = self._directories().get(whole.step, [])
             (self.path / (name + UNFINISHED)).unlink()
             durable_files.sync(self.path)
-            self.metrics_by_step()[whole.step] = whole.metrics
             with self.deleting(whole.step):
                 self._delete([] if whole.step in self.bad else old)
-            self.bad.pop(whole.step, None)
 
     def _prove(self, folder: Path, save: _Save) -> None:
-        open_array = _opener(folder / STATE, save.saved.values())
-        bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
-        read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
-        _blocks.check_same(save.saved, save.hashes, read, _PARALLEL_READS)
+        open_leaf = self.opened(folder, save.saved.values(), ())
+        _blocks.check_same(save.saved, save.hashes, open_leaf, self.threads)
 
     def _finish(self, save: _Save) -> None:
         fault = None
@@ -236,12 +214,8 @@ class OrbaxHome(CheckpointHome):
                 pass
         self._remove(name)
 
-    def drop(self, steps: Iterable[int]) -> None:
-        names_of_step = self._directories()
-        for step in steps:
-            with self.deleting(step):
-                self._delete(names_of_step.get(step, []))
-                self.metrics_by_step().pop(step, None)
+    def delete(self, step: int) -> None:
+        self._delete(self._directories().get(step, []))
 
     def _delete(self, names: list[str]) -> None:
         for name in names:

@@ -218,7 +218,7 @@ def changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     def look():
         described, blocks = _writing.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
-        hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
+        hashes = _blocks.hashes_of(by_name, blocks, blocks.__getitem__)()
         sums = json.dumps(_blocks.leaf_sums(hashes))
         return (described, run.home.manifest(checkpoint_step)), sums
 

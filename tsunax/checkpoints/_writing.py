@@ -157,18 +157,21 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
 def _commit(
     saver, name: str, first: _manifest.Manifest, count: int, left_calls: int | None
 ) -> None:
+    home, links = saver.home, saver.home.links
     if saver.process:
-        return saver.home.commit(name, None)
-    merged = saver.home.merged_manifest(name, first, count)
+        return home.commit(name, None)
+    merged = home.merged_manifest(name, first, count)
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
-    steps, links = saver.home.metrics_by_step(), saver.home.links
+    steps = home.metrics_by_step()
     merged = merged.linked({step: link for step, link in links.items() if step in steps})
     if left_calls is None:
-        saver.home.commit(name, merged)
+        home.commit(name, merged)
     else:
-        saver.home.commit_rewind(name, merged, left_calls)
+        home.commit_rewind(name, merged, left_calls)
+    home.metrics_by_step()[merged.step] = merged.metrics
+    home.bad.pop(merged.step, None)
     links[merged.step] = merged.links[merged.step]
 
 
