@@ -26,7 +26,7 @@ from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax._step.members import refuse_population
 from tsunax.averages import Average
-from tsunax.checkpoints import state_facts
+from tsunax.checkpoints import merging, state_facts
 from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
@@ -159,17 +159,17 @@ def migrate(
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named_leaves, slots = trees.leaves_with_names(master_params(state)), {}
+    named_leaves = enumerate(trees.leaves_with_names(master_params(state)))
+    name_and_path = {k: ("/".join(name), tuple(path)) for k, (name, path, _) in named_leaves}
+    slots = {}
     with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
     owners = owners_in(state.plan.init, skeleton, master_params(state))
     for i, ((path, x), owner) in enumerate(zip(leaves_with_paths, owners, strict=True)):
-        name, suffix, state_path = None, (), path
-        if owner is not None:
-            name, suffix = "/".join(named_leaves[owner][0]), named_leaves[owner][1]
-        if suffix and path[-len(suffix) :] == tuple(suffix):
-            state_path = path[: len(path) - len(suffix)]
+        name, suffix = name_and_path.get(owner, (None, ()))
+        depth = len(path) - len(suffix)
+        state_path = path[:depth] if path[depth:] == suffix else path
         if (slot := _slot(with_tables, state_path, name, x)) is not None:
             slots[i] = slot
     return slots
@@ -236,7 +236,7 @@ def _with_old_arrays(
     ]
     for i, slot in old_slot_of.items():
         if slot.is_injected and not np.array_equal(slot.value, slots[i].value):
-            values = state_facts.then_and_now(slot.value, slots[i].value)
+            values = merging.then_and_now(slot.value, slots[i].value)
             report["notes"].append(f"{slot.field}: {values}; the old one goes on")
     return treedef.unflatten(leaves)
 
@@ -342,7 +342,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> Tr
         return new
     old_facts, new_facts = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, notes = state_facts.merged_table(old_facts, new_facts, None, *values)
+    merged, notes = merging.merged_table(old_facts, new_facts, None, *values)
     old_names, new_names = (
         [name for name, _ in facts["columns"]] for facts in (old_facts, new_facts)
     )

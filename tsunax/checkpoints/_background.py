@@ -3,6 +3,7 @@ of each directory in this process.
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401, before this file has `_finish` called at the exit
 import contextlib
 import os
 import sys
@@ -17,7 +18,6 @@ from tsunax.errors import CheckpointError, SaveError, message, told
 
 _LOCK = threading.RLock()
 _JOBS: "list[Job]" = []
-_EXIT_HOOKS: list[bool] = []
 _LOCKED_DIRECTORIES: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
 
 
@@ -49,11 +49,6 @@ class Job(Task):
         with _LOCK:
             _JOBS[:] = [job for job in _JOBS if not job.is_reported]
             _JOBS.append(self)
-            if not _EXIT_HOOKS:
-                _EXIT_HOOKS.append(True)
-                # This runs before concurrent.futures refuses new work, and before all `atexit`
-                # functions, in which processes end their connections.
-                getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 def _finish() -> None:
@@ -74,6 +69,11 @@ def _finish() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
+
+
+# It runs before concurrent.futures, imported above, refuses new work, and before all `atexit`
+# functions, in which processes end their connections.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 def bounded(f: Callable[[], Any], limit: float, title: str):
@@ -99,7 +99,7 @@ def take_lock(saver, is_first: bool) -> durable_files.Lock:
                     previous_saver.wait()
                     previous_saver._lock = None
             else:
-                lock = saver.home.lock(is_first)
+                lock = saver.home.lock(saver.path, is_first)
             _LOCKED_DIRECTORIES[key] = lock, weakref.ref(saver)
             return lock
     except SaveError:

@@ -103,7 +103,7 @@ class BucketPath:
         try:
             with _os_errors():
                 self.store.delete(keys)
-        except FileNotFoundError:  # it ends the request of them all in the stores of Google
+        except FileNotFoundError:  # in Google's stores it ends the request of all objects
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), _os_errors():
                     self.store.delete(key)

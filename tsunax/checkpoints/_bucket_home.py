@@ -49,10 +49,55 @@ def _whole(saves: Saves) -> dict[int, str]:
     return {_step_and_number(name)[0]: name for name in names}
 
 
+class BucketLock:
+    """The object that names the run which writes: the run that comes last takes it, and warns.
+
+    No bucket drops a lock when a process dies, and a lock that expires would keep a preempted run
+    from starting at once. Of runs that start in the same moment one gets it.
+    """
+
+    def __init__(self, path: Any, is_first: bool):
+        self.pid, self.text, self.run_id = os.getpid(), "", ""
+        self.origin: tuple[str, str] = "", ""
+        self._object, self._version = path / durable_files.LOCK, {}
+        if is_first:
+            self._take(path)
+
+    def _take(self, path: BucketPath) -> None:
+        facts, content, version = {}, b"", "create"
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            content, version = self._object.read(400)
+            facts = dict(json.loads(content))
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.run_id = str(facts.get("run_id", f"{since[:10]}-{secrets.token_hex(4)}"))[:40]
+        about = {"pid": self.pid, "host": socket.gethostname()[:80], "since": since}
+        self.text = json.dumps({**about, "writer": secrets.token_hex(4), "run_id": self.run_id})
+        with contextlib.suppress(FileExistsError):  # also of a request that was repeated
+            self._object.write(self.text.encode(), version)
+        current, self._version = self._object.read(400)
+        if current.decode() != self.text:
+            fix = "Wait for it to end, or give another path."
+            parts = str(path), f"a run that started now, {current.decode()}", "no other writer", fix
+            raise CheckpointError("directory in use", *parts)
+        if "pid" in facts:
+            text = f"{path} was in use, by {content.decode()}"
+            warn(f"{text}: that run, if it goes on, is refused at its next save.")
+
+    def renew(self, path: BucketPath) -> None:
+        if self.text and (current := self._object.read(400)[0].decode()) != self.text:
+            raise FileExistsError(f"another run has {path} now: {current}")
+
+    def release(self) -> None:
+        if self.text and os.getpid() == self.pid:
+            with contextlib.suppress(OSError):  # another run has it, or the next one warns
+                self._object.write(json.dumps({"run_id": self.run_id}).encode(), self._version)
+
+
 class BucketHome(CheckpointHome):
     can_rewind = False
     write_file = staticmethod(BucketPath.write)
     stored_in = staticmethod(_bucket.stored_in)
+    lock = BucketLock
     threads = _bucket.PARALLEL_REQUESTS
     proof_threads = 8
 
@@ -75,12 +120,9 @@ class BucketHome(CheckpointHome):
             saves.setdefault(match[1], set()).add(match[2])
         return saves
 
-    def listed_steps(self) -> list[int]:
-        return list(_whole(self._listed()))
-
-    def directory_of(self, step: int) -> Any:
-        name = _whole(self._listed(f"{step}/")).get(step)
-        return None if name is None else self.path / name
+    def directories(self, step: int | None = None) -> dict[int, list[Any]]:
+        saves = self._listed("" if step is None else f"{step}/")
+        return {step: [self.path / name] for step, name in _whole(saves).items()}
 
     def begin(self, step: int) -> str:
         numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
@@ -133,50 +175,3 @@ class BucketHome(CheckpointHome):
 
     def prepare(self) -> str:
         return str(self.path)
-
-    def lock(self, is_first: bool) -> Any:
-        return BucketLock(self.path, is_first)
-
-
-class BucketLock:
-    """The object that names the run which writes: the run that comes last takes it, and warns.
-
-    No bucket drops a lock when a process dies, and a lock that expires would keep a preempted run
-    from starting at once. Of runs that start in the same moment one gets it.
-    """
-
-    def __init__(self, path: Any, is_first: bool):
-        self.pid, self.text, self.run_id = os.getpid(), "", ""
-        self.origin: tuple[str, str] = "", ""
-        self._object, self._version = path / durable_files.LOCK, {}
-        if is_first:
-            self._take(path)
-
-    def _take(self, path: BucketPath) -> None:
-        facts, content, version = {}, b"", "create"
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            content, version = self._object.read(400)
-            facts = dict(json.loads(content))
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.run_id = str(facts.get("run_id", f"{since[:10]}-{secrets.token_hex(4)}"))[:40]
-        about = {"pid": self.pid, "host": socket.gethostname()[:80], "since": since}
-        self.text = json.dumps({**about, "writer": secrets.token_hex(4), "run_id": self.run_id})
-        with contextlib.suppress(FileExistsError):  # also of a request that was repeated
-            self._object.write(self.text.encode(), version)
-        current, self._version = self._object.read(400)
-        if current.decode() != self.text:
-            fix = "Wait for it to end, or give another path."
-            parts = str(path), f"a run that started now, {current.decode()}", "no other writer", fix
-            raise CheckpointError("directory in use", *parts)
-        if "pid" in facts:
-            text = f"{path} was in use, by {content.decode()}"
-            warn(f"{text}: that run, if it goes on, is refused at its next save.")
-
-    def renew(self, path: BucketPath) -> None:
-        if self.text and (current := self._object.read(400)[0].decode()) != self.text:
-            raise FileExistsError(f"another run has {path} now: {current}")
-
-    def release(self) -> None:
-        if self.text and os.getpid() == self.pid:
-            with contextlib.suppress(OSError):  # another run has it, or the next one warns
-                self._object.write(json.dumps({"run_id": self.run_id}).encode(), self._version)

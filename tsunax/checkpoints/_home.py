@@ -88,6 +88,7 @@ class CheckpointHome:
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
     stored_in: Any = staticmethod(_blocks.stored_in)
+    lock: Any = durable_files.Lock
     threads: int = min(8, os.cpu_count() or 1)  # they restore, each with a leaf in memory
     proof_threads: int = 0  # they read a save back; 0: as many as hash it
 
@@ -102,14 +103,12 @@ class CheckpointHome:
 
     # --------------------------------------------------------- orbax's home has its own of these
 
-    def listed_steps(self) -> list[int]:
-        """Steps that a directory is named after, in order, in one listing."""
-        steps = map(durable_files.step_in_name, self.names(self.path))
-        return sorted(step for step in steps if step is not None and self.directory_of(step))
-
-    def directory_of(self, step: int) -> Path | None:
-        folder = self.path / str(step)
-        return folder if durable_files.is_real_directory(folder) else None
+    def directories(self, step: int | None = None) -> dict[int, list[Any]]:
+        """By step, or of one step alone, the directories that are named after it, newest last."""
+        names = self.names(self.path) if step is None else [str(step)]
+        steps = {x: step for x in names if (step := durable_files.step_in_name(x)) is not None}
+        folders = {step: self.path / name for name, step in steps.items()}
+        return {x: [y] for x, y in folders.items() if durable_files.is_real_directory(y)}
 
     def read(
         self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
@@ -189,7 +188,7 @@ class CheckpointHome:
         """Set aside the checkpoints from this step on that are still there, and name the state."""
         left_folder = self.path / LEFT_FOLDER / str(durable_files.rewind_calls(rewind.name))
         left_folder.mkdir(parents=True, exist_ok=True)
-        for later_step in reversed([x for x in self.listed_steps() if x >= step]):
+        for later_step in sorted((x for x in self.directories() if x >= step), reverse=True):
             os.rename(self.path / str(later_step), left_folder / str(later_step))
         for folder in (left_folder, left_folder.parent):
             durable_files.sync(folder)
@@ -267,6 +266,10 @@ class CheckpointHome:
             expected = "the directory that has the steps"
             raise CheckpointError("path", str(self.path), "a part of one checkpoint", expected)
 
+    def directory_of(self, step: int) -> Any:
+        """The directory of a checkpoint; None if it has gone."""
+        return next(reversed(self.directories(step).get(step, [])), None)
+
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint. Raises Damaged, or TooNew."""
         folder = self.directory_of(step)
@@ -295,7 +298,9 @@ class CheckpointHome:
         only one listed before it is looked at. So no step at all counts when two listings agree.
         """
         names = self.names(self.path)
-        while not (steps := self.listed_steps()) and names != (names := self.names(self.path)):
+        while not (steps := sorted(self.directories())) and names != (
+            names := self.names(self.path)
+        ):
             pass
         return steps
 
@@ -379,9 +384,6 @@ class CheckpointHome:
         if self.load(file, len(content)) != content:
             raise OSError("a small file came back with other bytes")
         file.unlink()
-
-    def lock(self, is_first: bool) -> durable_files.Lock:
-        return durable_files.Lock(self.path, is_first=is_first)
 
     def lock_text(self) -> str:
         """The text of the first process's lock; "" if this process cannot see the file."""

@@ -77,30 +77,15 @@ class OrbaxHome(CheckpointHome):
         super().__init__(path, timeout)
         self._saves: dict[str, _Save] = {}
 
-    def _directories(self) -> dict[int, list[str]]:
-        """The directories of each step, the newest last; no links, and none that is unfinished."""
-        names, names_of_step = set(self.names(self.path)), {}
-        for name in names:
-            if not durable_files.is_real_directory(self.path / name):
-                continue
-            if (match := STEP_NAME.fullmatch(name)) and name + UNFINISHED not in names:
-                names_of_step.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
-        return {
-            step: [name for _, name in sorted(several)] for step, several in names_of_step.items()
-        }
-
-    def listed_steps(self) -> list[int]:
-        return sorted(self._directories())
-
-    def directory_of(self, step: int) -> Path | None:
-        several = self._directories().get(step)
-        return self.path / several[-1] if several else None
-
-    def manifest(self, step: int) -> Manifest:
-        folder = self.directory_of(step)
-        if folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
-            raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
-        return super().manifest(step)
+    def directories(self, step: int | None = None) -> dict[int, list[Path]]:
+        """No links, and no directory that is unfinished."""
+        names, folders = {*self.names(self.path)}, dict[int, list[Path]]()
+        matches = filter(None, map(STEP_NAME.fullmatch, names))
+        for match in sorted(matches, key=lambda match: int(match[2] or 0)):
+            folder = self.path / match[0]
+            if folder.name + UNFINISHED not in names and durable_files.is_real_directory(folder):
+                folders.setdefault(int(match[1]), []).append(folder)
+        return folders
 
     def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
         declared = sum(leaf.n_bytes for leaf in saved)
@@ -130,10 +115,9 @@ class OrbaxHome(CheckpointHome):
                 continue
             if not _blocks.is_local(x):
                 arrays[leaf.name] = jax.random.key_data(x) if trees.is_key(x) else x
-            elif leaf.name in blocks:
-                arrays[leaf.name] = blocks[leaf.name]
-            else:  # the first process writes it
-                arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+            else:  # if it has no block here, the first process writes it
+                zeros = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+                arrays[leaf.name] = blocks.get(leaf.name, zeros)
         save = _Save()
         if not processes.current().is_first:
             save.manifest_written.set_result(None)
@@ -182,7 +166,7 @@ class OrbaxHome(CheckpointHome):
         durable_files.sync_tree(folder)
         del self._saves[name]
         if whole is not None:
-            old = self._directories().get(whole.step, [])
+            old = self.directories().get(whole.step, [])
             (self.path / (name + UNFINISHED)).unlink()
             durable_files.sync(self.path)
             with self.deleting(whole.step):
@@ -193,13 +177,11 @@ class OrbaxHome(CheckpointHome):
         _blocks.check_same(save.saved, save.hashes, open_leaf, self.threads)
 
     def _finish(self, save: _Save) -> None:
-        fault = None
         with save.quiet:
             try:
-                return save.response.result(timeout=self.timeout)
+                save.response.result(timeout=self.timeout)
             except Exception as error:  # orbax, TensorStore and asyncio raise many types
-                fault = OSError(f"orbax: {told(error)}")
-        raise fault
+                raise OSError(f"orbax: {told(error)}") from None
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
@@ -215,13 +197,13 @@ class OrbaxHome(CheckpointHome):
         self._remove(name)
 
     def delete(self, step: int) -> None:
-        self._delete(self._directories().get(step, []))
+        self._delete(self.directories().get(step, []))
 
-    def _delete(self, names: list[str]) -> None:
-        for name in names:
-            has_no_user_file = {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= OUR_NAMES
+    def _delete(self, folders: list[Path]) -> None:
+        for folder in folders:
+            has_no_user_file = {MANIFEST_FOLDER} <= set(self.names(folder)) <= OUR_NAMES
             if has_no_user_file:
-                self._remove(name)
+                self._remove(folder.name)
 
     def tidy(self) -> None:
         for name in self.names(self.path):

@@ -20,28 +20,9 @@ from tsunax.checkpoints import (
     state_facts,
 )
 from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
-
-__all__ = ["Restored"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
-
-    Without a checkpoint, `step` is None and `state` is the given state. `data`, `history` and
-    `callbacks` were given to `save`, or are None; `script` is a dict of the settings of `fit`, or
-    None.
-    """
-
-    state: Any
-    data: Any = None
-    history: Any = None
-    callbacks: Any = None
-    step: int | None = None
-    script: Any = None
-    is_edited: bool = False  # whether numbers are the script's, and not the saved ones
 
 
 def newest(

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,24 @@ class Manifest:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
 
 
+@dataclass(frozen=True)
+class Restored:
+    """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
+
+    Without a checkpoint, `step` is None and `state` is the given state. `data`, `history` and
+    `callbacks` were given to `save`, or are None; `script` is a dict of the settings of `fit`, or
+    None.
+    """
+
+    state: Any
+    data: Any = None
+    history: Any = None
+    callbacks: Any = None
+    step: int | None = None
+    script: Any = None
+    is_edited: bool = False  # whether numbers are the script's, and not the saved ones
+
+
 def merged(parts: list[Manifest]) -> Manifest:
     """Merge the manifests of processes that wrote parts of the same tree: hashes add up."""
     total = lambda versions: sum(leaf.hash for leaf in versions) % MODULUS
@@ -153,24 +171,24 @@ def check(x: Any, schema: Any) -> None:
     A schema is a type, [the schema of each item], (the schemas of both items), (a schema, None)
     for optional values, {key: schema}, {str: the schema of all values}, or Size.
     """
-    if isinstance(schema, tuple) and schema[1] is None:
-        return None if x is None else check(x, schema[0])
-    if schema is Size:
-        if type(x) is not int or not 0 <= x < 1 << 48:
-            raise ValueError("a size out of range")
-        return
-    # JSON has no tuples
-    if not isinstance(x, {tuple: list, list: list, dict: dict}.get(type(schema), schema)):
-        raise ValueError(f"an unexpected {type(x).__name__}")
-    pairs: Any = ()
-    if isinstance(schema, list):
-        pairs = ((y, schema[0]) for y in x)
-    elif isinstance(schema, tuple):
-        pairs = zip(x, schema, strict=True)
-    elif isinstance(schema, dict) and str in schema:
-        pairs = ((y, schema[str]) for y in x.values())
-    elif isinstance(schema, dict):
-        pairs = ((x[key], item_schema) for key, item_schema in schema.items())
+    pairs: Iterable[tuple[Any, Any]] = ()
+    match schema, x:
+        case (_, None), _:
+            pairs = [] if x is None else [(x, schema[0])]
+        case tuple(), list():  # JSON has no tuples
+            pairs = zip(x, schema, strict=True)
+        case list(), list():
+            pairs = ((y, schema[0]) for y in x)
+        case dict(), dict() if str in schema:
+            pairs = ((y, schema[str]) for y in x.values())
+        case dict(), dict():
+            pairs = ((x[key], item_schema) for key, item_schema in schema.items())
+        case type(), int() if schema is Size and type(x) is int and 0 <= x < 1 << 48:
+            pass
+        case type(), _ if schema is not Size and isinstance(x, schema):
+            pass
+        case _:
+            raise ValueError(f"an unexpected {type(x).__name__}")
     for y, item_schema in pairs:
         check(y, item_schema)
 
@@ -189,23 +207,19 @@ def _leaf(x) -> Leaf:
     return leaf
 
 
-def _parts(values, arrays) -> Parts:
-    described = list(map(_leaf, arrays))
-    if not all(leaf.dtype for leaf in described):
-        raise ValueError("an array without a dtype")
-    return Parts(values, described)
-
-
 def _parsed(body) -> Manifest:
     check(body, _SCHEMA)
     states = {tuple(path): facts for path, facts in body["states"]}
     for _, group_of_leaf, labels in (cut for facts in states.values() for cut in facts["cuts"]):
         if not labels or any(group >= len(labels) for group in group_of_leaf):
             raise ValueError("a cut with unknown groups")
-    described, parts = list(map(_leaf, body["leaves"])), [_parts(*part) for part in body["parts"]]
-    names = [x.name for x in [*described, *(y for part in parts for y in part.arrays)]]
-    if len(set(names)) != len(names):
+    described = list(map(_leaf, body["leaves"]))
+    parts = [Parts(values, list(map(_leaf, arrays))) for values, arrays in body["parts"]]
+    arrays = [x for part in parts for x in part.arrays]
+    if len({x.name for x in [*described, *arrays]}) != len(described) + len(arrays):
         raise ValueError("two leaves of one name")
+    if not all(x.dtype for x in arrays):
+        raise ValueError("an array without a dtype")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
     check(links := body.get("links", []), [(Size, str)])  # earlier versions did not save them
     return Manifest(body["step"], described, states, parts, metrics, dict(links))

@@ -18,10 +18,10 @@ from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
-from tsunax.checkpoints import _background, _matching, _reading, _writing
+from tsunax.checkpoints import _background, _writing
 from tsunax.checkpoints._home import BUCKETS, CheckpointHome, store_of
-from tsunax.checkpoints._reading import Restored
 from tsunax.checkpoints.leaves import Damaged
+from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -164,19 +164,17 @@ class Checkpoints:
         """Take the directory in the first process; the other processes have to see it."""
 
         def take():
-            if self.process:
-                return None, ""
-            self._lock = _background.take_lock(self, is_first=True)
-            self.home.tidy()
-            return None, json.dumps([self._lock.text, secrets.token_hex(4)])
+            if not self.process:
+                self._lock = _background.take_lock(self, is_first=True)
+                self.home.tidy()
+            return None, json.dumps([self._lock_text, secrets.token_hex(4)])
 
         def join():
-            if not self.process:
-                return None, ""
-            if self.home.lock_text() != text:
-                expected = "that of process 0, on a disk that all processes share"
-                raise CheckpointError("path", str(self.path), "another directory", expected)
-            self._lock = _background.take_lock(self, is_first=False)
+            if self.process:
+                if self.home.lock_text() != text:
+                    expected = "that of process 0, on a disk that all processes share"
+                    raise CheckpointError("path", str(self.path), "another directory", expected)
+                self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
         self.everyone.compare("Checkpoints()", lambda: settings, self.timeout + 10)
@@ -345,6 +343,8 @@ class Checkpoints:
         there, it is of another tree, shape, dtype or rule (up to ten differences, both sides), of
         another run or of a newer format.
         """
+        from tsunax.checkpoints import _matching, _reading
+
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         options = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         resume = "must" if resume == "auto" and params_only else resume
@@ -356,6 +356,8 @@ class Checkpoints:
 
     def _as_saved(self, step: int, like: PyTree) -> Restored:
         """A checkpoint with all of its numbers, also if the script has edited them since then."""
+        from tsunax.checkpoints import _matching, _reading
+
         request = _matching.RestoreRequest(like)
         plan_of = lambda manifest, folder: dataclasses.replace(
             request.plan(manifest, folder), merges={}, edited=[]
@@ -364,14 +366,20 @@ class Checkpoints:
 
     def _contents(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
+        from tsunax.checkpoints import _matching, _reading
+
         return _reading.read(self, step, _matching.plan_of_clocks)
 
     def _changed_leaves(self, step: int, state: PyTree) -> list[str]:
         """The leaves of a state with other bits than a checkpoint has, by their hashes."""
+        from tsunax.checkpoints import _reading
+
         return _reading.changed_leaves(self, step, state)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
+        from tsunax.checkpoints import _reading
+
         read = lambda checkpoint_step: _reading.newer_of_checkpoint_and_state(
             self, checkpoint_step, state
         )
