@@ -160,7 +160,9 @@ def migrate(
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
     named_leaves = enumerate(trees.leaves_with_names(master_params(state)))
-    name_and_path = {k: ("/".join(name), tuple(path)) for k, (name, path, _) in named_leaves}
+    name_and_path: dict[Any, Any] = {
+        k: ("/".join(name), tuple(path)) for k, (name, path, _) in named_leaves
+    }
     slots = {}
     with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
@@ -210,8 +212,14 @@ def _trained_by_name(params, old: TrainState) -> Any:
     leaves_by_name = _leaves_by_name(params)
     is_trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
     if unknown := [f"leaf {name!r}" for name in leaves_by_name if name not in is_trained]:
-        fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
-        raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
+        raise StateError(
+            unknown[0],
+            "migrate()",
+            got="a new one",
+            expected="those of the state",
+            fix="The old state trains only some leaves: give trainable= to choose among the new "
+            "ones.",
+        )
     return jax.tree.structure(params).unflatten(is_trained[name] for name in leaves_by_name)
 
 
@@ -298,8 +306,12 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
         if f.name in averages:
             values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
-            got = "values for the leaves of the old params"
-            raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves")
+            raise StateError(
+                f"field {f.name!r}",
+                "migrate()",
+                got="values for the leaves of the old params",
+                expected="the same leaves",
+            )
     return type(old).of(new, **values)
 
 

@@ -105,8 +105,9 @@ def take_lock(saver, is_first: bool) -> durable_files.Lock:
     except SaveError:
         raise
     except OSError as error:
-        expected = "a directory that can be written"
-        raise CheckpointError("path", str(saver.path), told(error), expected) from error
+        raise CheckpointError(
+            "path", str(saver.path), got=told(error), expected="a directory that can be written"
+        ) from error
 
 
 def release(saver) -> None:

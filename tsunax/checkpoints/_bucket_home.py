@@ -76,9 +76,13 @@ class BucketLock:
             self._object.write(self.text.encode(), version)
         current, self._version = self._object.read(400)
         if current.decode() != self.text:
-            fix = "Wait for it to end, or give another path."
-            parts = str(path), f"a run that started now, {current.decode()}", "no other writer", fix
-            raise CheckpointError("directory in use", *parts)
+            raise CheckpointError(
+                "directory in use",
+                str(path),
+                got=f"a run that started now, {current.decode()}",
+                expected="no other writer",
+                fix="Wait for it to end, or give another path.",
+            )
         if "pid" in facts:
             text = f"{path} was in use, by {content.decode()}"
             warn(f"{text}: that run, if it goes on, is refused at its next save.")

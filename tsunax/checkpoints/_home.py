@@ -263,8 +263,12 @@ class CheckpointHome:
             x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
         )
         if any((folder / SUM).exists() for folder in folders):
-            expected = "the directory that has the steps"
-            raise CheckpointError("path", str(self.path), "a part of one checkpoint", expected)
+            raise CheckpointError(
+                "path",
+                str(self.path),
+                got="a part of one checkpoint",
+                expected="the directory that has the steps",
+            )
 
     def directory_of(self, step: int) -> Any:
         """The directory of a checkpoint; None if it has gone."""

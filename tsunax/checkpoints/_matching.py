@@ -236,8 +236,13 @@ class RestorePlan:
 def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     """The state with a new optimizer, at restored params. Raises StateError for shapes."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
-        fix = "Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh)."
-        raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
+        raise StateError(
+            "like",
+            "restore()",
+            got="a state of shapes, for params alone",
+            expected="arrays",
+            fix="Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh).",
+        )
     masters = state.masters if masters is None else masters
     state = dataclasses.replace(state, masters=masters).replace(**parts)
     new_averages = {

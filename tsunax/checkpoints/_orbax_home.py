@@ -139,8 +139,12 @@ class OrbaxHome(CheckpointHome):
                 save.response = ocp.save_checkpointables_async(str(self.path / name), items)
             except Exception as error:  # orbax, TensorStore and file systems raise many types
                 save.quiet.close()
-                parts = f"save of step {name}", str(self.path), told(error), "a save that starts"
-                raise SaveError(*parts) from error
+                raise SaveError(
+                    f"save of step {name}",
+                    str(self.path),
+                    got=told(error),
+                    expected="a save that starts",
+                ) from error
         self._saves[name] = save
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:

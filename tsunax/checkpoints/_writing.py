@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
@@ -34,6 +35,40 @@ from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
 from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError, told, unknown
 from tsunax.state import donated, overwritten_part, trained_part
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
+
+    The best are the lowest ("min") or the highest ("max"). Raises HyperparameterError for another
+    mode or none, and if the number `k` is below 1.
+
+    >>> Best("accuracy", mode="max", k=3)
+    Best(metric='accuracy', mode='max', k=3)
+    """
+
+    metric: str
+    _: KW_ONLY
+    mode: str | None = None  # "min" or "max": which is better does not follow from a name
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        checks.check_count(self.k, "Best()", "k")
+        checks.check_choice(self.mode, "Best()", "mode", ("min", "max"))
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The best steps of `metrics`. NaN is never best; of equal values the later step is.
+
+        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
+        [20]
+        """
+        sign = -1 if self.mode == "max" else 1
+        comparable_values = {step: sign * values[self.metric] for step, values in metrics.items()
+                 if not math.isnan(values.get(self.metric, math.nan))}  # fmt: skip
+        return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
+            : self.k
+        ]
 
 
 def start(
@@ -107,9 +142,14 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics, 
         if is_rewind:
             saved_metrics = {k: x for k, x in saved_metrics.items() if k < checkpoint_step}
         if saved_metrics and checkpoint_step < max(saved_metrics):
-            expected = f"≥ {max(saved_metrics)}, the newest in {saver.path}"
-            fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
-            raise CheckpointError("step", "save()", checkpoint_step, expected, fix)
+            raise CheckpointError(
+                "step",
+                "save()",
+                got=checkpoint_step,
+                expected=f"≥ {max(saved_metrics)}, the newest in {saver.path}",
+                fix="To go on from an earlier step, give another path: "
+                "Checkpoints(other).save(...).",
+            )
         plan["drop"] = _dropped(saver, {**saved_metrics, checkpoint_step: numbers})
         plan["name"] = saver.home.begin(checkpoint_step)
     return (tree, manifest, blocks), json.dumps(plan)
@@ -178,8 +218,12 @@ def _commit(
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
-            got = trees.describe(value)
-            raise WrongTypeError(f"metric {name!r:.60}", "save()", got, "a name and a number")
+            raise WrongTypeError(
+                f"metric {name!r:.60}",
+                "save()",
+                got=trees.describe(value),
+                expected="a name and a number",
+            )
     return {name: float(value) for name, value in (metrics or {}).items()}
 
 
@@ -205,8 +249,9 @@ def try_save(saver, state, values: Mapping[str, Any]) -> None:
     try:
         saver.home.probe(saver.process)
     except Exception as error:  # OSError, or an exception of a library for buckets
-        got, expected = told(error), "a directory that can be written"
-        raise CheckpointError("path", str(saver.path), got, expected) from error
+        raise CheckpointError(
+            "path", str(saver.path), got=told(error), expected="a directory that can be written"
+        ) from error
 
 
 # ---------------------------------------------------------------------- copies on the host
@@ -217,8 +262,13 @@ def check_saveable(tree: Tree) -> None:
         raise WrongTypeError("state", "save()", "a tree without leaves", "at least one array")
     for path, x in tree.leaves:
         if trees.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
-            where, fix = leaves.show("state", path), "Save outside of jit, vmap and scan."
-            raise WrongTypeError("leaf", where, type(x).__name__, "an array with numbers", fix)
+            raise WrongTypeError(
+                "leaf",
+                leaves.show("state", path),
+                got=type(x).__name__,
+                expected="an array with numbers",
+                fix="Save outside of jit, vmap and scan.",
+            )
         if trees.is_gone(x):
             raise StateError(donated("save()"))
 
@@ -226,8 +276,13 @@ def check_saveable(tree: Tree) -> None:
 def check_members(tree: Tree, where: str) -> None:
     for state in tree.states.values():
         if not (is_local(state.clock) or state.clock.is_fully_replicated):
-            fix = "Let each process have members of its own, and save them with tsunax.exchange."
-            raise StateError("population", where, "members of several processes", "of one", fix)
+            raise StateError(
+                "population",
+                where,
+                got="members of several processes",
+                expected="of one",
+                fix="Let each process have members of its own, and save them with tsunax.exchange.",
+            )
 
 
 def step_to_save(tree: Tree, step) -> int:

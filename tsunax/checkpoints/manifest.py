@@ -328,8 +328,12 @@ def check_types(x: Any, y: Any, *path: Any) -> None:
     Dicts, lists and strings of other classes come back as plain ones, which are equal to them.
     """
     if type(x) is not type(y) and not isinstance(y, dict | list | str | bytes | np.ndarray):
-        got = f"{type(x).__name__}, which comes back as {type(y).__name__}"
-        raise WrongTypeError("value", place_text(path), got, _SAVED_TYPES)
+        raise WrongTypeError(
+            "value",
+            place_text(path),
+            got=f"{type(x).__name__}, which comes back as {type(y).__name__}",
+            expected=_SAVED_TYPES,
+        )
     items = enumerate(x) if isinstance(y, list | tuple) else ()
     for key, value in x.items() if isinstance(x, Mapping) else items:
         check_types(value, y[key], *path, key)

@@ -4,7 +4,6 @@ decays of averages, the loss scale, frozen flags; and the structure of a saved s
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,9 +51,8 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
 def _frozen_names(state: TrainState) -> str:
     """The frozen leaves of a state, of a population with a count of members."""
     counts = np.atleast_2d(frozen_flags(state)).sum(0)
-    names = ["/".join(name) for name, _, _ in trees.leaves_with_names(state.params)]
-    trained_names = itertools.compress(names, state.plan.selected or [True] * len(names))
-    frozen = [(name, n) for name, n in zip(trained_names, counts, strict=True) if n]
+    names = ("/".join(name) for name, _, _ in trees.leaves_with_names(trained_part(state)))
+    frozen = [(name, n) for name, n in zip(names, counts, strict=True) if n]
     is_single = np.ndim(state.step) == 0
     return trees.listed([name if is_single else f"{name} ({n})" for name, n in frozen], 6) or "none"
 

@@ -13,13 +13,13 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
 from tsunax.checkpoints import _background, _writing
 from tsunax.checkpoints._home import BUCKETS, CheckpointHome, store_of
+from tsunax.checkpoints._writing import Best
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import (
@@ -33,40 +33,6 @@ from tsunax.errors import (
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
-
-
-@dataclass(frozen=True)
-class Best:
-    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
-
-    The best are the lowest ("min") or the highest ("max"). Raises HyperparameterError for another
-    mode or none, and if the number `k` is below 1.
-
-    >>> Best("accuracy", mode="max", k=3)
-    Best(metric='accuracy', mode='max', k=3)
-    """
-
-    metric: str
-    _: KW_ONLY
-    mode: str | None = None  # "min" or "max": which is better does not follow from a name
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        checks.check_count(self.k, "Best()", "k")
-        checks.check_choice(self.mode, "Best()", "mode", ("min", "max"))
-
-    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The best steps of `metrics`. NaN is never best; of equal values the later step is.
-
-        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
-        [20]
-        """
-        sign = -1 if self.mode == "max" else 1
-        comparable_values = {step: sign * values[self.metric] for step, values in metrics.items()
-                 if not math.isnan(values.get(self.metric, math.nan))}  # fmt: skip
-        return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
-            : self.k
-        ]
 
 
 class Checkpoints:
@@ -138,8 +104,12 @@ class Checkpoints:
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
         if not isinstance(keep_best, Best | None):
-            got = trees.describe(keep_best)
-            raise WrongTypeError("keep_best", "Checkpoints()", got, "Best(metric, mode='min')")
+            raise WrongTypeError(
+                "keep_best",
+                "Checkpoints()",
+                got=trees.describe(keep_best),
+                expected="Best(metric, mode='min')",
+            )
         self.home: CheckpointHome = _home_of(path, store, timeout)
         self.path: Any = self.home.path  # a Path, or the address of a bucket with `/`
         self.every: When | None = every
@@ -172,8 +142,12 @@ class Checkpoints:
         def join():
             if self.process:
                 if self.home.lock_text() != text:
-                    expected = "that of process 0, on a disk that all processes share"
-                    raise CheckpointError("path", str(self.path), "another directory", expected)
+                    raise CheckpointError(
+                        "path",
+                        str(self.path),
+                        got="another directory",
+                        expected="that of process 0, on a disk that all processes share",
+                    )
                 self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
@@ -278,9 +252,13 @@ class Checkpoints:
             warn(self.home.deletion_warnings.pop())
         if job.error is not None:
             is_our_error = isinstance(job.error, (Damaged, ProcessError))
-            got = str(job.error).rstrip(".") if is_our_error else told(job.error)
-            where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
-            raise SaveError(title, where, got, "a finished save", fix) from job.error
+            raise SaveError(
+                title,
+                str(self.path / str(job.step)),
+                got=str(job.error).rstrip(".") if is_our_error else told(job.error),
+                expected="a finished save",
+                fix="Earlier checkpoints are as they were.",
+            ) from job.error
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -303,9 +281,12 @@ class Checkpoints:
     def check_writer(self) -> None:
         """Raise CheckpointError if it is read-only or closed, or was made before a fork."""
         if self.read_only or self._lock is None or self._lock.pid != os.getpid():
-            got = "read_only=True" if self.read_only else "closed ones, or of another process"
-            expected = "the newest Checkpoints of the directory in this process"
-            raise CheckpointError("checkpoints", "save()", got, expected)
+            raise CheckpointError(
+                "checkpoints",
+                "save()",
+                got="read_only=True" if self.read_only else "closed ones, or of another process",
+                expected="the newest Checkpoints of the directory in this process",
+            )
 
     # ------------------------------------------------------------------------------------ restoring
 
@@ -419,8 +400,13 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     folder = durable_files.folder_of(path, "path", where)
     existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
-        got, expected = f"{store!r} in {folder}", f"{existing_store!r}, as what is there"
-        raise CheckpointError("store", where, got, expected, "Or give another path.")
+        raise CheckpointError(
+            "store",
+            where,
+            got=f"{store!r} in {folder}",
+            expected=f"{existing_store!r}, as what is there",
+            fix="Or give another path.",
+        )
     if "orbax" not in (store, existing_store):
         return CheckpointHome(folder, timeout)
     from tsunax.checkpoints._orbax_home import OrbaxHome
