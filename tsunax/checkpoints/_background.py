@@ -59,10 +59,14 @@ def _finish() -> None:
             job.completion.wait(0.0 if job.given_up else job.timeout) and not job.error
         ):
             continue
-        reason = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
-        title, where = f"save of step {job.step}", str(job.path / str(job.step))
-        fix = "Call close() in time, or write `with Checkpoints(...)`."
-        print("tsunax: " + message(title, where, reason, "a finished save", fix), file=sys.stderr)
+        text = message(
+            f"save of step {job.step}",
+            str(job.path / str(job.step)),
+            got=f"nothing after {job.timeout:g} s" if job.error is None else told(job.error),
+            expected="a finished save",
+            fix="Call close() in time, or write `with Checkpoints(...)`.",
+        )
+        print(f"tsunax: {text}", file=sys.stderr)
         is_failed = True
     if is_failed or not all(job.completion.is_set() for job in own_jobs):
         with contextlib.suppress(Exception):

@@ -72,8 +72,7 @@ def parse_name(block: str) -> tuple[str, Bounds | None]:
 
 def plain_arrays(blocks: Blocks) -> Blocks:
     """The blocks as a file has them: dtypes that the format lacks are bytes."""
-    flat = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    bytes_of = lambda x: flat(x).reshape(*x.shape, x.itemsize)
+    bytes_of = lambda x: np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint8)
     plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else bytes_of(x)
     return {name: plain(x) for name, x in blocks.items()}
 

@@ -84,8 +84,10 @@ class BucketLock:
                 fix="Wait for it to end, or give another path.",
             )
         if "pid" in facts:
-            text = f"{path} was in use, by {content.decode()}"
-            warn(f"{text}: that run, if it goes on, is refused at its next save.")
+            warn(
+                f"{path} was in use, by {content.decode()}: that run, if it goes on, is refused at "
+                "its next save."
+            )
 
     def renew(self, path: BucketPath) -> None:
         if self.text and (current := self._object.read(400)[0].decode()) != self.text:
@@ -128,7 +130,7 @@ class BucketHome(CheckpointHome):
         saves = self._listed("" if step is None else f"{step}/")
         return {step: [self.path / name] for step, name in _whole(saves).items()}
 
-    def begin(self, step: int) -> str:
+    def reserve_name(self, step: int) -> str:
         numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
         return f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
 

@@ -80,7 +80,12 @@ def store_of(folder: Path) -> str | None:
 
 
 class CheckpointHome:
-    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read."""
+    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read.
+
+    A save calls `reserve_name` in the first process; then in all, `start_arrays` and, in the
+    background, `write` with `write_blocks` and `prove`; then `merged_manifest` in the first, and
+    `commit` or `commit_rewind`; at last `drop`. After an error the first process calls `discard`.
+    """
 
     can_rewind: bool = True  # whether checkpoints can be set aside
     manifest_folder: str = ""  # the folder of the manifest, in the directory of a checkpoint
@@ -128,11 +133,11 @@ class CheckpointHome:
         stored = self.stored_in([folder / ARRAYS / f"{i}.safetensors" for i in processes])
         return lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
 
-    def begin(self, step: int) -> str:
+    def reserve_name(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
         return durable_files.hidden_path(self.path, "tmp", step).name
 
-    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
+    def start_arrays(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """The part of a save that must run in the thread that calls `save`: none on a disk."""
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
@@ -166,8 +171,10 @@ class CheckpointHome:
         try:
             os.rename(folder, final)
         except OSError as error:  # a mounted bucket raises it
-            fix = "a directory could not be renamed: store='orbax' renames none"
-            raise OSError(error.errno, f"{error.strerror}, {fix}") from error
+            raise OSError(
+                error.errno,
+                f"{error.strerror}, a directory could not be renamed: store='orbax' renames none",
+            ) from error
         durable_files.sync(self.path)
         if old is not None:
             with self.deleting(step):
@@ -234,8 +241,9 @@ class CheckpointHome:
         try:
             yield
         except Exception as error:  # OSError, or an exception of a library for buckets
-            text = f"step {step} in {self.path} could not be deleted: {told(error)}"
-            self.deletion_warnings.append(text)
+            self.deletion_warnings.append(
+                f"step {step} in {self.path} could not be deleted: {told(error)}"
+            )
 
     def drop(self, steps: Iterable[int]) -> None:
         """Delete checkpoints."""

@@ -41,11 +41,12 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
         plan = make_plan(leaves.tree_of(self.like), manifest, saved)
-        fix = (
-            "Restore with the setup that saved it, or give another run another path; params "
-            "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        refuse(
+            f"checkpoint of another state at {folder}",
+            plan.differences,
+            fix="Restore with the setup that saved it, or give another run another path; params "
+            "alone: params_only=True or partial='pattern'; other dtypes: cast=True.",
         )
-        refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
     def _plan_of_all(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
@@ -200,8 +201,7 @@ class RestorePlan:
         states = leaves.tree_of(restored).states
         fields = "params", "model_state", "masters"
         parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
-        restart = lambda path, s: restarted(s, **parts[path])
-        return map_states(self.like, self.tree, restart)
+        return map_states(self.like, self.tree, lambda path, s: restarted(s, **parts[path]))
 
     def placing(self) -> Callable[[int, Any], Any]:
         """A function for threads that begins the copy of value `i` to its device.

@@ -98,14 +98,14 @@ class OrbaxHome(CheckpointHome):
         part_of = lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
         return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else part_of(leaf)
 
-    def begin(self, step: int) -> str:
+    def reserve_name(self, step: int) -> str:
         matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
         suffixes = [int(match[2] or 0) for match in matches if int(match[1]) == step]
         name = f"{step}.{max(suffixes) + 1}" if suffixes else str(step)
         self._mark(name)
         return name
 
-    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
+    def start_arrays(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """Let orbax make the directories and write `blocks` and spread arrays in the background."""
         from flax import traverse_util
 
@@ -148,7 +148,7 @@ class OrbaxHome(CheckpointHome):
         self._saves[name] = save
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
-        """Write the blocks that orbax does not: it has the other arrays since `start`."""
+        """Write the blocks that orbax does not: it has the other arrays since `start_arrays`."""
         other_blocks = {x: y for x, y in blocks.items() if not _is_block_of_orbax(x, saved)}
         if other_blocks:
             file = self.path / name / MANIFEST_FOLDER / f"{process}.safetensors"

@@ -160,8 +160,9 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         saved_leaves = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         place = plan.placing()  # not in the thread: it has another default device
-        load = lambda: run.home.read(step, manifest, saved_leaves, needed, place)
-        values, sums = _background.bounded(load, run.timeout, name)
+        values, sums = _background.bounded(
+            lambda: run.home.read(step, manifest, saved_leaves, needed, place), run.timeout, name
+        )
         return (plan, parts, iter(values)), plan.word(sums)
 
     # The code after each of these may run programs over all devices: every process has to be there.

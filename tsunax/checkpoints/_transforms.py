@@ -182,8 +182,11 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
                 plan[i] = _mapped(leaves.leaf_of(path, x), texts[i], leaf_transform)
             except ValueError as error:
                 faults.append(f"{leaves.show('tree', path)}: {error}")
-    fix = "Change the pattern of transform=, or its sizes."
-    _matching.refuse(f"leaves that do not fit in {call}", faults, fix)
+    _matching.refuse(
+        f"leaves that do not fit in {call}",
+        faults,
+        fix="Change the pattern of transform=, or its sizes.",
+    )
     return plan
 
 

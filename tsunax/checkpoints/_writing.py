@@ -71,7 +71,7 @@ class Best:
         ]
 
 
-def start(
+def start_save(
     saver, state, step, values: Mapping[str, Any], metrics, left_calls: int | None = None
 ) -> Job:
     """`save` of a `Checkpoints`: copy, agree with all processes, write in the background.
@@ -80,8 +80,9 @@ def start(
     has the name of the checkpoint, too, and the steps that it replaces. A rewind leaves
     the line of the run after `left_calls` calls: the checkpoints from its step on are set aside.
     """
-    copy = lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
-    (tree, manifest, blocks), plans = saver.together("save()", copy)
+    (tree, manifest, blocks), plans = saver.together(
+        "save()", lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
+    )
     first_plan, own_plan = json.loads(plans[0]), json.loads(plans[saver.process])
 
     def facts_to_compare():
@@ -98,11 +99,17 @@ def start(
         manifest = dataclasses.replace(manifest, parts=parts)
     watched = watched_leaves(tree, manifest.leaves)
     name, drop = first_plan["name"], first_plan["drop"]
-    start_save = lambda: (saver.home.start(name, tree, manifest.leaves, blocks), "")
     with _discarding(saver, name):
-        saver.together("save(): start", start_save)
-    write_save = lambda: _write(saver, name, drop, manifest, blocks, watched, left_calls)
-    return Job(write_save, saver.path, manifest.step, saver.timeout)
+        saver.together(
+            "save(): start",
+            lambda: (saver.home.start_arrays(name, tree, manifest.leaves, blocks), ""),
+        )
+    return Job(
+        lambda: _write(saver, name, drop, manifest, blocks, watched, left_calls),
+        saver.path,
+        manifest.step,
+        saver.timeout,
+    )
 
 
 @contextlib.contextmanager
@@ -151,7 +158,7 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics, 
                 "Checkpoints(other).save(...).",
             )
         plan["drop"] = _dropped(saver, {**saved_metrics, checkpoint_step: numbers})
-        plan["name"] = saver.home.begin(checkpoint_step)
+        plan["name"] = saver.home.reserve_name(checkpoint_step)
     return (tree, manifest, blocks), json.dumps(plan)
 
 
@@ -188,8 +195,9 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
 
     with _discarding(saver, name):
         own_manifest, answers = gather_results("part", write)
-        commit = lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
-        gather_results("manifest", commit)
+        gather_results(
+            "manifest", lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
+        )
     if not saver.process:
         saver.home.drop(drop)
 

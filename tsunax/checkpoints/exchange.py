@@ -287,8 +287,10 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
             raise WrongTypeError("like", "restore()", "none", "the tree to rename or choose from")
         total = sum(x.n_bytes for x in source.leaves.values())
         if source.size is not None and total > 4 * source.size + (64 << 20):
-            hint = "give like=, a tree of their shapes, if they are zeros"
-            raise Damaged(f"{total} bytes of arrays in files of {source.size}; {hint}")
+            raise Damaged(
+                f"{total} bytes of arrays in files of {source.size}; give like=, a tree of their "
+                "shapes, if they are zeros"
+            )
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = rename is None and _has_state(source, like)

@@ -227,7 +227,7 @@ class Checkpoints:
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None, calls=None):
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        self._job = _writing.start(self, state, step, values, metrics, calls)
+        self._job = _writing.start_save(self, state, step, values, metrics, calls)
         self._timer.restart()
 
     def _try_save(self, state, **values: Any) -> None:

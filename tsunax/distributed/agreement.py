@@ -46,8 +46,10 @@ class Agreement(processes.Unanimous):
         if self._data is not None and self.everyone.count > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
-            text = "the state is on devices of some processes only, which are not compared"
-            warn(f"{where}: {text}, and a signal or a limit ends one of them alone")
+            warn(
+                f"{where}: the state is on devices of some processes only, which are not compared, "
+                "and a signal or a limit ends one of them alone"
+            )
 
     def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
@@ -143,8 +145,8 @@ class Agreement(processes.Unanimous):
         """A value of each process, in order."""
         if not self._speaks:
             return [value]
-        text = json.dumps(value)
-        texts = self.everyone.gather(f"{place} of {self.where}", text, processes.LAST)
+        title = f"{place} of {self.where}"
+        texts = self.everyone.gather(title, json.dumps(value), processes.LAST)
         return [json.loads(text) for text in texts]
 
     def numbers(self, place: str, row: dict[str, float]) -> dict[str, float]:

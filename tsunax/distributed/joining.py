@@ -196,15 +196,15 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         error = failed[0]
         raise ProcessError("jax.distributed", "start()", told(error), "one that starts") from error
     if thread.is_alive():
-        wait = f"within {timeout:g} s at {address}, seen from process {launch.index}"
-        fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
-        fix += "of their own? Is process 0 running there, and the port open between the hosts?"
         raise ProcessError(
             "processes",
             "start()",
-            got=f"not all {launch.count} of them {wait}",
+            got=f"not all {launch.count} of them within {timeout:g} s at {address}, seen from "
+            f"process {launch.index}",
             expected="all of them",
-            fix=fix,
+            fix=f"Were all started, with this address, num_processes={launch.count} and a "
+            "process_id of their own? Is process 0 running there, and the port open between the "
+            "hosts?",
         )
 
 
