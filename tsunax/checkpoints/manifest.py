@@ -231,40 +231,41 @@ def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: An
     Raises WrongTypeError for types that cannot be saved.
     """
     inner = lambda y, key: encode(y, keep, *path, key)
-    if x is None or isinstance(x, bool):
-        return x
-    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
-        # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
-        with contextlib.suppress(RuntimeError, TypeError):
-            return {"$torch": keep(path, x.detach().numpy().copy())}
-    if isinstance(x, np.generic) and leaves.can_be_saved(x):
-        return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
-    if isinstance(x, str):
-        return str.__str__(x)  # the `str` of a member of an Enum is its name
-    if isinstance(x, int) and abs(x) < 1 << 1024:
-        return int(x)
-    if isinstance(x, float):
-        return {"$float": repr(x)} if not math.isfinite(x) else float(x)
     is_shallow = len(path) <= DEPTH
-    if isinstance(x, Mapping) and is_shallow and all(isinstance(key, str) for key in x):
-        encoded = {key: inner(value, key) for key, value in x.items()}
-        return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
-    if isinstance(x, Mapping) and is_shallow:  # JSON has no other keys than strings
-        return {"$items": [inner([key, value], i) for i, (key, value) in enumerate(x.items())]}
-    if isinstance(x, (list, tuple)) and is_shallow:
-        encoded = [inner(value, i) for i, value in enumerate(x)]
-        return encoded if isinstance(x, list) else {"$tuple": encoded}
-    if trees.is_key(x):
-        data = inner(trees.on_host(x), "key")
-        return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
-    if isinstance(x, (bytes, bytearray)):
-        return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
-    is_readable = getattr(x, "is_fully_addressable", True) or getattr(
-        x, "is_fully_replicated", True
-    )
-    if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
-        kind = "$jax" if isinstance(x, jax.Array) else "$array"
-        return {kind: keep(path, np.array(x, copy=True))}
+    is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
+    match x:
+        case None | bool():
+            return x
+        case _ if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
+            # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
+            with contextlib.suppress(RuntimeError, TypeError):
+                return {"$torch": keep(path, x.detach().numpy().copy())}
+        case np.generic() if leaves.can_be_saved(x):
+            return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
+        case str():
+            return str.__str__(x)  # the `str` of a member of an Enum is its name
+        case int() if abs(x) < 1 << 1024:
+            return int(x)
+        case float():
+            return float(x) if math.isfinite(x) else {"$float": repr(x)}
+        case Mapping() if is_shallow and all(isinstance(key, str) for key in x):
+            encoded = {key: inner(value, key) for key, value in x.items()}
+            return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
+        case Mapping() if is_shallow:  # JSON has no other keys than strings
+            return {"$items": [inner([key, value], i) for i, (key, value) in enumerate(x.items())]}
+        case list() if is_shallow:
+            return [inner(value, i) for i, value in enumerate(x)]
+        case tuple() if is_shallow:
+            return {"$tuple": [inner(value, i) for i, value in enumerate(x)]}
+        case _ if trees.is_key(x):
+            data = inner(trees.on_host(x), "key")
+            return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
+        case bytes() | bytearray():
+            return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
+        case jax.Array() if not is_spread and leaves.can_be_saved(x):
+            return {"$jax": keep(path, np.array(x, copy=True))}
+        case np.ndarray() if leaves.can_be_saved(x):
+            return {"$array": keep(path, np.array(x, copy=True))}
     raise WrongTypeError("value", place_text(path), trees.describe(x), _SAVED_TYPES)
 
 
