@@ -89,6 +89,7 @@ class CheckpointHome:
 
     can_rewind: bool = True  # whether checkpoints can be set aside
     manifest_folder: str = ""  # the folder of the manifest, in the directory of a checkpoint
+    arrays_folder: str = ARRAYS  # the folder of our files of arrays
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
@@ -130,7 +131,8 @@ class CheckpointHome:
 
     def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
         """A function that opens each of the saved leaves, in the files of some processes."""
-        stored = self.stored_in([folder / ARRAYS / f"{i}.safetensors" for i in processes])
+        files = [folder / self.arrays_folder / f"{i}.safetensors" for i in processes]
+        stored = self.stored_in(files)
         return lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
 
     def reserve_name(self, step: int) -> str:
@@ -142,7 +144,7 @@ class CheckpointHome:
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         folder = self.path / name
-        arrays = folder / ARRAYS
+        arrays = folder / self.arrays_folder
         for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
             new.mkdir(exist_ok=True)
         if blocks:

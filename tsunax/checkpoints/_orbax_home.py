@@ -17,7 +17,6 @@ is written to "4.1". Slices are read by TensorStore.
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import importlib
 import math
 import shutil
@@ -70,7 +69,7 @@ class _Save:
 
 class OrbaxHome(CheckpointHome):
     can_rewind = False
-    manifest_folder = MANIFEST_FOLDER
+    manifest_folder = arrays_folder = MANIFEST_FOLDER
     threads = 32  # a mounted bucket answers late
 
     def __init__(self, path: Path, timeout: float = 600.0):
@@ -93,10 +92,8 @@ class OrbaxHome(CheckpointHome):
         if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
             raise Damaged(f"{declared} bytes declared, far more than its files have")
         open_array = _opener(folder / STATE, saved)
-        our_folder = folder / MANIFEST_FOLDER
-        stored = _blocks.stored_in([our_folder / f"{i}.safetensors" for i in processes])
-        part_of = lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
-        return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else part_of(leaf)
+        open_block = super().opened(folder, saved, processes)
+        return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else open_block(leaf)
 
     def reserve_name(self, step: int) -> str:
         matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
@@ -150,9 +147,7 @@ class OrbaxHome(CheckpointHome):
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         """Write the blocks that orbax does not: it has the other arrays since `start_arrays`."""
         other_blocks = {x: y for x, y in blocks.items() if not _is_block_of_orbax(x, saved)}
-        if other_blocks:
-            file = self.path / name / MANIFEST_FOLDER / f"{process}.safetensors"
-            _blocks.write_arrays(file, other_blocks)
+        super().write_blocks(name, process, saved, other_blocks)
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         save = self._saves[name]  # `commit` reads them, when orbax has written them
@@ -164,7 +159,11 @@ class OrbaxHome(CheckpointHome):
         if whole is not None:
             self.put_manifest(name, whole)
             save.manifest_written.set_result(None)
-        self._finish(save)
+        with save.quiet:
+            try:
+                save.response.result(timeout=self.timeout)
+            except Exception as error:  # orbax, TensorStore and asyncio raise many types
+                raise OSError(f"orbax: {told(error)}") from None
         if save.hashes:
             self._prove(folder, save)
         durable_files.sync_tree(folder)
@@ -179,13 +178,6 @@ class OrbaxHome(CheckpointHome):
     def _prove(self, folder: Path, save: _Save) -> None:
         open_leaf = self.opened(folder, save.saved.values(), ())
         _blocks.check_same(save.saved, save.hashes, open_leaf, self.threads)
-
-    def _finish(self, save: _Save) -> None:
-        with save.quiet:
-            try:
-                save.response.result(timeout=self.timeout)
-            except Exception as error:  # orbax, TensorStore and asyncio raise many types
-                raise OSError(f"orbax: {told(error)}") from None
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
