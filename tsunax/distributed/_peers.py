@@ -165,9 +165,9 @@ class Peers:
             missing = [self._name(i) for i in range(self.count) if str(i) not in said_by_all]
             if not missing and self.node == 0:  # and all have read the previous messages
                 self._store.delete(f"{places}/{number - 1}/")
+        except ProcessError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ProcessError):
-                raise
             raise ProcessError(self._reason or self._loss_reason(error)) from error
         calls = {int(i): call for i, (_, call, _) in sorted(said_by_all.items())}
         first = min(calls)
