@@ -176,8 +176,8 @@ class OrbaxHome(CheckpointHome):
                 self._delete([] if whole.step in self.bad else old)
 
     def _prove(self, folder: Path, save: _Save) -> None:
-        open_leaf = self.opened(folder, save.saved.values(), ())
-        _blocks.check_same(save.saved, save.hashes, open_leaf, self.threads)
+        open_array = _opener(folder / STATE, save.saved.values())
+        _blocks.check_same(save.saved, save.hashes, open_array, self.threads)
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
