@@ -127,7 +127,7 @@ def import_problems(package: Path) -> list[str]:
 
 # The files that one call needs (`scripts/size`), and the most that they may be. A file more needs a reason.
 # `loop` has `predictions`, and so needs `run.evaluation`.
-NEEDED = {"program": 23, "run.evaluation": 33, "loop": 53, "checkpoints.saving": 43}
+NEEDED = {"program": 23, "run.evaluation": 33, "loop": 53, "checkpoints.saving": 32}
 
 
 def size_module():
@@ -196,7 +196,7 @@ def askers(package: Path) -> dict[str, list[str]]:
 # Who may ask. Others say what they need to `_step/members.py`: `refuse_population`, `row_axes`, `over_members`, ... The
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
-    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.state_facts program "
+    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.merging program "
     "run.evaluation run.feed run.rejections".split()
 )
 

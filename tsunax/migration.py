@@ -26,7 +26,7 @@ from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax._step.members import refuse_population
 from tsunax.averages import Average
-from tsunax.checkpoints import state_facts
+from tsunax.checkpoints import merging, state_facts
 from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
@@ -159,17 +159,19 @@ def migrate(
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
-    named_leaves, slots = trees.leaves_with_names(master_params(state)), {}
+    named_leaves = enumerate(trees.leaves_with_names(master_params(state)))
+    name_and_path: dict[Any, Any] = {
+        k: ("/".join(name), tuple(path)) for k, (name, path, _) in named_leaves
+    }
+    slots = {}
     with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
     skeleton = state.opt_state if state.numbers is None else state.numbers.layout.skeleton
     owners = owners_in(state.plan.init, skeleton, master_params(state))
     for i, ((path, x), owner) in enumerate(zip(leaves_with_paths, owners, strict=True)):
-        name, suffix, state_path = None, (), path
-        if owner is not None:
-            name, suffix = "/".join(named_leaves[owner][0]), named_leaves[owner][1]
-        if suffix and path[-len(suffix) :] == tuple(suffix):
-            state_path = path[: len(path) - len(suffix)]
+        name, suffix = name_and_path.get(owner, (None, ()))
+        depth = len(path) - len(suffix)
+        state_path = path[:depth] if path[depth:] == suffix else path
         if (slot := _slot(with_tables, state_path, name, x)) is not None:
             slots[i] = slot
     return slots
@@ -210,8 +212,14 @@ def _trained_by_name(params, old: TrainState) -> Any:
     leaves_by_name = _leaves_by_name(params)
     is_trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
     if unknown := [f"leaf {name!r}" for name in leaves_by_name if name not in is_trained]:
-        fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
-        raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
+        raise StateError(
+            unknown[0],
+            "migrate()",
+            got="a new one",
+            expected="those of the state",
+            fix="The old state trains only some leaves: give trainable= to choose among the new "
+            "ones.",
+        )
     return jax.tree.structure(params).unflatten(is_trained[name] for name in leaves_by_name)
 
 
@@ -236,7 +244,7 @@ def _with_old_arrays(
     ]
     for i, slot in old_slot_of.items():
         if slot.is_injected and not np.array_equal(slot.value, slots[i].value):
-            values = state_facts.then_and_now(slot.value, slots[i].value)
+            values = merging.then_and_now(slot.value, slots[i].value)
             report["notes"].append(f"{slot.field}: {values}; the old one goes on")
     return treedef.unflatten(leaves)
 
@@ -298,8 +306,12 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
         if f.name in averages:
             values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
-            got = "values for the leaves of the old params"
-            raise StateError(f"field {f.name!r}", "migrate()", got, "the same leaves")
+            raise StateError(
+                f"field {f.name!r}",
+                "migrate()",
+                got="values for the leaves of the old params",
+                expected="the same leaves",
+            )
     return type(old).of(new, **values)
 
 
@@ -342,7 +354,7 @@ def _carry_numbers(old: TrainState, new: TrainState, report: _ReportLists) -> Tr
         return new
     old_facts, new_facts = (state_facts.facts_of(state) for state in (old, new))
     values = [np.asarray(numbers.values) for numbers in (old.numbers, new.numbers)]
-    merged, notes = state_facts.merged_table(old_facts, new_facts, None, *values)
+    merged, notes = merging.merged_table(old_facts, new_facts, None, *values)
     old_names, new_names = (
         [name for name, _ in facts["columns"]] for facts in (old_facts, new_facts)
     )

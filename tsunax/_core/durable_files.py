@@ -35,8 +35,13 @@ def local(path: Any, name: str, where: str, expected: str = "a directory's path"
         raise CheckpointError(name, where, trees.describe(path), expected)
     expanded = os.path.expanduser(text)
     if _URL.match(text) or (text.startswith("~") and expanded == text):
-        fix = "Checkpoints and fit(checkpoint=) save to s3:// and gs://; mount other buckets."
-        raise CheckpointError(name, where, f"{text!r:.80}", "a local path", fix)
+        raise CheckpointError(
+            name,
+            where,
+            got=f"{text!r:.80}",
+            expected="a local path",
+            fix="Checkpoints and fit(checkpoint=) save to s3:// and gs://; mount other buckets.",
+        )
     return expanded
 
 
@@ -253,9 +258,13 @@ class Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
         except (ImportError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EACCES, errno.EAGAIN):
-                fix = f"Wait for it to end, give another path, or read with {reader}."
-                parts = str(folder), self._owner(), "no other writer", fix
-                raise CheckpointError("directory in use", *parts) from None
+                raise CheckpointError(
+                    "directory in use",
+                    str(folder),
+                    got=self._owner(),
+                    expected="no other writer",
+                    fix=f"Wait for it to end, give another path, or read with {reader}.",
+                ) from None
             warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.")
 
     def renew(self, folder: Path) -> None:

@@ -183,5 +183,10 @@ def stay_alone(on_purpose: bool) -> None:
 def check_started() -> None:
     """Raise ProcessError if a launcher made several processes that did not call `start`."""
     if not _is_alone_on_purpose and (n := launched()) > 1:
-        got, fix = f"one of {n}, and not started", "Or start(num_processes=1), to train alone."
-        raise ProcessError("process", "", got, "a call of ts.distributed.start() before", fix)
+        raise ProcessError(
+            "process",
+            "",
+            got=f"one of {n}, and not started",
+            expected="a call of ts.distributed.start() before",
+            fix="Or start(num_processes=1), to train alone.",
+        )

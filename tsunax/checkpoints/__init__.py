@@ -9,7 +9,8 @@ libraries (`exchange`). The package deals with states and the place in data, nev
     _foreign         the gate for foreign files: their memory and kinds, by their bytes
     leaves           describes a tree, `manifest` a checkpoint and the values of users in it
     _matching        compares a checkpoint with a tree, and fills the tree
-    state_facts      which numbers win; script_settings a script's settings and their later edits
+    state_facts      facts of a state; merging which numbers win; script_settings a script's
+                     settings and their later edits
     exchange         single files for and of other programs; _orbax: the library, kept quiet
 """
 

@@ -3,6 +3,7 @@ of each directory in this process.
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401, before this file has `_finish` called at the exit
 import contextlib
 import os
 import sys
@@ -17,7 +18,6 @@ from tsunax.errors import CheckpointError, SaveError, message, told
 
 _LOCK = threading.RLock()
 _JOBS: "list[Job]" = []
-_EXIT_HOOKS: list[bool] = []
 _LOCKED_DIRECTORIES: dict[Any, tuple[durable_files.Lock, weakref.ref]] = {}
 
 
@@ -49,11 +49,6 @@ class Job(Task):
         with _LOCK:
             _JOBS[:] = [job for job in _JOBS if not job.is_reported]
             _JOBS.append(self)
-            if not _EXIT_HOOKS:
-                _EXIT_HOOKS.append(True)
-                # This runs before concurrent.futures refuses new work, and before all `atexit`
-                # functions, in which processes end their connections.
-                getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 def _finish() -> None:
@@ -64,16 +59,25 @@ def _finish() -> None:
             job.completion.wait(0.0 if job.given_up else job.timeout) and not job.error
         ):
             continue
-        reason = f"nothing after {job.timeout:g} s" if job.error is None else told(job.error)
-        title, where = f"save of step {job.step}", str(job.path / str(job.step))
-        fix = "Call close() in time, or write `with Checkpoints(...)`."
-        print("tsunax: " + message(title, where, reason, "a finished save", fix), file=sys.stderr)
+        text = message(
+            f"save of step {job.step}",
+            str(job.path / str(job.step)),
+            got=f"nothing after {job.timeout:g} s" if job.error is None else told(job.error),
+            expected="a finished save",
+            fix="Call close() in time, or write `with Checkpoints(...)`.",
+        )
+        print(f"tsunax: {text}", file=sys.stderr)
         is_failed = True
     if is_failed or not all(job.completion.is_set() for job in own_jobs):
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
+
+
+# It runs before concurrent.futures, imported above, refuses new work, and before all `atexit`
+# functions, in which processes end their connections.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 def bounded(f: Callable[[], Any], limit: float, title: str):
@@ -99,14 +103,15 @@ def take_lock(saver, is_first: bool) -> durable_files.Lock:
                     previous_saver.wait()
                     previous_saver._lock = None
             else:
-                lock = saver.home.lock(is_first)
+                lock = saver.home.lock(saver.path, is_first)
             _LOCKED_DIRECTORIES[key] = lock, weakref.ref(saver)
             return lock
     except SaveError:
         raise
     except OSError as error:
-        expected = "a directory that can be written"
-        raise CheckpointError("path", str(saver.path), told(error), expected) from error
+        raise CheckpointError(
+            "path", str(saver.path), got=told(error), expected="a directory that can be written"
+        ) from error
 
 
 def release(saver) -> None:

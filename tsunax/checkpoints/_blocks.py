@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import Function
+from tsunax._core import Function, durable_files
 from tsunax.checkpoints import _safetensors, checksums, leaves
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf
@@ -28,6 +28,8 @@ Blocks = dict[str, np.ndarray]
 Saved = Mapping[str, Leaf]
 Needed = list[tuple[Bounds, ...] | None]  # bounds in each leaf; None for the whole leaf
 ReadResult = tuple[list[Any], dict[str, int]]  # arrays; by leaf, the sum of the hashes of parts
+# It returns a function that reads the part of the leaf within bounds.
+OpenLeaf = Callable[[Leaf], Callable[[Bounds], np.ndarray]]
 
 
 def block_name(name: str, bounds: Bounds, shape: tuple[int, ...]) -> str:
@@ -70,8 +72,7 @@ def parse_name(block: str) -> tuple[str, Bounds | None]:
 
 def plain_arrays(blocks: Blocks) -> Blocks:
     """The blocks as a file has them: dtypes that the format lacks are bytes."""
-    flat = lambda x: np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    bytes_of = lambda x: flat(x).reshape(*x.shape, x.itemsize)
+    bytes_of = lambda x: np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint8)
     plain = lambda x: x if x.dtype.name in _safetensors.DTYPES else bytes_of(x)
     return {name: plain(x) for name, x in blocks.items()}
 
@@ -82,14 +83,13 @@ def write_arrays(file: Path, blocks: Blocks) -> None:
 
 
 def hashes_of(
-    saved: Saved, blocks: Iterable[str], get: Callable[[str, Leaf], np.ndarray], threads: int = 0
+    saved: Saved, blocks: Iterable[str], get: Callable[[str], np.ndarray], threads: int = 0
 ) -> Callable[[], dict[str, int]]:
     """Start hashing blocks in threads; the result waits for {block: its part of its leaf's}."""
 
     def hash_of_block(block: str) -> int:
         name, bounds = parse_name(block)
-        leaf = saved[name]
-        return checksums.block_hash(get(block, leaf), bounds, leaf.shape)
+        return checksums.block_hash(get(block), bounds, saved[name].shape)
 
     names = list(blocks)
     pool = concurrent.futures.ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1))
@@ -134,6 +134,8 @@ def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, _saf
     blocks_of_leaf: dict[str, list] = {}
     spent = 0
     for file in files:
+        if not durable_files.is_real_directory(file.parent):
+            raise Damaged(f"{file.parent.name}: missing")
         if file.is_symlink():
             raise Damaged(f"arrays: {file.name} is a link")
         if file.exists():
@@ -145,15 +147,11 @@ def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, _saf
     return blocks_of_leaf
 
 
-def read_leaf(leaf: Leaf, parts, stored: list) -> tuple[Any, int | None]:
-    """A leaf, or the parts of it, from the blocks of `stored_in`; see `verified`."""
+def read_leaf(leaf: Leaf, parts, open_leaf: OpenLeaf) -> tuple[Any, int | None]:
+    """A whole leaf, verified, and None; or the `Pieces` of parts, and the sum of their hashes."""
     if not leaf.dtype:
         return leaves.plain_value(leaf), None
-    return verified(leaf, parts, lambda bounds: _part_of(leaf, bounds, stored))
-
-
-def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[Any, int | None]:
-    """A whole leaf, verified, and None; or the `Pieces` of parts, and the sum of their hashes."""
+    read = open_leaf(leaf)
     if parts is None:
         array = read(whole(leaf.shape))
         if checksums.block_hash(array) != leaf.hash:
@@ -164,11 +162,8 @@ def verified(leaf: Leaf, parts, read: Callable[[Bounds], np.ndarray]) -> tuple[A
     return Pieces(leaf.shape, leaves.dtype_of(leaf.dtype), pieces), total % checksums.MODULUS
 
 
-def read_block(block: str, leaf: Leaf, stored: list) -> np.ndarray:
-    return _part_of(leaf, parse_name(block)[1] or whole(leaf.shape), stored)
-
-
-def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
+def part_of(leaf: Leaf, stored: list, bounds: Bounds) -> np.ndarray:
+    """The part of a leaf within `bounds`, from the blocks of `stored_in`."""
     size = lambda cut: math.prod(b - a for a, b in cut)
     overlaps = []
     for cut, entry in stored:
@@ -181,15 +176,15 @@ def _part_of(leaf: Leaf, bounds: Bounds, stored: list) -> np.ndarray:
             (max(i, k), min(j, n)) for (i, j), (k, n) in zip(block_bounds, bounds, strict=True)
         )
         if all(start < stop for start, stop in overlap):
-            overlaps.append((block_bounds, overlap, entry))
-    if sum(size(overlap) for _, overlap, _ in overlaps) != size(bounds):
+            overlaps.append((overlap, entry, _relative(overlap, block_bounds)))
+    if sum(size(overlap) for overlap, *_ in overlaps) != size(bounds):
         raise Damaged(f"{_title(leaf)}: not all of it is there")
     if len(overlaps) == 1:
-        return read_entry(overlaps[0][2], leaf, _relative(overlaps[0][1], overlaps[0][0]))
+        return _read_entry(leaf, *overlaps[0][1:])
     out = np.zeros([b - a for a, b in bounds], leaves.dtype_of(leaf.dtype))
-    for block_bounds, overlap, entry in overlaps:
+    for overlap, *entry_and_part in overlaps:
         cut = tuple(slice(a, b) for a, b in _relative(overlap, bounds))
-        out[cut] = read_entry(entry, leaf, _relative(overlap, block_bounds))
+        out[cut] = _read_entry(leaf, *entry_and_part)
     return out
 
 
@@ -204,12 +199,12 @@ def _matches(entry: _safetensors.Entry, leaf: Leaf, shape: tuple[int, ...]) -> b
     return (entry.dtype, entry.shape) == ("uint8", (*shape, np.dtype(leaf.dtype).itemsize))
 
 
-def read_entry(entry: _safetensors.Entry, leaf: Leaf, bounds: Bounds | None = None) -> np.ndarray:
-    """A block, or the part of it within `bounds`."""
+def _read_entry(leaf: Leaf, entry: _safetensors.Entry, bounds: Bounds) -> np.ndarray:
+    """The part of a block within `bounds`."""
     if entry.dtype == leaf.dtype:
         return _safetensors.read(entry, bounds)
     dtype = np.dtype(leaf.dtype)
-    raw = _safetensors.read(entry, None if bounds is None else (*bounds, (0, dtype.itemsize)))
+    raw = _safetensors.read(entry, (*bounds, (0, dtype.itemsize)))
     return raw.view(dtype).reshape(raw.shape[:-1])
 
 
@@ -222,27 +217,28 @@ def leaf_sums(hashes: Mapping[str, int]) -> dict[str, int]:
 
 
 def check_same(
-    saved: Saved, hashes: Mapping[str, int], get: Callable[[str, Leaf], np.ndarray], threads=0
+    saved: Saved, hashes: Mapping[str, int], open_leaf: OpenLeaf, threads: int = 0
 ) -> None:
     """Raise Damaged for a block that reads back as other bytes than were written."""
-    hashes_read_back = hashes_of(saved, hashes, get, threads)()
+
+    def read(block: str) -> np.ndarray:
+        name, bounds = parse_name(block)
+        return open_leaf(saved[name])(bounds or whole(saved[name].shape))
+
+    hashes_read_back = hashes_of(saved, hashes, read, threads)()
     for block, value in hashes.items():
         if hashes_read_back[block] != value:
             raise Damaged(other_bytes(saved[parse_name(block)[0]]))
 
 
 def read_all(
-    read: Callable[[Leaf, Any], Any],
-    requested: list[Leaf],
-    needed: Needed,
-    place: Function,
-    threads: int,
+    open_leaf: OpenLeaf, requested: list[Leaf], needed: Needed, place: Function, threads: int
 ) -> ReadResult:
-    """The results of `read`, which is as `read_leaf`, in the form of `CheckpointHome.read`."""
+    """The results of `read_leaf`, in the form of `CheckpointHome.read`."""
 
     def read_and_place(i: int) -> Any:
         with damage_of_arrays():
-            value, part_of_hash = read(requested[i], needed[i])
+            value, part_of_hash = read_leaf(requested[i], needed[i], open_leaf)
         return place(i, value), part_of_hash
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:

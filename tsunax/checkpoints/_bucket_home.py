@@ -49,102 +49,6 @@ def _whole(saves: Saves) -> dict[int, str]:
     return {_step_and_number(name)[0]: name for name in names}
 
 
-class BucketHome(CheckpointHome):
-    can_rewind = False
-    write_file = staticmethod(BucketPath.write)
-    threads = _bucket.PARALLEL_REQUESTS
-    proof_threads = 8
-
-    def __init__(self, path: Any, timeout: float = 600.0):
-        super().__init__(path, timeout)
-        self._saves: Saves = {}  # a writer lists them when it opens the bucket
-
-    @staticmethod
-    def load(path: BucketPath, limit: int) -> bytes:
-        return path.read(limit)[0]
-
-    def names(self, path: BucketPath) -> list[str]:
-        """The names in the directory, except the names of saves."""
-        keys = [key for key in path.keys("") if not _OBJECT.fullmatch(key)]
-        return sorted({key.partition("/")[0] for key in keys})
-
-    def _listed(self, prefix: str = "") -> Saves:
-        saves: Saves = {}
-        for match in filter(None, map(_OBJECT.fullmatch, self.path.keys(prefix))):
-            saves.setdefault(match[1], set()).add(match[2])
-        return saves
-
-    def listed_steps(self) -> list[int]:
-        return list(_whole(self._listed()))
-
-    def directory_of(self, step: int) -> Any:
-        name = _whole(self._listed(f"{step}/")).get(step)
-        return None if name is None else self.path / name
-
-    def stored_in(self, folder: Any, processes: Iterable[int]) -> dict[str, list]:
-        return _bucket.stored_in([folder / ARRAYS / f"{i}.safetensors" for i in processes])
-
-    def begin(self, step: int) -> str:
-        numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
-        return f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
-
-    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
-        if blocks:
-            (self.path / name / ARRAYS / f"{process}.safetensors").write_arrays(blocks)
-
-    def commit(self, name: str, whole: Manifest | None) -> None:
-        if whole is None:
-            return
-        replaced = self._saves_of(whole.step)
-        self.put_manifest(name, whole)
-        files = {f"{ARRAYS}/{i}.safetensors" for i in range(len(whole.parts))}
-        self._saves[name] = {MANIFEST, SUM, *files}
-        self.metrics_by_step()[whole.step] = whole.metrics
-        self.bad.pop(whole.step, None)
-        with self.deleting(whole.step):
-            self._remove(replaced)
-
-    def _saves_of(self, step: int) -> list[str]:
-        return [name for name in self._saves if _step_and_number(name)[0] == step]
-
-    def _remove(self, names: Iterable[str]) -> None:
-        """Delete saves: of each its manifest, and then the rest."""
-        for name in names:
-            (self.path / name).unlink(MANIFEST)
-            (self.path / name).unlink(*self._saves[name] - {MANIFEST})
-            del self._saves[name]
-
-    def discard(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # the error of the save is raised; `tidy` tries again
-            self._saves |= self._listed(f"{name}/")
-            self._remove({name} & set(self._saves))
-
-    def drop(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            with self.deleting(step):
-                self._remove(self._saves_of(step))
-                self.metrics_by_step().pop(step, None)
-
-    def tidy(self) -> None:
-        self._saves = self._listed()
-        with self.deleting("of an earlier run"):
-            self._remove(set(self._saves) - set(_whole(self._saves).values()))
-        self.metrics_by_step()  # now, not in the first save
-
-    def _has_early_names(self, name: str) -> bool:
-        files = [key.rpartition("/")[2] for key in self.path.keys(f"{name}/")]
-        return bool(files) and all(map(EARLY_NAMES.match, files))
-
-    def check_is_no_checkpoint(self) -> None:
-        """Nothing: a lock within a checkpoint is one more object, and keeps no run out."""
-
-    def prepare(self) -> str:
-        return str(self.path)
-
-    def lock(self, is_first: bool) -> Any:
-        return BucketLock(self.path, is_first)
-
-
 class BucketLock:
     """The object that names the run which writes: the run that comes last takes it, and warns.
 
@@ -172,12 +76,18 @@ class BucketLock:
             self._object.write(self.text.encode(), version)
         current, self._version = self._object.read(400)
         if current.decode() != self.text:
-            fix = "Wait for it to end, or give another path."
-            parts = str(path), f"a run that started now, {current.decode()}", "no other writer", fix
-            raise CheckpointError("directory in use", *parts)
+            raise CheckpointError(
+                "directory in use",
+                str(path),
+                got=f"a run that started now, {current.decode()}",
+                expected="no other writer",
+                fix="Wait for it to end, or give another path.",
+            )
         if "pid" in facts:
-            text = f"{path} was in use, by {content.decode()}"
-            warn(f"{text}: that run, if it goes on, is refused at its next save.")
+            warn(
+                f"{path} was in use, by {content.decode()}: that run, if it goes on, is refused at "
+                "its next save."
+            )
 
     def renew(self, path: BucketPath) -> None:
         if self.text and (current := self._object.read(400)[0].decode()) != self.text:
@@ -187,3 +97,87 @@ class BucketLock:
         if self.text and os.getpid() == self.pid:
             with contextlib.suppress(OSError):  # another run has it, or the next one warns
                 self._object.write(json.dumps({"run_id": self.run_id}).encode(), self._version)
+
+
+class BucketHome(CheckpointHome):
+    can_rewind = False
+    write_file = staticmethod(BucketPath.write)
+    stored_in = staticmethod(_bucket.stored_in)
+    lock = BucketLock
+    threads = _bucket.PARALLEL_REQUESTS
+    proof_threads = 8
+
+    def __init__(self, path: Any, timeout: float = 600.0):
+        super().__init__(path, timeout)
+        self._saves: Saves = {}  # a writer lists them when it opens the bucket
+
+    @staticmethod
+    def load(path: BucketPath, limit: int) -> bytes:
+        return path.read(limit)[0]
+
+    def names(self, path: BucketPath) -> list[str]:
+        """The names in the directory, except the names of saves."""
+        keys = [key for key in path.keys("") if not _OBJECT.fullmatch(key)]
+        return sorted({key.partition("/")[0] for key in keys})
+
+    def _listed(self, prefix: str = "") -> Saves:
+        saves: Saves = {}
+        for match in filter(None, map(_OBJECT.fullmatch, self.path.keys(prefix))):
+            saves.setdefault(match[1], set()).add(match[2])
+        return saves
+
+    def directories(self, step: int | None = None) -> dict[int, list[Any]]:
+        saves = self._listed("" if step is None else f"{step}/")
+        return {step: [self.path / name] for step, name in _whole(saves).items()}
+
+    def reserve_name(self, step: int) -> str:
+        numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
+        return f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
+
+    def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
+        if blocks:
+            (self.path / name / ARRAYS / f"{process}.safetensors").write_arrays(blocks)
+
+    def commit(self, name: str, whole: Manifest | None) -> None:
+        if whole is None:
+            return
+        replaced = self._saves_of(whole.step)
+        self.put_manifest(name, whole)
+        files = {f"{ARRAYS}/{i}.safetensors" for i in range(len(whole.parts))}
+        self._saves[name] = {MANIFEST, SUM, *files}
+        with self.deleting(whole.step):
+            self._remove(replaced)
+
+    def _saves_of(self, step: int) -> list[str]:
+        return [name for name in self._saves if _step_and_number(name)[0] == step]
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Delete saves: of each its manifest, and then the rest."""
+        for name in names:
+            (self.path / name).unlink(MANIFEST)
+            (self.path / name).unlink(*self._saves[name] - {MANIFEST})
+            del self._saves[name]
+
+    def discard(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # the error of the save is raised; `tidy` tries again
+            self._saves |= self._listed(f"{name}/")
+            self._remove({name} & set(self._saves))
+
+    def delete(self, step: int) -> None:
+        self._remove(self._saves_of(step))
+
+    def tidy(self) -> None:
+        self._saves = self._listed()
+        with self.deleting("of an earlier run"):
+            self._remove(set(self._saves) - set(_whole(self._saves).values()))
+        self.metrics_by_step()  # now, not in the first save
+
+    def _has_early_names(self, name: str) -> bool:
+        files = [key.rpartition("/")[2] for key in self.path.keys(f"{name}/")]
+        return bool(files) and all(map(EARLY_NAMES.match, files))
+
+    def check_is_no_checkpoint(self) -> None:
+        """Nothing: a lock within a checkpoint is one more object, and keeps no run out."""
+
+    def prepare(self) -> str:
+        return str(self.path)

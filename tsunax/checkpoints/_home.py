@@ -25,17 +25,18 @@ with the hashes of the manifest. One run writes, and any number of processes rea
 
 import concurrent.futures.thread  # now: at the end of the interpreter it could not be loaded
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tsunax._core import Function, durable_files, processes
 from tsunax.checkpoints import _blocks
 from tsunax.checkpoints import manifest as _manifest
-from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
+from tsunax.checkpoints._blocks import Blocks, Needed, OpenLeaf, ReadResult, Saved
 from tsunax.checkpoints.leaves import Damaged, Leaf, TooNew, Tree
 from tsunax.checkpoints.manifest import LIMIT, Manifest
 from tsunax.errors import CheckpointError, told
@@ -79,13 +80,21 @@ def store_of(folder: Path) -> str | None:
 
 
 class CheckpointHome:
-    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read."""
+    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read.
+
+    A save calls `reserve_name` in the first process; then in all, `start_arrays` and, in the
+    background, `write` with `write_blocks` and `prove`; then `merged_manifest` in the first, and
+    `commit` or `commit_rewind`; at last `drop`. After an error the first process calls `discard`.
+    """
 
     can_rewind: bool = True  # whether checkpoints can be set aside
     manifest_folder: str = ""  # the folder of the manifest, in the directory of a checkpoint
+    arrays_folder: str = ARRAYS  # the folder of our files of arrays
     names: Any = staticmethod(names_in)
     load: Any = staticmethod(durable_files.read)
     write_file: Any = staticmethod(durable_files.write)
+    stored_in: Any = staticmethod(_blocks.stored_in)
+    lock: Any = durable_files.Lock
     threads: int = min(8, os.cpu_count() or 1)  # they restore, each with a leaf in memory
     proof_threads: int = 0  # they read a save back; 0: as many as hash it
 
@@ -100,14 +109,12 @@ class CheckpointHome:
 
     # --------------------------------------------------------- orbax's home has its own of these
 
-    def listed_steps(self) -> list[int]:
-        """Steps that a directory is named after, in order, in one listing."""
-        steps = map(durable_files.step_in_name, self.names(self.path))
-        return sorted(step for step in steps if step is not None and self.directory_of(step))
-
-    def directory_of(self, step: int) -> Path | None:
-        folder = self.path / str(step)
-        return folder if durable_files.is_real_directory(folder) else None
+    def directories(self, step: int | None = None) -> dict[int, list[Any]]:
+        """By step, or of one step alone, the directories that are named after it, newest last."""
+        names = self.names(self.path) if step is None else [str(step)]
+        steps = {x: step for x in names if (step := durable_files.step_in_name(x)) is not None}
+        folders = {step: self.path / name for name, step in steps.items()}
+        return {x: [y] for x, y in folders.items() if durable_files.is_real_directory(y)}
 
     def read(
         self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
@@ -118,28 +125,26 @@ class CheckpointHome:
         """
         if (folder := self.directory_of(step)) is None:
             raise Damaged("not a directory")
-        has_arrays = any(leaf.dtype for leaf in requested)
         with _blocks.damage_of_arrays():
-            stored = self.stored_in(folder, range(len(manifest.parts))) if has_arrays else {}
-        read_leaf = lambda leaf, parts: _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-        return _blocks.read_all(read_leaf, requested, needed, place, self.threads)
+            open_leaf = self.opened(folder, manifest.arrays(), range(len(manifest.parts)))
+        return _blocks.read_all(open_leaf, requested, needed, place, self.threads)
 
-    def stored_in(self, folder: Path, processes: Iterable[int]) -> dict[str, list[Any]]:
-        """The blocks of each leaf in the files of some processes, as `_blocks.stored_in`."""
-        if not durable_files.is_real_directory(folder / ARRAYS):
-            raise Damaged("arrays: missing")
-        return _blocks.stored_in(folder / ARRAYS / f"{i}.safetensors" for i in processes)
+    def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
+        """A function that opens each of the saved leaves, in the files of some processes."""
+        files = [folder / self.arrays_folder / f"{i}.safetensors" for i in processes]
+        stored = self.stored_in(files)
+        return lambda leaf: functools.partial(_blocks.part_of, leaf, stored.get(leaf.name, []))
 
-    def begin(self, step: int) -> str:
+    def reserve_name(self, step: int) -> str:
         """The name under which a checkpoint of this step is written by all processes."""
         return durable_files.hidden_path(self.path, "tmp", step).name
 
-    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
+    def start_arrays(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """The part of a save that must run in the thread that calls `save`: none on a disk."""
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         folder = self.path / name
-        arrays = folder / ARRAYS
+        arrays = folder / self.arrays_folder
         for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
             new.mkdir(exist_ok=True)
         if blocks:
@@ -149,9 +154,8 @@ class CheckpointHome:
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         """Read back the files of this process, here or in `commit`. Raises Damaged."""
         if hashes:
-            stored = self.stored_in(self.path / name, [process])
-            read = lambda block, leaf: _blocks.read_block(block, leaf, stored[leaf.name])
-            _blocks.check_same(saved, hashes, read, self.proof_threads)
+            open_leaf = self.opened(self.path / name, saved.values(), [process])
+            _blocks.check_same(saved, hashes, open_leaf, self.proof_threads)
 
     def commit(self, name: str, whole: Manifest | None) -> None:
         """Add the manifest, which the first process has, and give the checkpoint its name."""
@@ -160,7 +164,6 @@ class CheckpointHome:
         step, folder = whole.step, self.path / name
         self.put_manifest(name, whole)
         durable_files.sync(folder)
-        self.metrics_by_step()
         final, old = self.path / str(step), None
         if os.path.lexists(final):
             if not self._is_deletable(final):
@@ -170,11 +173,11 @@ class CheckpointHome:
         try:
             os.rename(folder, final)
         except OSError as error:  # a mounted bucket raises it
-            fix = "a directory could not be renamed: store='orbax' renames none"
-            raise OSError(error.errno, f"{error.strerror}, {fix}") from error
+            raise OSError(
+                error.errno,
+                f"{error.strerror}, a directory could not be renamed: store='orbax' renames none",
+            ) from error
         durable_files.sync(self.path)
-        self.metrics_by_step()[step] = whole.metrics
-        self.bad.pop(step, None)
         if old is not None:
             with self.deleting(step):
                 durable_files.remove(old, OUR_NAMES)
@@ -194,7 +197,7 @@ class CheckpointHome:
         """Set aside the checkpoints from this step on that are still there, and name the state."""
         left_folder = self.path / LEFT_FOLDER / str(durable_files.rewind_calls(rewind.name))
         left_folder.mkdir(parents=True, exist_ok=True)
-        for later_step in reversed([x for x in self.listed_steps() if x >= step]):
+        for later_step in sorted((x for x in self.directories() if x >= step), reverse=True):
             os.rename(self.path / str(later_step), left_folder / str(later_step))
         for folder in (left_folder, left_folder.parent):
             durable_files.sync(folder)
@@ -208,18 +211,12 @@ class CheckpointHome:
     def _is_deletable(folder: Path) -> bool:
         return durable_files.is_real_directory(folder) and set(os.listdir(folder)) <= set(OUR_NAMES)
 
-    def drop(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, except those in which a user keeps files of his own."""
-        for step in steps:
-            with self.deleting(step):
-                is_deletable = self._is_deletable(folder := self.path / str(step))
-                old = durable_files.hidden_path(self.path, "old", step)
-                if is_deletable:
-                    os.rename(folder, old)
-                # the step has gone, even if its files cannot be removed
-                self.metrics_by_step().pop(step, None)
-                if is_deletable:
-                    durable_files.remove(old, OUR_NAMES)
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, unless a user keeps files of his own in it."""
+        if self._is_deletable(folder := self.path / str(step)):
+            old = durable_files.hidden_path(self.path, "old", step)
+            os.rename(folder, old)
+            durable_files.remove(old, OUR_NAMES)
 
     def tidy(self) -> None:
         for name in sorted(os.listdir(self.path)):
@@ -246,8 +243,16 @@ class CheckpointHome:
         try:
             yield
         except Exception as error:  # OSError, or an exception of a library for buckets
-            text = f"step {step} in {self.path} could not be deleted: {told(error)}"
-            self.deletion_warnings.append(text)
+            self.deletion_warnings.append(
+                f"step {step} in {self.path} could not be deleted: {told(error)}"
+            )
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints."""
+        for step in steps:
+            with self.deleting(step):
+                self.delete(step)
+                self.metrics_by_step().pop(step, None)
 
     def strangers(self) -> list[str]:
         """The names in the directory that no run leaves there before its first checkpoint."""
@@ -268,8 +273,16 @@ class CheckpointHome:
             x / name for x in (self.path, self.path.parent) for name in ("", MANIFEST_FOLDER)
         )
         if any((folder / SUM).exists() for folder in folders):
-            expected = "the directory that has the steps"
-            raise CheckpointError("path", str(self.path), "a part of one checkpoint", expected)
+            raise CheckpointError(
+                "path",
+                str(self.path),
+                got="a part of one checkpoint",
+                expected="the directory that has the steps",
+            )
+
+    def directory_of(self, step: int) -> Any:
+        """The directory of a checkpoint; None if it has gone."""
+        return next(reversed(self.directories(step).get(step, [])), None)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint. Raises Damaged, or TooNew."""
@@ -299,7 +312,9 @@ class CheckpointHome:
         only one listed before it is looked at. So no step at all counts when two listings agree.
         """
         names = self.names(self.path)
-        while not (steps := self.listed_steps()) and names != (names := self.names(self.path)):
+        while not (steps := sorted(self.directories())) and names != (
+            names := self.names(self.path)
+        ):
             pass
         return steps
 
@@ -335,7 +350,7 @@ class CheckpointHome:
     ) -> Manifest:
         """This process's part, read back to `prove` it; returns its manifest with the hashes."""
         saved = {leaf.name: leaf for leaf in part.arrays()}
-        hashes = _blocks.hashes_of(saved, blocks, lambda block, _: blocks[block])
+        hashes = _blocks.hashes_of(saved, blocks, blocks.__getitem__)
         self.write_blocks(name, process, saved, blocks)
         hashes_of_blocks = hashes()
         if prove:
@@ -383,9 +398,6 @@ class CheckpointHome:
         if self.load(file, len(content)) != content:
             raise OSError("a small file came back with other bytes")
         file.unlink()
-
-    def lock(self, is_first: bool) -> durable_files.Lock:
-        return durable_files.Lock(self.path, is_first=is_first)
 
     def lock_text(self) -> str:
         """The text of the first process's lock; "" if this process cannot see the file."""

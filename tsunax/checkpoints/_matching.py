@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import patterns, processes, trees
 from tsunax._state.state_fields import averages_of
-from tsunax.checkpoints import _blocks, checksums, leaves, state_facts
+from tsunax.checkpoints import _blocks, checksums, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, StateError
@@ -41,45 +41,42 @@ class RestoreRequest:
         saved = {leaf.path: leaf for leaf in manifest.leaves}
         make_plan = self._plan_of_params if self.skips_optimizer else self._plan_of_all
         plan = make_plan(leaves.tree_of(self.like), manifest, saved)
-        fix = (
-            "Restore with the setup that saved it, or give another run another path; params "
-            "alone: params_only=True or partial='pattern'; other dtypes: cast=True."
+        refuse(
+            f"checkpoint of another state at {folder}",
+            plan.differences,
+            fix="Restore with the setup that saved it, or give another run another path; params "
+            "alone: params_only=True or partial='pattern'; other dtypes: cast=True.",
         )
-        refuse(f"checkpoint of another state at {folder}", plan.differences, fix)
         return plan
 
     def _plan_of_all(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         def layout(path, s: TrainState) -> TrainState:
             facts, is_frozen = manifest.states.get(path), (*path, ".frozen") in saved
-            return s if facts is None else state_facts.laid_out(s, facts, is_frozen)
+            return s if facts is None else merging.laid_out(s, facts, is_frozen)
 
         like, script_states = map_states(self.like, tree, layout), tree.states
         tree = leaves.tree_of(like)
-        tables, merges = dict[Keys, state_facts.Merge](), dict[Keys, state_facts.Merge]()
+        merges: dict[Keys, merging.Merge] = {}
         differences: list[str] = []
-        numbers_at_start = state_facts.script_numbers_in(manifest)
+        numbers_at_start = merging.script_numbers_in(manifest)
         edits_without_flags: list[str] = []
         for path, s in tree.states.items():
             if (saved_facts := manifest.states.get(path)) is None:
                 differences.append(f"{show('state', path)}: saved no TrainState, expected one")
                 continue
-            facts, at_start = state_facts.facts_of(s), numbers_at_start.get(path)
-            tables[(*path, ".numbers", ".values")] = functools.partial(
-                state_facts.merged_table, saved_facts, facts, at_start
-            )
-            merges |= state_facts.merges_of_numbers(s, path, at_start)
-            differences += _fact_differences(saved_facts, facts, path)
-            if edit := state_facts.edit_of_frozen(script_states[path], at_start):
-                merges[(*path, ".frozen")] = functools.partial(state_facts.merged_flags, *edit)
+            at_start = numbers_at_start.get(path)
+            merges |= merging.merges_of(s, path, saved_facts, at_start)
+            differences += _fact_differences(saved_facts, state_facts.facts_of(s), path)
+            if edit := merging.edit_of_frozen(script_states[path], at_start):
+                merges[(*path, ".frozen")] = functools.partial(merging.merged_flags, *edit)
                 edits_without_flags += edit[:1] if (*path, ".frozen") not in saved else ()
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
         targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
+        tables = {merging.table_path(path) for path in tree.states}
         leaf_differences, pairs = _compared(targets, saved, self.cast, tables)
         differences += leaf_differences + _extra_leaves(targets, saved)
-        return RestorePlan(
-            like, tree, pairs, differences, tables | merges, edited=edits_without_flags
-        )
+        return RestorePlan(like, tree, pairs, differences, merges, edited=edits_without_flags)
 
     def _plan_of_params(self, tree: Tree, manifest: Manifest, saved: SavedLeaves) -> "RestorePlan":
         """Params and model state of each TrainState; a bare tree takes params of a saved state."""
@@ -154,7 +151,7 @@ class RestorePlan:
     tree: Tree
     pairs: list[Pair]
     differences: list[str]
-    merges: Mapping[Keys, state_facts.Merge] = dataclasses.field(default_factory=dict)
+    merges: Mapping[Keys, merging.Merge] = dataclasses.field(default_factory=dict)
     restarts: bool = False  # whether optimizers start anew, at the restored params
     edited: list[str] = dataclasses.field(default_factory=list)
 
@@ -204,8 +201,7 @@ class RestorePlan:
         states = leaves.tree_of(restored).states
         fields = "params", "model_state", "masters"
         parts = {path: {name: getattr(s, name) for name in fields} for path, s in states.items()}
-        restart = lambda path, s: restarted(s, **parts[path])
-        return map_states(self.like, self.tree, restart)
+        return map_states(self.like, self.tree, lambda path, s: restarted(s, **parts[path]))
 
     def placing(self) -> Callable[[int, Any], Any]:
         """A function for threads that begins the copy of value `i` to its device.
@@ -240,8 +236,13 @@ class RestorePlan:
 def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     """The state with a new optimizer, at restored params. Raises StateError for shapes."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
-        fix = "Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh)."
-        raise StateError("like", "restore()", "a state of shapes, for params alone", "arrays", fix)
+        raise StateError(
+            "like",
+            "restore()",
+            got="a state of shapes, for params alone",
+            expected="arrays",
+            fix="Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh).",
+        )
     masters = state.masters if masters is None else masters
     state = dataclasses.replace(state, masters=masters).replace(**parts)
     new_averages = {

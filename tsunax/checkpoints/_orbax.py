@@ -101,7 +101,6 @@ def _call_orbax(f, title: str):
         with ONE_AT_A_TIME:
             return f(library())
 
-    damage = None
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # orbax warns of saved shardings; ours are used instead
         try:
@@ -109,8 +108,7 @@ def _call_orbax(f, title: str):
         except CheckpointError:
             raise
         except Exception as error:  # orbax, TensorStore and asyncio raise many types
-            damage = Damaged(told(error))
-    raise damage
+            raise Damaged(told(error)) from None
 
 
 def library() -> Any:

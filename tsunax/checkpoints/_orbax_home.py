@@ -20,17 +20,16 @@ import contextlib
 import importlib
 import math
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsunax._core import Function, durable_files, processes, trees
+from tsunax._core import durable_files, processes, trees
 from tsunax.checkpoints import _blocks, _orbax
-from tsunax.checkpoints._blocks import Blocks, Needed, ReadResult, Saved
+from tsunax.checkpoints._blocks import Blocks, OpenLeaf, Saved
 from tsunax.checkpoints._home import MANIFEST_FOLDER, STEP_NAME, UNFINISHED, CheckpointHome
 from tsunax.checkpoints.checksums import Bounds
 from tsunax.checkpoints.leaves import Damaged, Leaf, Tree
@@ -46,7 +45,6 @@ OUR_NAMES = {
     "orbax.checkpoint",
 }
 _BYTES = {"uint4", "float6_e2m3fn", "float6_e3m2fn"}  # dtypes that TensorStore lacks
-_PARALLEL_READS = 32  # reads: a mounted bucket answers late
 
 
 class _Save:
@@ -71,71 +69,40 @@ class _Save:
 
 class OrbaxHome(CheckpointHome):
     can_rewind = False
-    manifest_folder = MANIFEST_FOLDER
+    manifest_folder = arrays_folder = MANIFEST_FOLDER
+    threads = 32  # a mounted bucket answers late
 
     def __init__(self, path: Path, timeout: float = 600.0):
         super().__init__(path, timeout)
         self._saves: dict[str, _Save] = {}
 
-    def _directories(self) -> dict[int, list[str]]:
-        """The directories of each step, the newest last; no links, and none that is unfinished."""
-        names, names_of_step = set(self.names(self.path)), {}
-        for name in names:
-            if not durable_files.is_real_directory(self.path / name):
-                continue
-            if (match := STEP_NAME.fullmatch(name)) and name + UNFINISHED not in names:
-                names_of_step.setdefault(int(match[1]), []).append((int(match[2] or 0), name))
-        return {
-            step: [name for _, name in sorted(several)] for step, several in names_of_step.items()
-        }
+    def directories(self, step: int | None = None) -> dict[int, list[Path]]:
+        """No links, and no directory that is unfinished."""
+        names, folders = {*self.names(self.path)}, dict[int, list[Path]]()
+        matches = filter(None, map(STEP_NAME.fullmatch, names))
+        for match in sorted(matches, key=lambda match: int(match[2] or 0)):
+            folder = self.path / match[0]
+            if folder.name + UNFINISHED not in names and durable_files.is_real_directory(folder):
+                folders.setdefault(int(match[1]), []).append(folder)
+        return folders
 
-    def listed_steps(self) -> list[int]:
-        return sorted(self._directories())
+    def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
+        declared = sum(leaf.n_bytes for leaf in saved)
+        # before anything blocks, or takes memory that no file needs
+        if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
+            raise Damaged(f"{declared} bytes declared, far more than its files have")
+        open_array = _opener(folder / STATE, saved)
+        open_block = super().opened(folder, saved, processes)
+        return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else open_block(leaf)
 
-    def directory_of(self, step: int) -> Path | None:
-        several = self._directories().get(step)
-        return self.path / several[-1] if several else None
-
-    def manifest(self, step: int) -> Manifest:
-        folder = self.directory_of(step)
-        if folder is not None and (folder / MANIFEST_FOLDER).is_symlink():
-            raise Damaged(f"manifest: {MANIFEST_FOLDER} is a link")
-        return super().manifest(step)
-
-    def read(
-        self, step: int, manifest: Manifest, requested: list[Leaf], needed: Needed, place: Function
-    ) -> ReadResult:
-        if (folder := self.directory_of(step)) is None:
-            raise Damaged("not a directory")
-        declared = sum({x.name: x.n_bytes for x in requested if x.dtype}.values())
-        with tempfile.TemporaryDirectory() as scratch:
-            with _blocks.damage_of_arrays():
-                # before anything blocks, or takes memory that no file needs
-                if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
-                    raise Damaged(f"{declared} bytes declared, far more than its files have")
-                open_array = _opener(folder / STATE, manifest.leaves)
-                files = [Path(scratch, f"{i}.safetensors") for i in range(len(manifest.parts))]
-                for file in files:
-                    limit = 2 * declared + (64 << 20)  # a header is small
-                    with contextlib.suppress(FileNotFoundError):
-                        file.write_bytes(self.load(folder / MANIFEST_FOLDER / file.name, limit))
-                stored = _blocks.stored_in(files)
-
-            def read_leaf(leaf: Leaf, parts):
-                if _is_of_orbax(leaf):
-                    return _blocks.verified(leaf, parts, open_array(leaf))
-                return _blocks.read_leaf(leaf, parts, stored.get(leaf.name, []))
-
-            return _blocks.read_all(read_leaf, requested, needed, place, _PARALLEL_READS)
-
-    def begin(self, step: int) -> str:
+    def reserve_name(self, step: int) -> str:
         matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
         suffixes = [int(match[2] or 0) for match in matches if int(match[1]) == step]
         name = f"{step}.{max(suffixes) + 1}" if suffixes else str(step)
         self._mark(name)
         return name
 
-    def start(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
+    def start_arrays(self, name: str, tree: Tree, described: list[Leaf], blocks: Blocks) -> None:
         """Let orbax make the directories and write `blocks` and spread arrays in the background."""
         from flax import traverse_util
 
@@ -145,10 +112,9 @@ class OrbaxHome(CheckpointHome):
                 continue
             if not _blocks.is_local(x):
                 arrays[leaf.name] = jax.random.key_data(x) if trees.is_key(x) else x
-            elif leaf.name in blocks:
-                arrays[leaf.name] = blocks[leaf.name]
-            else:  # the first process writes it
-                arrays[leaf.name] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+            else:  # if it has no block here, the first process writes it
+                zeros = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+                arrays[leaf.name] = blocks.get(leaf.name, zeros)
         save = _Save()
         if not processes.current().is_first:
             save.manifest_written.set_result(None)
@@ -170,18 +136,18 @@ class OrbaxHome(CheckpointHome):
                 save.response = ocp.save_checkpointables_async(str(self.path / name), items)
             except Exception as error:  # orbax, TensorStore and file systems raise many types
                 save.quiet.close()
-                parts = f"save of step {name}", str(self.path), told(error), "a save that starts"
-                raise SaveError(*parts) from error
+                raise SaveError(
+                    f"save of step {name}",
+                    str(self.path),
+                    got=told(error),
+                    expected="a save that starts",
+                ) from error
         self._saves[name] = save
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
-        """Write the blocks that orbax does not: it has the other arrays since `start`."""
+        """Write the blocks that orbax does not: it has the other arrays since `start_arrays`."""
         other_blocks = {x: y for x, y in blocks.items() if not _is_block_of_orbax(x, saved)}
-        if other_blocks:
-            with tempfile.TemporaryDirectory() as scratch:
-                file = Path(scratch, f"{process}.safetensors")
-                _blocks.write_arrays(file, other_blocks)
-                self.write_file(self.path / name / MANIFEST_FOLDER / file.name, file.read_bytes())
+        super().write_blocks(name, process, saved, other_blocks)
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
         save = self._saves[name]  # `commit` reads them, when orbax has written them
@@ -193,35 +159,25 @@ class OrbaxHome(CheckpointHome):
         if whole is not None:
             self.put_manifest(name, whole)
             save.manifest_written.set_result(None)
-        self._finish(save)
+        with save.quiet:
+            try:
+                save.response.result(timeout=self.timeout)
+            except Exception as error:  # orbax, TensorStore and asyncio raise many types
+                raise OSError(f"orbax: {told(error)}") from None
         if save.hashes:
             self._prove(folder, save)
         durable_files.sync_tree(folder)
         del self._saves[name]
         if whole is not None:
-            self.metrics_by_step()
-            old = self._directories().get(whole.step, [])
+            old = self.directories().get(whole.step, [])
             (self.path / (name + UNFINISHED)).unlink()
             durable_files.sync(self.path)
-            self.metrics_by_step()[whole.step] = whole.metrics
             with self.deleting(whole.step):
                 self._delete([] if whole.step in self.bad else old)
-            self.bad.pop(whole.step, None)
 
     def _prove(self, folder: Path, save: _Save) -> None:
         open_array = _opener(folder / STATE, save.saved.values())
-        bounds = lambda block, leaf: _blocks.parse_name(block)[1] or _blocks.whole(leaf.shape)
-        read = lambda block, leaf: open_array(leaf)(bounds(block, leaf))
-        _blocks.check_same(save.saved, save.hashes, read, _PARALLEL_READS)
-
-    def _finish(self, save: _Save) -> None:
-        fault = None
-        with save.quiet:
-            try:
-                return save.response.result(timeout=self.timeout)
-            except Exception as error:  # orbax, TensorStore and asyncio raise many types
-                fault = OSError(f"orbax: {told(error)}")
-        raise fault
+        _blocks.check_same(save.saved, save.hashes, open_array, self.threads)
 
     def discard(self, name: str) -> None:
         if (save := self._saves.pop(name, None)) is not None:
@@ -236,18 +192,14 @@ class OrbaxHome(CheckpointHome):
                 pass
         self._remove(name)
 
-    def drop(self, steps: Iterable[int]) -> None:
-        names_of_step = self._directories()
-        for step in steps:
-            with self.deleting(step):
-                self._delete(names_of_step.get(step, []))
-                self.metrics_by_step().pop(step, None)
+    def delete(self, step: int) -> None:
+        self._delete(self.directories().get(step, []))
 
-    def _delete(self, names: list[str]) -> None:
-        for name in names:
-            has_no_user_file = {MANIFEST_FOLDER} <= set(self.names(self.path / name)) <= OUR_NAMES
+    def _delete(self, folders: list[Path]) -> None:
+        for folder in folders:
+            has_no_user_file = {MANIFEST_FOLDER} <= set(self.names(folder)) <= OUR_NAMES
             if has_no_user_file:
-                self._remove(name)
+                self._remove(folder.name)
 
     def tidy(self) -> None:
         for name in self.names(self.path):

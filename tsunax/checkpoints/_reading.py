@@ -20,28 +20,9 @@ from tsunax.checkpoints import (
     state_facts,
 )
 from tsunax.checkpoints import manifest as _manifest
+from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import CheckpointError, StateError, warn
 from tsunax.states import COUNTED
-
-__all__ = ["Restored"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
-
-    Without a checkpoint, `step` is None and `state` is the given state. `data`, `history` and
-    `callbacks` were given to `save`, or are None; `script` is a dict of the settings of `fit`, or
-    None.
-    """
-
-    state: Any
-    data: Any = None
-    history: Any = None
-    callbacks: Any = None
-    step: int | None = None
-    script: Any = None
-    is_edited: bool = False  # whether numbers are the script's, and not the saved ones
 
 
 def newest(
@@ -66,8 +47,13 @@ def newest(
 
     steps, strangers = json.loads(run.together("restore()", look)[1][0])
     if resume == "never" and steps:
-        fix = "Give another path, or delete them yourself."
-        raise CheckpointError("steps", str(run.path), _listed(steps), "none: resume='never'", fix)
+        raise CheckpointError(
+            "steps",
+            str(run.path),
+            got=_listed(steps),
+            expected="none: resume='never'",
+            fix="Give another path, or delete them yourself.",
+        )
     if resume == "never":
         return Restored(like)
     candidates = _candidates(run, step, steps)
@@ -77,12 +63,22 @@ def newest(
     if run.read_only and candidates and not problems:  # the writer deleted all that were listed
         return newest(run, like, step, resume, options, read)
     if problems:
-        got, fix = trees.listed(problems, 10, "; "), "Give an earlier step, or another path."
-        raise CheckpointError("checkpoints", str(run.path), got, "a good one", fix)
+        raise CheckpointError(
+            "checkpoints",
+            str(run.path),
+            got=trees.listed(problems, 10, "; "),
+            expected="a good one",
+            fix="Give an earlier step, or another path.",
+        )
     if strangers or resume == "must":
-        got = trees.listed([*map(repr, strangers)], 10) or "nothing"
-        fix = "Give the directory that has the steps in it; to start afresh, once resume='never'."
-        raise CheckpointError("checkpoints", str(run.path), got, "at least one step", fix)
+        raise CheckpointError(
+            "checkpoints",
+            str(run.path),
+            got=trees.listed([*map(repr, strangers)], 10) or "nothing",
+            expected="at least one step",
+            fix="Give the directory that has the steps in it; to start afresh, once "
+            "resume='never'.",
+        )
     return Restored(like)
 
 
@@ -91,11 +87,16 @@ def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
     if step is None or (step == "best" and steps):
         return steps
     if step == "best":
-        expected = "Checkpoints(keep_best=Best(metric)), and steps saved with that metric"
-        raise CheckpointError("step", "restore()", "'best'", expected)
+        raise CheckpointError(
+            "step",
+            "restore()",
+            got="'best'",
+            expected="Checkpoints(keep_best=Best(metric)), and steps saved with that metric",
+        )
     if isinstance(step, str) or step not in steps:
-        expected = f"one of {_listed(steps)}"
-        raise CheckpointError("checkpoint", str(run.path), f"step {step}", expected)
+        raise CheckpointError(
+            "checkpoint", str(run.path), got=f"step {step}", expected=f"one of {_listed(steps)}"
+        )
     return [int(step)]
 
 
@@ -144,8 +145,12 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         try:
             manifest = run.home.manifest(step)
         except leaves.TooNew as error:
-            expected = f"format {_manifest.FORMAT} or earlier: update tsunax"
-            raise CheckpointError("checkpoint", str(folder), error, expected) from None
+            raise CheckpointError(
+                "checkpoint",
+                str(folder),
+                got=error,
+                expected=f"format {_manifest.FORMAT} or earlier: update tsunax",
+            ) from None
         return manifest, durable_files.sha256(manifest.dump())
 
     def read_arrays():
@@ -155,8 +160,9 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
         saved_leaves = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
         place = plan.placing()  # not in the thread: it has another default device
-        load = lambda: run.home.read(step, manifest, saved_leaves, needed, place)
-        values, sums = _background.bounded(load, run.timeout, name)
+        values, sums = _background.bounded(
+            lambda: run.home.read(step, manifest, saved_leaves, needed, place), run.timeout, name
+        )
         return (plan, parts, iter(values)), plan.word(sums)
 
     # The code after each of these may run programs over all devices: every process has to be there.
@@ -201,8 +207,13 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
         return read(run, checkpoint_step, plan_of)
     # A tree of several states has no clock, so the position in its data is not known.
     if step < checkpoint_step or (calls > saved_calls and not isinstance(state, COUNTED)):
-        got, expected = f"step {step} after {calls} calls", f"a fresh state, or {newest}, or later"
-        raise StateError("state", "fit()", got, expected, "For this state, give another path.")
+        raise StateError(
+            "state",
+            "fit()",
+            got=f"step {step} after {calls} calls",
+            expected=f"a fresh state, or {newest}, or later",
+            fix="For this state, give another path.",
+        )
     if calls > saved_calls:
         warn(f"{text}: the state given goes on, from where the data is now.")
         return dataclasses.replace(restored, state=state, data=None)
@@ -218,7 +229,7 @@ def changed_leaves(run, checkpoint_step: int, state) -> list[str]:
     def look():
         described, blocks = _writing.copied(tree, run.process)
         by_name = {leaf.name: leaf for leaf in described}
-        hashes = _blocks.hashes_of(by_name, blocks, lambda block, _: blocks[block])()
+        hashes = _blocks.hashes_of(by_name, blocks, blocks.__getitem__)()
         sums = json.dumps(_blocks.leaf_sums(hashes))
         return (described, run.home.manifest(checkpoint_step)), sums
 
@@ -243,7 +254,11 @@ def _parts(run, manifest: _manifest.Manifest, count: int) -> list[_manifest.Part
     if len(manifest.parts) == count:
         return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
     if any("data" in part.values for part in manifest.parts[1:]):  # each has its own place
-        got, where = f"one of each of {len(manifest.parts)} processes", str(run.path)
-        fix = "Go on with as many; or restore(like, params_only=True), and start the data anew."
-        raise CheckpointError("positions of the data", where, got, f"{count}", fix)
+        raise CheckpointError(
+            "positions of the data",
+            str(run.path),
+            got=f"one of each of {len(manifest.parts)} processes",
+            expected=f"{count}",
+            fix="Go on with as many; or restore(like, params_only=True), and start the data anew.",
+        )
     return first

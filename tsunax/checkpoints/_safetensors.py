@@ -1,8 +1,8 @@
 """Files of the safetensors library, and parts of the arrays in them.
 
-The library writes files, and checks on opening that a header accounts for every byte of its file.
-The bytes are read here: the library has no NumPy array of float8, a file that is cut while it is
-mapped ends the process, and a shard is rarely needed whole.
+The library checks on opening that a header accounts for every byte of its file. The bytes are
+written and read here: the library has no NumPy array of float8, a bucket takes a file in pieces, a
+file that is cut while it is mapped ends the process, and a shard is rarely needed whole.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,18 +149,21 @@ def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
     return out
 
 
-def streamed(arrays: Mapping[str, np.ndarray]) -> tuple[int, Iterator[Any]]:
+def streamed(
+    arrays: Mapping[str, np.ndarray], about: Mapping[str, str]
+) -> tuple[int, Iterator[Any]]:
     """The bytes of a file with these arrays, and their number, without a copy of all arrays."""
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # aligned by that
     code_of = {name: code for code, name in DTYPE_OF.items()}
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": about} if about else {}
+    end = 0
     for name in names:
         x, start = arrays[name], end
         end += x.nbytes
         header[name] = {
             "dtype": code_of[x.dtype.name], "shape": x.shape, "data_offsets": [start, end]
         }  # fmt: skip
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
     def pieces() -> Iterator[Any]:
@@ -174,22 +176,10 @@ def streamed(arrays: Mapping[str, np.ndarray]) -> tuple[int, Iterator[Any]]:
     return 8 + len(text) + end, pieces()
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray], about: dict[str, str]) -> None:
-    """A new file, on the disk when this returns."""
-    import safetensors
-
-    arrays_alive, specs = [], {}
-    for name, x in arrays.items():
-        arrays_alive.append(flat := np.ascontiguousarray(x))  # the library gets only the address
-        address = {"data_ptr": flat.ctypes.data, "data_len": flat.nbytes}
-        specs[name] = safetensors.TensorSpec(dtype=str(x.dtype), shape=x.shape, **address)
+def write(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
+    """A new file, on the disk when this returns; `about` is its text for other programs."""
     with open(path, "xb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-    try:
-        safetensors.serialize_file(specs, path, metadata=about or None)
-    except safetensors.SafetensorError as error:  # for example a full disk
-        raise OSError(told(error)) from None
-    os.chmod(path, stat.S_IMODE(mode))  # the library sets 0600 and ignores the umask
+        file.writelines(streamed(arrays, about)[1])
     durable_files.sync(path)
     try:
         contents(path)

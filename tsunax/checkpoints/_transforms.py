@@ -111,12 +111,15 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
         or any(len({*axis} - {*sizes}) > 1 for side in axes for axis in side)
     )
     if is_malformed:
-        expected = (
-            "each name once on both sides of '->', and the length of all names but one in "
-            "parentheses"
+        raise HyperparameterError(
+            "pattern",
+            "rearrange()",
+            got=f"{pattern!r} with {sizes}",
+            expected=(
+                "each name once on both sides of '->', and the length of all names but one in "
+                "parentheses"
+            ),
         )
-        got = f"{pattern!r} with {sizes}"
-        raise HyperparameterError("pattern", "rearrange()", got, expected)
     return Transform(axes[0], axes[1], sizes)
 
 
@@ -179,8 +182,11 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
                 plan[i] = _mapped(leaves.leaf_of(path, x), texts[i], leaf_transform)
             except ValueError as error:
                 faults.append(f"{leaves.show('tree', path)}: {error}")
-    fix = "Change the pattern of transform=, or its sizes."
-    _matching.refuse(f"leaves that do not fit in {call}", faults, fix)
+    _matching.refuse(
+        f"leaves that do not fit in {call}",
+        faults,
+        fix="Change the pattern of transform=, or its sizes.",
+    )
     return plan
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
@@ -36,7 +37,41 @@ from tsunax.errors import CheckpointError, RowError, StateError, WrongTypeError,
 from tsunax.state import donated, overwritten_part, trained_part
 
 
-def start(
+@dataclass(frozen=True)
+class Best:
+    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
+
+    The best are the lowest ("min") or the highest ("max"). Raises HyperparameterError for another
+    mode or none, and if the number `k` is below 1.
+
+    >>> Best("accuracy", mode="max", k=3)
+    Best(metric='accuracy', mode='max', k=3)
+    """
+
+    metric: str
+    _: KW_ONLY
+    mode: str | None = None  # "min" or "max": which is better does not follow from a name
+    k: int = 1
+
+    def __post_init__(self) -> None:
+        checks.check_count(self.k, "Best()", "k")
+        checks.check_choice(self.mode, "Best()", "mode", ("min", "max"))
+
+    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The best steps of `metrics`. NaN is never best; of equal values the later step is.
+
+        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
+        [20]
+        """
+        sign = -1 if self.mode == "max" else 1
+        comparable_values = {step: sign * values[self.metric] for step, values in metrics.items()
+                 if not math.isnan(values.get(self.metric, math.nan))}  # fmt: skip
+        return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
+            : self.k
+        ]
+
+
+def start_save(
     saver, state, step, values: Mapping[str, Any], metrics, left_calls: int | None = None
 ) -> Job:
     """`save` of a `Checkpoints`: copy, agree with all processes, write in the background.
@@ -45,8 +80,9 @@ def start(
     has the name of the checkpoint, too, and the steps that it replaces. A rewind leaves
     the line of the run after `left_calls` calls: the checkpoints from its step on are set aside.
     """
-    copy = lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
-    (tree, manifest, blocks), plans = saver.together("save()", copy)
+    (tree, manifest, blocks), plans = saver.together(
+        "save()", lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
+    )
     first_plan, own_plan = json.loads(plans[0]), json.loads(plans[saver.process])
 
     def facts_to_compare():
@@ -63,11 +99,17 @@ def start(
         manifest = dataclasses.replace(manifest, parts=parts)
     watched = watched_leaves(tree, manifest.leaves)
     name, drop = first_plan["name"], first_plan["drop"]
-    start_save = lambda: (saver.home.start(name, tree, manifest.leaves, blocks), "")
     with _discarding(saver, name):
-        saver.together("save(): start", start_save)
-    write_save = lambda: _write(saver, name, drop, manifest, blocks, watched, left_calls)
-    return Job(write_save, saver.path, manifest.step, saver.timeout)
+        saver.together(
+            "save(): start",
+            lambda: (saver.home.start_arrays(name, tree, manifest.leaves, blocks), ""),
+        )
+    return Job(
+        lambda: _write(saver, name, drop, manifest, blocks, watched, left_calls),
+        saver.path,
+        manifest.step,
+        saver.timeout,
+    )
 
 
 @contextlib.contextmanager
@@ -107,11 +149,16 @@ def _copied(saver, state, step: int | None, values: Mapping[str, Any], metrics, 
         if is_rewind:
             saved_metrics = {k: x for k, x in saved_metrics.items() if k < checkpoint_step}
         if saved_metrics and checkpoint_step < max(saved_metrics):
-            expected = f"≥ {max(saved_metrics)}, the newest in {saver.path}"
-            fix = "To go on from an earlier step, give another path: Checkpoints(other).save(...)."
-            raise CheckpointError("step", "save()", checkpoint_step, expected, fix)
+            raise CheckpointError(
+                "step",
+                "save()",
+                got=checkpoint_step,
+                expected=f"≥ {max(saved_metrics)}, the newest in {saver.path}",
+                fix="To go on from an earlier step, give another path: "
+                "Checkpoints(other).save(...).",
+            )
         plan["drop"] = _dropped(saver, {**saved_metrics, checkpoint_step: numbers})
-        plan["name"] = saver.home.begin(checkpoint_step)
+        plan["name"] = saver.home.reserve_name(checkpoint_step)
     return (tree, manifest, blocks), json.dumps(plan)
 
 
@@ -148,8 +195,9 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
 
     with _discarding(saver, name):
         own_manifest, answers = gather_results("part", write)
-        commit = lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
-        gather_results("manifest", commit)
+        gather_results(
+            "manifest", lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
+        )
     if not saver.process:
         saver.home.drop(drop)
 
@@ -157,26 +205,33 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
 def _commit(
     saver, name: str, first: _manifest.Manifest, count: int, left_calls: int | None
 ) -> None:
+    home, links = saver.home, saver.home.links
     if saver.process:
-        return saver.home.commit(name, None)
-    merged = saver.home.merged_manifest(name, first, count)
+        return home.commit(name, None)
+    merged = home.merged_manifest(name, first, count)
     if saver._lock is None:
         raise Damaged("closed before it was written")
     saver._lock.renew(saver.path)
-    steps, links = saver.home.metrics_by_step(), saver.home.links
+    steps = home.metrics_by_step()
     merged = merged.linked({step: link for step, link in links.items() if step in steps})
     if left_calls is None:
-        saver.home.commit(name, merged)
+        home.commit(name, merged)
     else:
-        saver.home.commit_rewind(name, merged, left_calls)
+        home.commit_rewind(name, merged, left_calls)
+    home.metrics_by_step()[merged.step] = merged.metrics
+    home.bad.pop(merged.step, None)
     links[merged.step] = merged.links[merged.step]
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or np.ndim(value) or trees.dtype_of(value) is None:
-            got = trees.describe(value)
-            raise WrongTypeError(f"metric {name!r:.60}", "save()", got, "a name and a number")
+            raise WrongTypeError(
+                f"metric {name!r:.60}",
+                "save()",
+                got=trees.describe(value),
+                expected="a name and a number",
+            )
     return {name: float(value) for name, value in (metrics or {}).items()}
 
 
@@ -202,8 +257,9 @@ def try_save(saver, state, values: Mapping[str, Any]) -> None:
     try:
         saver.home.probe(saver.process)
     except Exception as error:  # OSError, or an exception of a library for buckets
-        got, expected = told(error), "a directory that can be written"
-        raise CheckpointError("path", str(saver.path), got, expected) from error
+        raise CheckpointError(
+            "path", str(saver.path), got=told(error), expected="a directory that can be written"
+        ) from error
 
 
 # ---------------------------------------------------------------------- copies on the host
@@ -214,8 +270,13 @@ def check_saveable(tree: Tree) -> None:
         raise WrongTypeError("state", "save()", "a tree without leaves", "at least one array")
     for path, x in tree.leaves:
         if trees.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
-            where, fix = leaves.show("state", path), "Save outside of jit, vmap and scan."
-            raise WrongTypeError("leaf", where, type(x).__name__, "an array with numbers", fix)
+            raise WrongTypeError(
+                "leaf",
+                leaves.show("state", path),
+                got=type(x).__name__,
+                expected="an array with numbers",
+                fix="Save outside of jit, vmap and scan.",
+            )
         if trees.is_gone(x):
             raise StateError(donated("save()"))
 
@@ -223,8 +284,13 @@ def check_saveable(tree: Tree) -> None:
 def check_members(tree: Tree, where: str) -> None:
     for state in tree.states.values():
         if not (is_local(state.clock) or state.clock.is_fully_replicated):
-            fix = "Let each process have members of its own, and save them with tsunax.exchange."
-            raise StateError("population", where, "members of several processes", "of one", fix)
+            raise StateError(
+                "population",
+                where,
+                got="members of several processes",
+                expected="of one",
+                fix="Let each process have members of its own, and save them with tsunax.exchange.",
+            )
 
 
 def step_to_save(tree: Tree, step) -> int:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from tsunax._core import PyTree, placement, trees
-from tsunax.checkpoints import _matching, leaves, state_facts
+from tsunax.checkpoints import _matching, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Tree
 from tsunax.errors import TsunaxError, warn
 
@@ -63,7 +63,7 @@ class Edit:
         """The state after the edit. `like` is the state of the script, as `setup` made it."""
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_array(x) else x
         like = jax.tree.map(shape_of, like)  # also of arrays that a step has consumed
-        lay_out = lambda path, s: state_facts.laid_out(
+        lay_out = lambda path, s: merging.laid_out(
             s, {"cuts": self.layout[path][0]}, frozen=self.layout[path][1]
         )
         laid_out = _matching.map_states(like, leaves.tree_of(like), lay_out)
@@ -116,10 +116,8 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
     old_leaves, values, size = dict(_keyed(old_tree)), {}, 0
     for key, x in _keyed(new_tree):
         y = old_leaves.get(key)
-        if x is y:
-            continue
         is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
-        if not is_spread and y is not None and _has_same_bits(x, y):
+        if x is y or not (is_spread or trees.bits_differ(x, y)):
             continue
         size += np.size(x) * np.dtype(trees.dtype_of(x) or np.float64).itemsize
         if size > MOST_BYTES or trees.is_key(x) or is_spread:
@@ -209,13 +207,6 @@ def _keyed(tree: Tree) -> Iterator[tuple[Keys, Any]]:
 def layout_of(tree: Tree) -> dict[Keys, tuple[Any, bool]]:
     cuts_of = lambda s: state_facts.facts_of(s)["cuts"]
     return {path: (cuts_of(s), s.frozen is not None) for path, s in tree.states.items()}
-
-
-def _has_same_bits(x: Any, y: Any) -> bool:
-    if trees.is_key(x) and trees.is_key(y):
-        x, y = jax.random.key_data(x), jax.random.key_data(y)
-    x, y = np.asarray(x), np.asarray(y)
-    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
 def starts_with(edits: Sequence[Edit], first_edits: Sequence[Edit]) -> bool:

@@ -68,8 +68,13 @@ def save(
     _check_owners(plan, "save()")
     for mapped in plan.values():
         if mapped.stored.dtype not in _safetensors.DTYPES:
-            fix = "Cast it, or save with Checkpoints."
-            raise WrongTypeError("leaf", mapped.where, mapped.stored, "a safetensors dtype", fix)
+            raise WrongTypeError(
+                "leaf",
+                mapped.where,
+                got=mapped.stored,
+                expected="a safetensors dtype",
+                fix="Cast it, or save with Checkpoints.",
+            )
         for name in mapped.names:
             if not name or name.startswith("__metadata__") or not name.isprintable():
                 raise CheckpointError("name", mapped.where, repr(name), "printable text")
@@ -95,8 +100,12 @@ def _check_owners(plan: dict[int, Mapped], call: str) -> None:
     for mapped in plan.values():
         for name in mapped.names:
             if (owner := owners.setdefault(name, mapped.where)) is not mapped.where:
-                got = f"two arrays, {owner} and {mapped.where}"
-                raise CheckpointError(f"name {name!r}", call, got, "another name, by rename=")
+                raise CheckpointError(
+                    f"name {name!r}",
+                    call,
+                    got=f"two arrays, {owner} and {mapped.where}",
+                    expected="another name, by rename=",
+                )
 
 
 def restore(
@@ -175,8 +184,12 @@ def _refusing(title: str, path):
     try:
         yield
     except (Damaged, OSError) as error:
-        got = error if isinstance(error, Damaged) else told(error)
-        raise CheckpointError(title, str(path), got, "one that can be read") from error
+        raise CheckpointError(
+            title,
+            str(path),
+            got=error if isinstance(error, Damaged) else told(error),
+            expected="one that can be read",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -274,8 +287,10 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
             raise WrongTypeError("like", "restore()", "none", "the tree to rename or choose from")
         total = sum(x.n_bytes for x in source.leaves.values())
         if source.size is not None and total > 4 * source.size + (64 << 20):
-            hint = "give like=, a tree of their shapes, if they are zeros"
-            raise Damaged(f"{total} bytes of arrays in files of {source.size}; {hint}")
+            raise Damaged(
+                f"{total} bytes of arrays in files of {source.size}; give like=, a tree of their "
+                "shapes, if they are zeros"
+            )
         read = source.reading(list(source.leaves))
         return {name: read(name, _blocks.whole(x.shape)) for name, x in source.leaves.items()}
     has_state = rename is None and _has_state(source, like)

@@ -97,8 +97,12 @@ def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
     elif isinstance(x, (bool, int, float, complex, str)) and type(x).__module__ == "builtins":
         value = [x.real, x.imag] if isinstance(x, complex) else x
         return Leaf(path, type(x).__name__, value=finite(value), name=name)
-    expected = "an array, a number or a string"
-    raise WrongTypeError("leaf", show("state", path), trees.describe(x), expected)
+    raise WrongTypeError(
+        "leaf",
+        show("state", path),
+        got=trees.describe(x),
+        expected="an array, a number or a string",
+    )
 
 
 def can_be_saved(x: PyTree) -> bool:
@@ -213,6 +217,10 @@ def in_dtype(value: Any, dtype: Any, where: str) -> Any:
     else:  # an integer that wraps around to the other sign comes back as it was
         cannot_hold = (converted.astype(value.dtype) != value) | ((converted < 0) != (value < 0))
     if n_lost := np.count_nonzero(cannot_hold):
-        got = f"{n_lost} of {value.size} numbers that {converted.dtype} cannot hold"
-        raise CheckpointError("array", where, got, "a dtype that has room for them")
+        raise CheckpointError(
+            "array",
+            where,
+            got=f"{n_lost} of {value.size} numbers that {converted.dtype} cannot hold",
+            expected="a dtype that has room for them",
+        )
     return converted

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,24 @@ class Manifest:
             raise Damaged(f"manifest: {type(error).__name__} {str(error)[:80]}") from None
 
 
+@dataclass(frozen=True)
+class Restored:
+    """The result of `Checkpoints.restore`: `checkpoints.restore(like).state`.
+
+    Without a checkpoint, `step` is None and `state` is the given state. `data`, `history` and
+    `callbacks` were given to `save`, or are None; `script` is a dict of the settings of `fit`, or
+    None.
+    """
+
+    state: Any
+    data: Any = None
+    history: Any = None
+    callbacks: Any = None
+    step: int | None = None
+    script: Any = None
+    is_edited: bool = False  # whether numbers are the script's, and not the saved ones
+
+
 def merged(parts: list[Manifest]) -> Manifest:
     """Merge the manifests of processes that wrote parts of the same tree: hashes add up."""
     total = lambda versions: sum(leaf.hash for leaf in versions) % MODULUS
@@ -153,24 +171,24 @@ def check(x: Any, schema: Any) -> None:
     A schema is a type, [the schema of each item], (the schemas of both items), (a schema, None)
     for optional values, {key: schema}, {str: the schema of all values}, or Size.
     """
-    if isinstance(schema, tuple) and schema[1] is None:
-        return None if x is None else check(x, schema[0])
-    if schema is Size:
-        if type(x) is not int or not 0 <= x < 1 << 48:
-            raise ValueError("a size out of range")
-        return
-    # JSON has no tuples
-    if not isinstance(x, {tuple: list, list: list, dict: dict}.get(type(schema), schema)):
-        raise ValueError(f"an unexpected {type(x).__name__}")
-    pairs: Any = ()
-    if isinstance(schema, list):
-        pairs = ((y, schema[0]) for y in x)
-    elif isinstance(schema, tuple):
-        pairs = zip(x, schema, strict=True)
-    elif isinstance(schema, dict) and str in schema:
-        pairs = ((y, schema[str]) for y in x.values())
-    elif isinstance(schema, dict):
-        pairs = ((x[key], item_schema) for key, item_schema in schema.items())
+    pairs: Iterable[tuple[Any, Any]] = ()
+    match schema, x:
+        case (_, None), _:
+            pairs = [] if x is None else [(x, schema[0])]
+        case tuple(), list():  # JSON has no tuples
+            pairs = zip(x, schema, strict=True)
+        case list(), list():
+            pairs = ((y, schema[0]) for y in x)
+        case dict(), dict() if str in schema:
+            pairs = ((y, schema[str]) for y in x.values())
+        case dict(), dict():
+            pairs = ((x[key], item_schema) for key, item_schema in schema.items())
+        case type(), int() if schema is Size and type(x) is int and 0 <= x < 1 << 48:
+            pass
+        case type(), _ if schema is not Size and isinstance(x, schema):
+            pass
+        case _:
+            raise ValueError(f"an unexpected {type(x).__name__}")
     for y, item_schema in pairs:
         check(y, item_schema)
 
@@ -189,23 +207,19 @@ def _leaf(x) -> Leaf:
     return leaf
 
 
-def _parts(values, arrays) -> Parts:
-    described = list(map(_leaf, arrays))
-    if not all(leaf.dtype for leaf in described):
-        raise ValueError("an array without a dtype")
-    return Parts(values, described)
-
-
 def _parsed(body) -> Manifest:
     check(body, _SCHEMA)
     states = {tuple(path): facts for path, facts in body["states"]}
     for _, group_of_leaf, labels in (cut for facts in states.values() for cut in facts["cuts"]):
         if not labels or any(group >= len(labels) for group in group_of_leaf):
             raise ValueError("a cut with unknown groups")
-    described, parts = list(map(_leaf, body["leaves"])), [_parts(*part) for part in body["parts"]]
-    names = [x.name for x in [*described, *(y for part in parts for y in part.arrays)]]
-    if len(set(names)) != len(names):
+    described = list(map(_leaf, body["leaves"]))
+    parts = [Parts(values, list(map(_leaf, arrays))) for values, arrays in body["parts"]]
+    arrays = [x for part in parts for x in part.arrays]
+    if len({x.name for x in [*described, *arrays]}) != len(described) + len(arrays):
         raise ValueError("two leaves of one name")
+    if not all(x.dtype for x in arrays):
+        raise ValueError("an array without a dtype")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
     check(links := body.get("links", []), [(Size, str)])  # earlier versions did not save them
     return Manifest(body["step"], described, states, parts, metrics, dict(links))
@@ -217,40 +231,41 @@ def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: An
     Raises WrongTypeError for types that cannot be saved.
     """
     inner = lambda y, key: encode(y, keep, *path, key)
-    if x is None or isinstance(x, bool):
-        return x
-    if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
-        # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
-        with contextlib.suppress(RuntimeError, TypeError):
-            return {"$torch": keep(path, x.detach().numpy().copy())}
-    if isinstance(x, np.generic) and leaves.can_be_saved(x):
-        return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
-    if isinstance(x, str):
-        return str.__str__(x)  # the `str` of a member of an Enum is its name
-    if isinstance(x, int) and abs(x) < 1 << 1024:
-        return int(x)
-    if isinstance(x, float):
-        return {"$float": repr(x)} if not math.isfinite(x) else float(x)
     is_shallow = len(path) <= DEPTH
-    if isinstance(x, Mapping) and is_shallow and all(isinstance(key, str) for key in x):
-        encoded = {key: inner(value, key) for key, value in x.items()}
-        return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
-    if isinstance(x, Mapping) and is_shallow:  # JSON has no other keys than strings
-        return {"$items": [inner([key, value], i) for i, (key, value) in enumerate(x.items())]}
-    if isinstance(x, (list, tuple)) and is_shallow:
-        encoded = [inner(value, i) for i, value in enumerate(x)]
-        return encoded if isinstance(x, list) else {"$tuple": encoded}
-    if trees.is_key(x):
-        data = inner(trees.on_host(x), "key")
-        return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
-    if isinstance(x, (bytes, bytearray)):
-        return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
-    is_readable = getattr(x, "is_fully_addressable", True) or getattr(
-        x, "is_fully_replicated", True
-    )
-    if trees.is_array(x) and is_readable and leaves.can_be_saved(x):
-        kind = "$jax" if isinstance(x, jax.Array) else "$array"
-        return {kind: keep(path, np.array(x, copy=True))}
+    is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
+    match x:
+        case None | bool():
+            return x
+        case _ if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
+            # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
+            with contextlib.suppress(RuntimeError, TypeError):
+                return {"$torch": keep(path, x.detach().numpy().copy())}
+        case np.generic() if leaves.can_be_saved(x):
+            return {"$numpy": [x.dtype.name, x.tobytes().hex()]}
+        case str():
+            return str.__str__(x)  # the `str` of a member of an Enum is its name
+        case int() if abs(x) < 1 << 1024:
+            return int(x)
+        case float():
+            return float(x) if math.isfinite(x) else {"$float": repr(x)}
+        case Mapping() if is_shallow and all(isinstance(key, str) for key in x):
+            encoded = {key: inner(value, key) for key, value in x.items()}
+            return {"$dict": encoded} if any(key.startswith("$") for key in encoded) else encoded
+        case Mapping() if is_shallow:  # JSON has no other keys than strings
+            return {"$items": [inner([key, value], i) for i, (key, value) in enumerate(x.items())]}
+        case list() if is_shallow:
+            return [inner(value, i) for i, value in enumerate(x)]
+        case tuple() if is_shallow:
+            return {"$tuple": [inner(value, i) for i, value in enumerate(x)]}
+        case _ if trees.is_key(x):
+            data = inner(trees.on_host(x), "key")
+            return {"$key": leaves.implementation(trees.dtype_of(x)), "data": data}
+        case bytes() | bytearray():
+            return {"$bytes": keep(path, np.array(bytearray(x), np.uint8))}
+        case jax.Array() if not is_spread and leaves.can_be_saved(x):
+            return {"$jax": keep(path, np.array(x, copy=True))}
+        case np.ndarray() if leaves.can_be_saved(x):
+            return {"$array": keep(path, np.array(x, copy=True))}
     raise WrongTypeError("value", place_text(path), trees.describe(x), _SAVED_TYPES)
 
 
@@ -314,8 +329,12 @@ def check_types(x: Any, y: Any, *path: Any) -> None:
     Dicts, lists and strings of other classes come back as plain ones, which are equal to them.
     """
     if type(x) is not type(y) and not isinstance(y, dict | list | str | bytes | np.ndarray):
-        got = f"{type(x).__name__}, which comes back as {type(y).__name__}"
-        raise WrongTypeError("value", place_text(path), got, _SAVED_TYPES)
+        raise WrongTypeError(
+            "value",
+            place_text(path),
+            got=f"{type(x).__name__}, which comes back as {type(y).__name__}",
+            expected=_SAVED_TYPES,
+        )
     items = enumerate(x) if isinstance(y, list | tuple) else ()
     for key, value in x.items() if isinstance(x, Mapping) else items:
         check_types(value, y[key], *path, key)

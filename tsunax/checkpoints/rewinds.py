@@ -23,15 +23,28 @@ from tsunax.errors import CheckpointError, warn
 def check_can_rewind(saver: Any, step: int) -> None:
     """Raise CheckpointError unless a run at `step` has an earlier checkpoint to which it can go."""
     if saver is None:
-        expected = "fit(checkpoint=), to which the run can go back"
-        raise CheckpointError("checkpoints", "run.rewind()", "none", expected)
+        raise CheckpointError(
+            "checkpoints",
+            "run.rewind()",
+            got="none",
+            expected="fit(checkpoint=), to which the run can go back",
+        )
     if not saver.home.can_rewind:
-        got, expected = f"those in {saver.path}", "files on a disk, which can be set aside"
-        raise CheckpointError("checkpoints", "run.rewind()", got, expected)
+        raise CheckpointError(
+            "checkpoints",
+            "run.rewind()",
+            got=f"those in {saver.path}",
+            expected="files on a disk, which can be set aside",
+        )
     saver.wait()
     if not any(x < step for x in saver.home.steps()):
-        got, fix = f"none before step {step} in {saver.path}", "Checkpoints(every=) saves earlier."
-        raise CheckpointError("checkpoints", "run.rewind()", got, "an earlier one", fix)
+        raise CheckpointError(
+            "checkpoints",
+            "run.rewind()",
+            got=f"none before step {step} in {saver.path}",
+            expected="an earlier one",
+            fix="Checkpoints(every=) saves earlier.",
+        )
 
 
 def newest_before(saver: Checkpoints, step: int, back: int, like: PyTree) -> Restored:
@@ -57,8 +70,12 @@ def newest_before(saver: Checkpoints, step: int, back: int, like: PyTree) -> Res
     read = lambda checkpoint_step: _reading.read(saver, checkpoint_step, plan_of)
     restored, problems = _reading.first_good(saver, steps, read, may_be_replaced=False)
     if restored is None:
-        got = "; ".join(problems) or f"none before step {step}"
-        raise CheckpointError("checkpoints", str(saver.path), got, "a good one")
+        raise CheckpointError(
+            "checkpoints",
+            str(saver.path),
+            got="; ".join(problems) or f"none before step {step}",
+            expected="a good one",
+        )
     return restored
 
 

@@ -13,15 +13,15 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from tsunax._core import PyTree, StrPath, checks, durable_files, processes, trees
 from tsunax._core.cadence import Cadence, Timer, When, cadence_of
-from tsunax.checkpoints import _background, _matching, _reading, _writing
+from tsunax.checkpoints import _background, _writing
 from tsunax.checkpoints._home import BUCKETS, CheckpointHome, store_of
-from tsunax.checkpoints._reading import Restored
+from tsunax.checkpoints._writing import Best
 from tsunax.checkpoints.leaves import Damaged
+from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import (
     CheckpointError,
     HyperparameterError,
@@ -33,40 +33,6 @@ from tsunax.errors import (
 )
 
 __all__ = ["Best", "Checkpoints", "Restored"]
-
-
-@dataclass(frozen=True)
-class Best:
-    """Keep the `k` checkpoints with the best `metric` of `save(metrics=...)`.
-
-    The best are the lowest ("min") or the highest ("max"). Raises HyperparameterError for another
-    mode or none, and if the number `k` is below 1.
-
-    >>> Best("accuracy", mode="max", k=3)
-    Best(metric='accuracy', mode='max', k=3)
-    """
-
-    metric: str
-    _: KW_ONLY
-    mode: str | None = None  # "min" or "max": which is better does not follow from a name
-    k: int = 1
-
-    def __post_init__(self) -> None:
-        checks.check_count(self.k, "Best()", "k")
-        checks.check_choice(self.mode, "Best()", "mode", ("min", "max"))
-
-    def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The best steps of `metrics`. NaN is never best; of equal values the later step is.
-
-        >>> Best("loss", mode="min").of({10: {"loss": 0.5}, 20: {"loss": 0.4}})
-        [20]
-        """
-        sign = -1 if self.mode == "max" else 1
-        comparable_values = {step: sign * values[self.metric] for step, values in metrics.items()
-                 if not math.isnan(values.get(self.metric, math.nan))}  # fmt: skip
-        return sorted(comparable_values, key=lambda step: (comparable_values[step], -step))[
-            : self.k
-        ]
 
 
 class Checkpoints:
@@ -138,8 +104,12 @@ class Checkpoints:
         if not 0 < timeout < 1e6:
             raise HyperparameterError("timeout", "Checkpoints()", timeout, "seconds > 0, < 1e6")
         if not isinstance(keep_best, Best | None):
-            got = trees.describe(keep_best)
-            raise WrongTypeError("keep_best", "Checkpoints()", got, "Best(metric, mode='min')")
+            raise WrongTypeError(
+                "keep_best",
+                "Checkpoints()",
+                got=trees.describe(keep_best),
+                expected="Best(metric, mode='min')",
+            )
         self.home: CheckpointHome = _home_of(path, store, timeout)
         self.path: Any = self.home.path  # a Path, or the address of a bucket with `/`
         self.every: When | None = every
@@ -164,19 +134,21 @@ class Checkpoints:
         """Take the directory in the first process; the other processes have to see it."""
 
         def take():
-            if self.process:
-                return None, ""
-            self._lock = _background.take_lock(self, is_first=True)
-            self.home.tidy()
-            return None, json.dumps([self._lock.text, secrets.token_hex(4)])
+            if not self.process:
+                self._lock = _background.take_lock(self, is_first=True)
+                self.home.tidy()
+            return None, json.dumps([self._lock_text, secrets.token_hex(4)])
 
         def join():
-            if not self.process:
-                return None, ""
-            if self.home.lock_text() != text:
-                expected = "that of process 0, on a disk that all processes share"
-                raise CheckpointError("path", str(self.path), "another directory", expected)
-            self._lock = _background.take_lock(self, is_first=False)
+            if self.process:
+                if self.home.lock_text() != text:
+                    raise CheckpointError(
+                        "path",
+                        str(self.path),
+                        got="another directory",
+                        expected="that of process 0, on a disk that all processes share",
+                    )
+                self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
         self.everyone.compare("Checkpoints()", lambda: settings, self.timeout + 10)
@@ -255,7 +227,7 @@ class Checkpoints:
 
     def _save(self, state, step, data, history, callbacks, metrics, script=None, calls=None):
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
-        self._job = _writing.start(self, state, step, values, metrics, calls)
+        self._job = _writing.start_save(self, state, step, values, metrics, calls)
         self._timer.restart()
 
     def _try_save(self, state, **values: Any) -> None:
@@ -280,9 +252,13 @@ class Checkpoints:
             warn(self.home.deletion_warnings.pop())
         if job.error is not None:
             is_our_error = isinstance(job.error, (Damaged, ProcessError))
-            got = str(job.error).rstrip(".") if is_our_error else told(job.error)
-            where, fix = str(self.path / str(job.step)), "Earlier checkpoints are as they were."
-            raise SaveError(title, where, got, "a finished save", fix) from job.error
+            raise SaveError(
+                title,
+                str(self.path / str(job.step)),
+                got=str(job.error).rstrip(".") if is_our_error else told(job.error),
+                expected="a finished save",
+                fix="Earlier checkpoints are as they were.",
+            ) from job.error
 
     def close(self) -> None:
         """Wait, and let other processes write here. Raises SaveError if the last save failed."""
@@ -305,9 +281,12 @@ class Checkpoints:
     def check_writer(self) -> None:
         """Raise CheckpointError if it is read-only or closed, or was made before a fork."""
         if self.read_only or self._lock is None or self._lock.pid != os.getpid():
-            got = "read_only=True" if self.read_only else "closed ones, or of another process"
-            expected = "the newest Checkpoints of the directory in this process"
-            raise CheckpointError("checkpoints", "save()", got, expected)
+            raise CheckpointError(
+                "checkpoints",
+                "save()",
+                got="read_only=True" if self.read_only else "closed ones, or of another process",
+                expected="the newest Checkpoints of the directory in this process",
+            )
 
     # ------------------------------------------------------------------------------------ restoring
 
@@ -345,6 +324,8 @@ class Checkpoints:
         there, it is of another tree, shape, dtype or rule (up to ten differences, both sides), of
         another run or of a newer format.
         """
+        from tsunax.checkpoints import _matching, _reading
+
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         options = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         resume = "must" if resume == "auto" and params_only else resume
@@ -356,6 +337,8 @@ class Checkpoints:
 
     def _as_saved(self, step: int, like: PyTree) -> Restored:
         """A checkpoint with all of its numbers, also if the script has edited them since then."""
+        from tsunax.checkpoints import _matching, _reading
+
         request = _matching.RestoreRequest(like)
         plan_of = lambda manifest, folder: dataclasses.replace(
             request.plan(manifest, folder), merges={}, edited=[]
@@ -364,14 +347,20 @@ class Checkpoints:
 
     def _contents(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
+        from tsunax.checkpoints import _matching, _reading
+
         return _reading.read(self, step, _matching.plan_of_clocks)
 
     def _changed_leaves(self, step: int, state: PyTree) -> list[str]:
         """The leaves of a state with other bits than a checkpoint has, by their hashes."""
+        from tsunax.checkpoints import _reading
+
         return _reading.changed_leaves(self, step, state)
 
     def resumed(self, state: PyTree, resume: str) -> Restored:
         """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
+        from tsunax.checkpoints import _reading
+
         read = lambda checkpoint_step: _reading.newer_of_checkpoint_and_state(
             self, checkpoint_step, state
         )
@@ -411,8 +400,13 @@ def _home_of(path, store: str | None, timeout: float) -> CheckpointHome:
     folder = durable_files.folder_of(path, "path", where)
     existing_store = store_of(folder)
     if None not in (store, existing_store) and store != existing_store:
-        got, expected = f"{store!r} in {folder}", f"{existing_store!r}, as what is there"
-        raise CheckpointError("store", where, got, expected, "Or give another path.")
+        raise CheckpointError(
+            "store",
+            where,
+            got=f"{store!r} in {folder}",
+            expected=f"{existing_store!r}, as what is there",
+            fix="Or give another path.",
+        )
     if "orbax" not in (store, existing_store):
         return CheckpointHome(folder, timeout)
     from tsunax.checkpoints._orbax_home import OrbaxHome

@@ -115,8 +115,12 @@ class Peers:
             expected = self._hellos[0].get(name)
             for i, hello in enumerate(self._hellos):
                 if hello.get(name) != expected:
-                    expected = f"{expected}, as on {self._name(0)}"
-                    raise ProcessError(name, self._name(i), hello.get(name), expected)
+                    raise ProcessError(
+                        name,
+                        self._name(i),
+                        got=hello.get(name),
+                        expected=f"{expected}, as on {self._name(0)}",
+                    )
         self._run(self._listen)
 
     def watch(self, timeout: float, patience: float = 0.0) -> None:
@@ -161,17 +165,21 @@ class Peers:
             missing = [self._name(i) for i in range(self.count) if str(i) not in said_by_all]
             if not missing and self.node == 0:  # and all have read the previous messages
                 self._store.delete(f"{places}/{number - 1}/")
+        except ProcessError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ProcessError):
-                raise
             raise ProcessError(self._reason or self._loss_reason(error)) from error
         calls = {int(i): call for i, (_, call, _) in sorted(said_by_all.items())}
         first = min(calls)
         for i, call in calls.items():
             if call != calls[first]:
-                fix = "All processes call the same, in the same order."
-                expected = f"{calls[first]}, as on {self._name(first)}"
-                raise ProcessError("call", "", f"{call} on {self._name(i)}", expected, fix)
+                raise ProcessError(
+                    "call",
+                    "",
+                    got=f"{call} on {self._name(i)}",
+                    expected=f"{calls[first]}, as on {self._name(first)}",
+                    fix="All processes call the same, in the same order.",
+                )
         if missing:
             raise ProcessError(name, "", f"no word of {', '.join(missing)}", "all processes")
         self._indices = [said_by_all[str(i)][0] for i in range(self.count)]
@@ -209,8 +217,9 @@ class Peers:
             if not self._changed.wait_for(is_free, self.timeout):
                 counts = self._store.below(f"count/{self._requests}")
                 missing = (self._name(i) for i in range(self.count) if str(i) not in counts)
-                got = f"no word of {', '.join(missing)}"
-                raise ProcessError("agree()", "", got, "all processes")
+                raise ProcessError(
+                    "agree()", "", got=f"no word of {', '.join(missing)}", expected="all processes"
+                )
             if self._reason:
                 raise ProcessError(self._reason)
             self._calls[1] += 1

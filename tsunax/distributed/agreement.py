@@ -46,18 +46,29 @@ class Agreement(processes.Unanimous):
         if self._data is not None and self.everyone.count > 1:
             self._check_part(*self._data.process)
         if self.spans and not self._speaks:
-            text = "the state is on devices of some processes only, which are not compared"
-            warn(f"{where}: {text}, and a signal or a limit ends one of them alone")
+            warn(
+                f"{where}: the state is on devices of some processes only, which are not compared, "
+                "and a signal or a limit ends one of them alone"
+            )
 
     def _check_part(self, part: int, parts: int) -> None:
         if parts > 1 and not self.spans:
-            got = "on devices of this process alone, and of the data only its part"
-            fix = "ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train alone."
-            raise StateError("state", self.where, got, "on a mesh of all processes", fix)
+            raise StateError(
+                "state",
+                self.where,
+                got="on devices of this process alone, and of the data only its part",
+                expected="on a mesh of all processes",
+                fix="ts.shard(state, ts.mesh()); or batches(..., process=(0, 1)), to train alone.",
+            )
         place = self.everyone.index, self.everyone.count
         if parts > 1 and (part, parts) != place:
-            got, fix = f"batches(process={(part, parts)})", "It is so without process=."
-            raise DataError("data", self.where, got, f"process={place}, the part of its own", fix)
+            raise DataError(
+                "data",
+                self.where,
+                got=f"batches(process={(part, parts)})",
+                expected=f"process={place}, the part of its own",
+                fix="It is so without process=.",
+            )
 
     def start(
         self, functions: Mapping[str, Any], values: Mapping[str, Any], **settings: Any
@@ -134,8 +145,8 @@ class Agreement(processes.Unanimous):
         """A value of each process, in order."""
         if not self._speaks:
             return [value]
-        text = json.dumps(value)
-        texts = self.everyone.gather(f"{place} of {self.where}", text, processes.LAST)
+        title = f"{place} of {self.where}"
+        texts = self.everyone.gather(title, json.dumps(value), processes.LAST)
         return [json.loads(text) for text in texts]
 
     def numbers(self, place: str, row: dict[str, float]) -> dict[str, float]:
@@ -143,8 +154,12 @@ class Agreement(processes.Unanimous):
         first, *rows = self._everyone(place, row)
         for i, row in enumerate(rows, start=1):
             if row.keys() != first.keys():
-                got = f"{', '.join(row)} on {self.everyone.name_of(i)}"
-                raise ProcessError("numbers", place, got, f"{', '.join(first)}, as on process 0")
+                raise ProcessError(
+                    "numbers",
+                    place,
+                    got=f"{', '.join(row)} on {self.everyone.name_of(i)}",
+                    expected=f"{', '.join(first)}, as on process 0",
+                )
         return first
 
     def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:

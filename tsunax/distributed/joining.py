@@ -68,8 +68,14 @@ def _launch(address, count, index, local_device_ids: Any, timeout: float) -> _La
             arguments = address, count, index, local_device_ids, method, math.ceil(timeout)
             address, count, index, local_device_ids = _peers.detected(*arguments)
         except Exception as error:
-            fix = "Give coordinator_address=, num_processes= and process_id=; or num_processes=1."
-            raise ProcessError("launcher", "start()", told(error), "who is who", fix) from error
+            raise ProcessError(
+                "launcher",
+                "start()",
+                got=told(error),
+                expected="who is who",
+                fix="Give coordinator_address=, num_processes= and process_id=; or "
+                "num_processes=1.",
+            ) from error
     if (address, count, index) == (None, None, None):
         count, index = 1, 0
     return _Launch(address, count, index, local_device_ids, is_one_host)
@@ -79,9 +85,13 @@ def _place(launch: _Launch) -> tuple[str, int]:
     """The host and port of process 0. Raises ProcessError for a launch that says too little."""
     host, _, port = str(launch.address).rpartition(":")
     if None in launch[:3] or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        got = f"{launch.address!r}, num_processes={launch.count}, process_id={launch.index}"
-        fix = "No launcher was detected that sets them."
-        raise ProcessError("coordinator_address", "start()", got, "'host:port', and numbers", fix)
+        raise ProcessError(
+            "coordinator_address",
+            "start()",
+            got=f"{launch.address!r}, num_processes={launch.count}, process_id={launch.index}",
+            expected="'host:port', and numbers",
+            fix="No launcher was detected that sets them.",
+        )
     return host.strip("[]"), int(port)
 
 
@@ -186,11 +196,16 @@ def _initialize(launch: _Launch, host: str, port: int, timeout: float, peer_time
         error = failed[0]
         raise ProcessError("jax.distributed", "start()", told(error), "one that starts") from error
     if thread.is_alive():
-        wait = f"within {timeout:g} s at {address}, seen from process {launch.index}"
-        fix = f"Were all started, with this address, num_processes={launch.count} and a process_id "
-        fix += "of their own? Is process 0 running there, and the port open between the hosts?"
-        got = f"not all {launch.count} of them {wait}"
-        raise ProcessError("processes", "start()", got, "all of them", fix)
+        raise ProcessError(
+            "processes",
+            "start()",
+            got=f"not all {launch.count} of them within {timeout:g} s at {address}, seen from "
+            f"process {launch.index}",
+            expected="all of them",
+            fix=f"Were all started, with this address, num_processes={launch.count} and a "
+            "process_id of their own? Is process 0 running there, and the port open between the "
+            "hosts?",
+        )
 
 
 def _check_port(host: str, port: int, alone: bool) -> None:
@@ -198,8 +213,13 @@ def _check_port(host: str, port: int, alone: bool) -> None:
     try:
         socket.create_server((host if alone else "", port), family=family).close()
     except OSError as error:
-        got, fix = os.strerror(error.errno or 0), "Give another port, or set JAX_COORDINATOR_PORT."
-        raise ProcessError("port", f"{host}:{port}", got, "a free one", fix) from error
+        raise ProcessError(
+            "port",
+            f"{host}:{port}",
+            got=os.strerror(error.errno or 0),
+            expected="a free one",
+            fix="Give another port, or set JAX_COORDINATOR_PORT.",
+        ) from error
 
 
 def peers(
