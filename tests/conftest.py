@@ -13,6 +13,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import types
 import zlib
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -152,6 +154,32 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clocks of `time` stand still in this process, and `clock.now` puts them forward."""
+    clock = types.SimpleNamespace(now=1000.0)
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def at_sync(monkeypatch):
+    """A disk that does something else: `at_sync(f)` calls `f(path)` before a file of arrays is synced."""
+    fsync = os.fsync
+
+    def replace(f):
+        def before_sync(fd):
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if ".safetensors" in path.name:
+                f(path)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", before_sync)
+
+    return replace
 
 
 @pytest.fixture(scope="session")
