@@ -158,11 +158,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clocks of `time` stand still in this process, and `clock.now` puts them forward."""
+    """The clocks of `time` in this process stand still: `clock.now` and `time.sleep` put them forward."""
     clock = types.SimpleNamespace(now=1000.0)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     for name in ("time", "monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: clock.now)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """This process looks like the kernel of a notebook."""
+    shell = types.SimpleNamespace(kernel="ipykernel")
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tsunax.errors import (
 )
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
-from tsunax.run import callbacks, chunks, feed, fitting, fused_loop, opening
+from tsunax.run import callbacks, chunks, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -885,16 +885,12 @@ def test_rates_count_steps_and_not_calls_that_only_gather():
 
 
 @pytest.mark.medium
-def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
+def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one():
     other = lambda params, batch: loss_fn(params, batch)
-    first, second, seen = ts.train_step(other), ts.train_step(other), []
-    real = fitting.Fit.count_traces
-    count = lambda self: seen.append(real(self)) or seen[-1]
-    monkeypatch.setattr(fitting.Fit, "count_traces", count)
-    for step, rows in ((first, 8), (second, 4)):
-        seen.clear()
-        fit(step, ts.setup(RULE, init()), data() if rows == 8 else [(X[:4], Y[:4])] * 2, steps=2)
-        assert max(seen) > min(seen)
+    for rows, is_new in ((8, True), (8, False), (4, True)):
+        batches = [(X[:rows], Y[:rows])] * 4
+        _, history = fit(ts.train_step(other), ts.setup(RULE, init()), batches, steps=4)
+        assert (history.time["compile"] > 0) == is_new
 
 
 @pytest.mark.medium
@@ -1016,7 +1012,7 @@ def test_an_exception_hands_over_the_state():
     fit(STEP, caught.value.state, data(), steps=9)
 
 
-def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
+def test_ctrl_c_ends_after_the_step_under_way(clock):
     before = signal.getsignal(signal.SIGINT)
 
     def press(run):
@@ -1028,13 +1024,13 @@ def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
     def press_twice(run):
-        press(run), press(run), ended.append(run.step)
+        press(run), clock.sleep(seconds), press(run), ended.append(run.step)
 
-    ended = []
+    ended, seconds = [], 0.5
     with pytest.raises(KeyboardInterrupt):  # together they are one
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert ended == [4]
-    monkeypatch.setattr("tsunax._core.interrupts.REPEAT_SECONDS", -1.0)
+    seconds = 2.0
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert int(caught.value.state.step) == 4 and ended == [4]
@@ -1064,8 +1060,7 @@ def test_what_ends_calls_one_after_the_other_hands_over_the_steps_done(monkeypat
     assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), steps=len(done))[0])
 
 
-def test_in_a_notebook_ctrl_c_returns(monkeypatch):
-    monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
+def test_in_a_notebook_ctrl_c_returns(notebook):
     press = lambda run: signal.raise_signal(signal.SIGINT)
     state, history = fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press))
     assert int(state.step) == 4 and history.marks[-1][1] == "stop"
@@ -1609,42 +1604,23 @@ def test_signals_that_are_left_out(tmp_path):
             assert sum(taken) == count and taken[0] == taken[4] == bool(signals)
 
 
-class Timer:
-    """A timer that is late at a number of looks."""
-
-    is_due = False
-
-    def __init__(self, *late):
-        self.looks, self.late, self.restarts = 0, late, 0
-
-    def is_late(self):
-        self.looks += 1
-        return self.looks in self.late
-
-    def restart(self):
-        self.restarts += 1
-
-
-def test_a_late_timer_makes_a_boundary(monkeypatch):
+def test_a_late_timer_makes_a_boundary(clock):
     """At a planned boundary both happen at once."""
 
-    class Clocked(callbacks.Part):
-        timers = Timer(5, 6, 40), Timer(6, 10**6)
-
-        def due(self, run, events):
-            return "clock" in events
+    class Timed(callbacks.Part):
+        every = 3, "1 h"
 
         def at(self, run, events):
-            due.append((run.step, [*events], [timer.is_due for timer in self.timers]))
+            heard.append((run.step, [*events]))
 
-    due, real = [], opening._parts
-    monkeypatch.setattr(opening, "_parts", lambda *given: ([*real(*given)[0], Clocked()], []))
-    every = callbacks.every(3, lambda run: None)
-    fit(STEP, ts.setup(RULE, init()), data(), steps=12, steps_per_call=1, callbacks=every)
-    # Timers are looked at before a call, and after it: the third call makes the looks 5 and 6.
-    assert due == [(3, ["step", "clock"], [True, True])]
-    assert [timer.restarts for timer in Clocked.timers] == [1, 1]
-    assert not any(timer.is_due for timer in Clocked.timers)
+    def slow():
+        for i in range(12):  # the batches of the steps 3 and 8 take an hour
+            clock.sleep(3600 * (i in (2, 7)))
+            yield X[:8], Y[:8]
+
+    heard = []
+    fit(STEP, ts.setup(RULE, init()), slow(), steps=12, steps_per_call=1, callbacks=Timed())
+    assert heard == [(3, ["step", "clock"]), (6, ["step"]), (8, ["clock"]), (9, ["step"]), (12, ["step"])]
 
 
 def test_a_save_has_the_rows_before_its_step_in_the_logs(tmp_path):
@@ -2073,14 +2049,14 @@ def test_only_the_progress_needs_the_length_of_a_loader(capsys, length):
         assert last.startswith("12/18 steps  67%  loss" if length == 9 else "12 steps  loss")
 
 
-def test_an_interrupt_while_the_data_are_closed_has_the_state(monkeypatch):
-    def close(self):
+def test_an_interrupt_while_the_data_are_closed_has_the_state():
+    def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(feed.Feed, "close", close)
-    step, state = ts.train_step(toys.loss_fn), ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8)})
+    used = ts.prefetch([toys.X])
+    late = callbacks.every(3, lambda run: setattr(used, "close", interrupted))
     with pytest.raises(KeyboardInterrupt) as caught:
-        ts.fit(step, state, [toys.X], steps=3, progress=False)
+        fit(ts.train_step(toys.loss_fn), toys.state(), used, steps=3, callbacks=late)
     assert int(caught.value.state.step) == 3 and len(caught.value.history["loss"]) >= 1
 
 

@@ -204,14 +204,14 @@ def test_a_gpu_runs_no_kernels_to_choose_the_fastest(monkeypatch):
     """They would take its memory, and most of the time of a trial."""
     options = []
 
-    def compile(self, compiler_options=None):
-        options.append(compiler_options)
-        return self
+    class Noted(Fake):
+        def compile(self, compiler_options=None):
+            options.append(compiler_options)
+            return self
 
-    monkeypatch.setattr(Fake, "compile", compile)
     gpu = dataclasses.make_dataclass("Device", [("platform", str, "gpu")])()
     monkeypatch.setattr(_memory, "device_of_state", lambda state: gpu)
-    size, report = find_batch_size(Fake(lambda n: 50 * MIB + n), TINY, ROW, memory=1 << 30, max_size=64)
+    size, report = find_batch_size(Noted(lambda n: 50 * MIB + n), TINY, ROW, memory=1 << 30, max_size=64)
     assert size == 64 and options == [{"xla_gpu_autotune_level": 0}] * len(report.trials)
 
 
