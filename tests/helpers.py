@@ -12,6 +12,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tsunax.errors import CheckpointError
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,6 +159,19 @@ def assert_trees_close(a, b, rtol, atol) -> None:
         return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol)
 
     _compare(a, b, close)
+
+
+def relative(a, b):
+    """The distance of two trees, as a share of the second one, in float64."""
+    wide = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+    return np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b))
+
+
+def error_of(f, kind=CheckpointError) -> str:
+    """The text of the error that `f` raises."""
+    with pytest.raises(kind) as caught:
+        f()
+    return str(caught.value)
 
 
 def medium_if(is_medium, cases):

@@ -29,7 +29,7 @@ import pytest
 import tsunax as ts
 from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal, need
+from tests.helpers import assert_trees_equal, error_of, need
 from tsunax._core import durable_files
 from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
@@ -656,12 +656,6 @@ def test_trees_that_differ_in_their_containers_are_refused(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- the inputs' errors
-
-
-def error_of(f, kind=CheckpointError) -> str:
-    with pytest.raises(kind) as told:
-        f()
-    return str(told.value)
 
 
 def test_paths(tmp_path, monkeypatch):

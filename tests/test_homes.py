@@ -20,8 +20,8 @@ import pytest
 import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal, need
-from tests.test_checkpoint import LEAVES, error_of, make, updated
+from tests.helpers import assert_trees_equal, error_of, need
+from tests.test_checkpoint import LEAVES, make, updated
 from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
 from tsunax._core import trees
 from tsunax.checkpoints import _background, _bucket, _bucket_home, _orbax, _orbax_home, _safetensors, leaves
