@@ -191,6 +191,26 @@ def at_sync(monkeypatch):
     return replace
 
 
+@pytest.fixture
+def start_processes(tmp_path):
+    """`processes.start` in folders of their own; whatever it started is ended afterwards."""
+    from tests import processes
+
+    started = []
+
+    def start(*what, **given):
+        folder = tmp_path / f"out {len(started)}"
+        folder.mkdir()
+        new = processes.start(folder, *what, **given)
+        started.extend(new)
+        return new
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
 @pytest.fixture(scope="session")
 def ray():
     """A local Ray, one for the process: a second `ray.init` ends it."""
