@@ -72,17 +72,13 @@ def exists(name: str) -> bool:
     return public is None or rest.split(".")[0] in public
 
 
-def _tests_and_texts() -> dict[str, tuple[set[str], set[str]]]:
-    """Of each test file, the names of its tests, and its strings: among them the ids that it gives."""
-    found = {}
-    for path in TESTS.glob("test_*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        tests = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
-        found[path.stem] = tests, {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    return found
-
-
-FILES = _tests_and_texts()
+@functools.cache
+def names_and_texts(file: str) -> tuple[set[str], set[str]]:
+    """The names of the tests of a file, and its strings: among them the ids that it gives."""
+    path = TESTS / f"{file}.py"
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) if path.exists() else []
+    tests = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
+    return tests, {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 def problem_with(evidence: str) -> str | None:
@@ -92,7 +88,7 @@ def problem_with(evidence: str) -> str | None:
         rows = [row for row in table_rows(PAGE) if evidence in row[0]]
         return None if len(rows) == 1 and rows[0][1] else f"{len(rows)} rows of the page for {evidence}"
     for file, test, param in nodes:
-        tests, texts = FILES.get(file, (set(), set()))
+        tests, texts = names_and_texts(file)
         if test not in tests or (param and param not in texts):
             return f"no test {file}::{test}[{param}]"
     return None

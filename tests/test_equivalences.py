@@ -22,10 +22,7 @@ from tests.helpers import assert_trees_close, assert_trees_equal, covering_array
 from tsunax.reproduce import fingerprint
 from tsunax.timelines import timeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:the step .* rejected:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
 GOAL = 10  # past the end of an epoch
 RULE = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.adam(optax.linear_schedule(0.05, 0.0, 40)))
 PLAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.05, 0.0, 40)))
@@ -90,10 +87,10 @@ class Row:
             x = {**x, "x": toys.with_a_bad_row(x["x"])}
         return DATA[self.data](x)
 
-    def fit(self, state=None, data=None, goal=GOAL, step=None, **options):
+    def fit(self, state=None, data=None, goal=GOAL, **options):
         state, data = self.make() if state is None else state, self.batches() if data is None else data
         options = {"log_every": 1, "max_bad": 100, "progress": False, **options}
-        return ts.fit(step or step_of(self.step), state, data, steps=goal, **options)
+        return ts.fit(step_of(self.step), state, data, steps=goal, **options)
 
     @functools.cache  # noqa: B019, few rows
     def whole(self):
