@@ -6,6 +6,9 @@ import importlib
 import itertools
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.monitoring
@@ -196,6 +199,15 @@ def covering_array(*factors, is_possible=lambda *row: True):
         chosen.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
         missing -= pairs_of(chosen[-1])
     return chosen
+
+
+def run_python(*arguments, folder=None, timeout=300, **variables) -> subprocess.CompletedProcess:
+    """Run Python with one device, as a user has, and without the settings of the tests."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {**kept, "PYTHONPATH": root, **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
 def need(name: str):
